@@ -1,0 +1,1 @@
+"""Real transfer engines, each an implementation of the waist (`pdsim.transfer`) on real memory."""

@@ -1,0 +1,238 @@
+"""The two clocks.  A rank's program is a SimPy process and cannot tell which of them it runs on.
+
+`Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits:
+for real time to reach the next event, and for the completions of real engines, which it learns from *sources*.
+
+Neither knows what is transferred or computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import heappush as _heappush
+from typing import Any, Protocol
+
+import simpy
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, Event
+
+push: Callable[[list[Any], Any], None] = _heappush  # SimPy types its queue's entries by their event class
+
+__all__ = ["LAST", "Alarm", "Clock", "Mailbox", "Source", "WallClock"]
+
+LAST = NORMAL + 1
+"""Priority of an event that comes after all other events of its instant."""
+
+
+class Clock(simpy.Environment):
+    """Virtual time in seconds, from 0."""
+
+    virtual = True
+
+    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
+        """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
+
+        Raise a `ValueError` if *at* lies in the past.
+        """
+        if at < self._now:
+            raise ValueError(f"at(={at}) must not be before now(={self._now})")
+        push(self._queue, (at, priority, next(self._eid), event))
+
+    def at(self, when: float, value: Any = None) -> Event:
+        """Return an event that succeeds with *value* at the absolute time *when*."""
+        event = Event(self)
+        event._ok = True
+        event._value = value
+        self.schedule_at(event, when)
+        return event
+
+
+class Alarm(Event):
+    """A wake-up that may be armed again and again, without a new object each time.
+
+    The *wake* callback is called with the alarm.  An alarm must not be armed while it is armed.
+    """
+
+    def __init__(self, clock: Clock, wake: Callable[[Event], None], priority: int = NORMAL) -> None:
+        self.env = clock
+        self.clock = clock
+        self.priority = priority
+        self._wake = [wake]
+        self._ok = True
+        self._value = None
+        self.callbacks = None  # type: ignore[assignment]  # "processed": nothing waits in the queue
+
+    @property
+    def armed(self) -> bool:
+        """Whether the alarm waits to fire."""
+        return self.callbacks is not None
+
+    def arm(self, at: float) -> None:
+        """Fire at the absolute time *at*."""
+        if self.callbacks is not None:
+            raise RuntimeError("this alarm is armed already; let it fire first")
+        self.callbacks = self._wake
+        self.clock.schedule_at(self, at, self.priority)
+
+
+class Mailbox:
+    """Items in the order in which they were put, for one or more processes that wait for them.
+
+    Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.
+    """
+
+    __slots__ = ("_clock", "_items", "_waiting")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._items: deque[Any] = deque()
+        self._waiting: deque[Event] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Any) -> None:
+        """Hand *item* to the longest-waiting getter, or keep it."""
+        while self._waiting:
+            getter = self._waiting.popleft()
+            if not getter.triggered and getter.callbacks:  # callbacks is empty once a waiter was interrupted away
+                getter.succeed(item)
+                return
+        self._items.append(item)
+
+    def get(self) -> Event:
+        """Return an event that succeeds with the next item."""
+        event = Event(self._clock)
+        if self._items:
+            event.succeed(self._items.popleft())
+        else:
+            self._waiting.append(event)
+        return event
+
+    def drain(self) -> list[Any]:
+        """Return all items that are here now, without waiting."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+class Source(Protocol):
+    """Something outside the process that the wall clock must look at: a socket, an engine's completion queue."""
+
+    def poll(self) -> bool:
+        """Trigger the events whose time has come, without blocking; return whether there were any."""
+
+    def fileno(self) -> int | None:
+        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell."""
+
+    def busy(self) -> bool:
+        """Return whether a source without a descriptor has anything outstanding, so that it must be polled often."""
+
+
+class WallClock(Clock):
+    """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
+
+    Between events it polls its sources: it spins for *spin* seconds, because a completion is most often near, and
+    then sleeps until the next event or until a source's descriptor is readable.  Sources that can only be polled
+    are looked at every *nap* seconds while they are busy.
+    """
+
+    virtual = False
+
+    def __init__(self, origin: float | None = None, spin: float = 50e-6, nap: float = 20e-6) -> None:
+        super().__init__()
+        self.origin = time.monotonic() if origin is None else origin
+        self.spin = spin
+        self.nap = nap
+        self._sources: dict[Source, None] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._now = self.now
+
+    @property
+    def now(self) -> float:
+        """Seconds since the origin, read from the system's monotonic clock."""
+        return time.monotonic() - self.origin
+
+    def watch(self, source: Source) -> None:
+        """Poll *source* between events from now on."""
+        self._sources[source] = None
+
+    def unwatch(self, source: Source) -> None:
+        """Stop polling *source*.  Not an error if it is not watched."""
+        self._sources.pop(source, None)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run *function* on the clock's thread.  The only method that other threads may use."""
+        self._calls.append(function)
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the clock is awake or about to be
+            os.write(self._wake_write, b"\0")
+
+    def close(self) -> None:
+        """Give the clock's descriptors back."""
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
+        """Schedule *event* *delay* seconds from real now; a zero delay keeps SimPy's order within the instant."""
+        at = self.now + delay if delay else self._now
+        push(self._queue, (at, priority, next(self._eid), event))
+
+    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
+        """Schedule *event* at *at*; a time that has passed meanwhile means at once."""
+        push(self._queue, (max(at, self._now), priority, next(self._eid), event))
+
+    def step(self) -> None:
+        """Wait for the next event and process it.
+
+        Raise `EmptySchedule` if nothing is scheduled and no source is left that could schedule anything.
+        """
+        self._poll()
+        idle_since = None
+        while not self._queue or self._queue[0][0] > self._now:
+            if not self._queue and not self._sources:
+                raise EmptySchedule
+            if idle_since is None:
+                idle_since = self._now
+            elif self._now - idle_since > self.spin:
+                self._sleep()
+            if self._poll():
+                idle_since = None
+        super().step()
+
+    def _poll(self) -> bool:
+        self._now = self.now
+        found = False
+        while self._calls:
+            self._calls.popleft()()
+            found = True
+        for source in tuple(self._sources):
+            found |= source.poll()
+        return found
+
+    def _sleep(self) -> None:
+        """Sleep until a descriptor is readable or the next event is due."""
+        until = self._queue[0][0] - self.now if self._queue else 1.0
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        for source in self._sources:
+            fd = source.fileno()
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
+            elif source.busy():
+                until = min(until, self.nap)
+        if until < 1e-3:  # poll(2) counts whole milliseconds
+            if until > 0:
+                time.sleep(min(until, self.nap))
+        else:
+            poller.poll(int(until * 1e3))
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass

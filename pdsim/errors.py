@@ -1,0 +1,78 @@
+"""Everything that can go wrong, on the model and on the real engines alike.
+
+::
+
+    PdsimError
+    ├── ConfigError              what the user typed cannot be run; the message says what to type instead
+    └── TransferError
+        ├── BackendUnavailable   the engine cannot work on this machine; the message says what is missing
+        ├── RegistrationError    memory that cannot be registered, or is not
+        ├── OutOfMemory          a device or a pool has no room left
+        ├── InvalidBatch         descriptors that no engine may be given; nothing was written
+        ├── SendQueueFull        the engine refused to post: too many descriptors outstanding
+        ├── PeerLost             the other side is gone
+        ├── TransferTimeout      the deadline passed; bytes may still land (see `Transfer.settled`)
+        └── TransferFailed       the engine reported an error of its own
+
+A test may therefore name one class and run against every implementation of the waist.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailable",
+    "ConfigError",
+    "InvalidBatch",
+    "OutOfMemory",
+    "PdsimError",
+    "PeerLost",
+    "RegistrationError",
+    "SendQueueFull",
+    "TransferError",
+    "TransferFailed",
+    "TransferTimeout",
+]
+
+
+class PdsimError(Exception):
+    """Base of every error that pdsim raises on purpose."""
+
+
+class ConfigError(PdsimError):
+    """A configuration that cannot be run: one line with the value, the rule and the way out."""
+
+
+class TransferError(PdsimError):
+    """Base of what the transfer interface raises, or fails a `Transfer` with."""
+
+
+class BackendUnavailable(TransferError):
+    """The engine cannot work on this machine.  The message names what is missing and how to get it."""
+
+
+class RegistrationError(TransferError):
+    """Memory could not be registered, is not registered, or may not be given up yet."""
+
+
+class OutOfMemory(TransferError):
+    """A device, or one of its pools, has less room left than was asked for."""
+
+
+class InvalidBatch(TransferError):
+    """Descriptors that break the rules of `Batch`.  Raised before anything is posted."""
+
+
+class SendQueueFull(TransferError):
+    """The engine refused to post because too many descriptors are outstanding to that peer."""
+
+
+class PeerLost(TransferError):
+    """The peer's process or engine is gone.  What it had not acknowledged may or may not have landed."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed first.  No engine can recall bytes, so they may still land: wait for `Transfer.settled`."""
+
+
+class TransferFailed(TransferError):
+    """The engine reported a failure that is neither a lost peer nor a time-out."""

@@ -1,0 +1,4 @@
+"""The model: links that flows share fairly, engines that post descriptors, memory of limited capacity.
+
+Everything here is below the waist (`pdsim.transfer`) and knows nothing of requests.
+"""

@@ -1,0 +1,170 @@
+"""What is modelled: machines and engines, as plain frozen data that a configuration fills in.
+
+Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its own
+ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of `EVIDENCE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdsim.units import Flops, Rate, Seconds, Size
+
+__all__ = ["EVIDENCE", "Engine", "EngineModel", "Gpu", "Host", "Interconnect", "Machine", "Nic"]
+
+EVIDENCE = ("measured", "published", "datasheet", "assumed")
+"""From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
+
+
+def _positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{owner}.{name} must be > 0, got {value}")
+
+
+def _not_negative(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{owner}.{name} must be >= 0, got {value}")
+
+
+def _one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in allowed:
+            raise ValueError(f"{owner}.{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator."""
+
+    name: str
+    memory: Size
+    memory_rate: Rate  # of its memory, reads and writes together
+    compute: Flops  # dense bf16
+    pcie: Rate  # to the host or a NIC, each direction
+
+    def __post_init__(self) -> None:
+        _positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``."""
+
+    kind: str
+    rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
+    latency: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
+        _not_negative("interconnect", latency=self.latency, rate=self.rate)
+        if self.kind != "none":
+            _positive("interconnect", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """The network cards of a node and the fabric between nodes, which is taken to be free of contention."""
+
+    count: int  # per node; GPU g uses card g * count // gpus
+    rate: Rate  # of one card, each direction
+    latency: Seconds = 0.0  # one way, from card to card
+
+    def __post_init__(self) -> None:
+        _not_negative("nic", count=self.count, latency=self.latency)
+        if self.count:
+            _positive("nic", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A node's processor side."""
+
+    memory: Size
+    memory_rate: Rate  # reads and writes together
+    tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
+    tcp_latency: Seconds  # one way, of a control message
+
+    def __post_init__(self) -> None:
+        _positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
+        _not_negative("host", tcp_latency=self.tcp_latency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of one kind: `conf/hw`."""
+
+    name: str
+    vendor: str
+    nodes: int
+    gpus: int  # per node; 0 is a machine of hosts only
+    gpu: Gpu | None
+    interconnect: Interconnect
+    nic: Nic
+    host: Host
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        _positive("hw", nodes=self.nodes)
+        _not_negative("hw", gpus=self.gpus)
+        if self.gpus and self.gpu is None:
+            raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What one engine costs on one kind of path.
+
+    A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
+    descriptor``.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path at a fair share, capped at
+    *rate*, and starts when posting ends or, if *overlap*, when it starts.  The transfer is complete *latency* after
+    both have ended.  (A sum for Mooncake's NVLink transport, a maximum for UCX and verbs: LogGP with g = *descriptor*.)
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    call: Seconds
+    descriptor: Seconds
+    overlap: bool
+    latency: Seconds
+    rate: Rate = math.inf  # of one transfer
+    wire_descriptor: Seconds = 0.0
+    queues: int = 1  # queue pairs or TCP streams to one peer
+    queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
+    depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
+    full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
+
+    def __post_init__(self) -> None:
+        _one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        _one_of("engine", ("wait", "refuse"), full=self.full)
+        _not_negative(
+            "engine",
+            call=self.call,
+            descriptor=self.descriptor,
+            latency=self.latency,
+            wire_descriptor=self.wire_descriptor,
+            depth=self.depth,
+        )
+        _positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes."""
+
+    name: str
+    implementation: str  # the entry point that `target=real` loads
+    vendors: tuple[str, ...]  # whose machines it runs on
+    intra: EngineModel | None
+    inter: EngineModel | None
+    timeout: Seconds = 30.0  # deadline of a transfer
+    options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _positive("backend", timeout=self.timeout)
+        if self.intra is None and self.inter is None:
+            raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")

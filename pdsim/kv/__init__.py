@@ -1,0 +1,1 @@
+"""The KV-cache transfer protocol, written once over the waist."""

@@ -1,0 +1,1 @@
+"""Router, prefill and decode engines, and the workloads that they serve."""

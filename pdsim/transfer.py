@@ -1,0 +1,443 @@
+"""The common transfer interface: the waist of pdsim.
+
+Everything above it (the KV protocol, the serving layer, the experiments) is written once against these few classes.
+Below it are two sets of implementations: `pdsim.fabric`, a SimPy model, and `backends`, real engines on real memory.
+
+A rank's program is a generator that is given a `Rank` and yields events::
+
+    def program(rank):
+        buffer = rank.device.allocate(1 << 20)
+        region = rank.endpoint.register(buffer, "kv")
+        rank.channel.send("decode0", rank.endpoint.address())
+        sender, address = yield rank.channel.receive()
+        peer = rank.endpoint.connect(address)
+        batch = Batch(region, peer.regions["kv"], source_offset=[0], target_offset=[4096], size=[65536])
+        record = yield rank.endpoint.write(peer, batch, notify=b"chunk 0")
+
+Times are seconds on the rank's clock, sizes bytes, offsets bytes from the start of a region.
+
+What this module does not know: requests, rooms, pages, layers; which engine runs; whether time is virtual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from simpy.events import Event
+
+from pdsim.clock import Clock, Mailbox
+from pdsim.errors import InvalidBatch
+
+__all__ = [
+    "Batch",
+    "Buffer",
+    "Channel",
+    "Device",
+    "Endpoint",
+    "Message",
+    "Notification",
+    "Outcome",
+    "Peer",
+    "Place",
+    "Program",
+    "Rank",
+    "RankResult",
+    "RankSpec",
+    "Region",
+    "Transfer",
+    "TransferRecord",
+]
+
+Int64s = npt.NDArray[np.int64]
+Program = Generator[Event, Any, Any]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Buffer(Protocol):
+    """Memory that a `Device` allocated."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def pool(self) -> str:
+        """The pool it came from."""
+
+    @property
+    def address(self) -> int:
+        """Where it starts, in the address space of its device."""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of *size* bytes at *offset*.
+
+        Raise an `IndexError` outside the buffer and a `TypeError` if the device keeps no contents.
+        """
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Store *data* at *offset*; the errors of `read`."""
+
+
+class Device(Protocol):
+    """One GPU, or the host: memory of limited capacity, and the time that work on it takes."""
+
+    @property
+    def name(self) -> str:
+        """Such as ``"cpu"``, ``"cuda:0"`` or, on the model, ``"node0/gpu3"``."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated in all."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated now, those in quarantine included."""
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether buffers have contents; on the model only with ``memory=tracked``."""
+
+    def allocate(self, size: int, pool: str = "default") -> Buffer:
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back.  Raise a `RegistrationError` while it is registered with an endpoint."""
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it."""
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds*: work is served in the order in which it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory as either side names it."""
+
+    owner: str  # the rank that registered it
+    name: str  # unique among the regions of its owner
+    size: int
+    address: int  # in the owner's address space
+    device: str  # the owner's name for the device it lies on
+
+
+class Batch:
+    """Descriptors: for each *i*, ``size[i]`` bytes from ``source_offset[i]`` to ``target_offset[i]``.
+
+    Three int64 arrays of equal length over two regions; 100,000 descriptors are normal.  Bytes flow from *source* to
+    *target* whoever posts: for a read, *source* is the peer's.
+
+    Raise `InvalidBatch` if the batch is empty or the lengths differ, if a size is not positive, if a descriptor
+    reaches outside its region, or if two targets overlap (engines keep no order among descriptors, so the outcome
+    would be chance; sources may overlap).
+    """
+
+    __slots__ = ("nbytes", "size", "source", "source_offset", "target", "target_offset")
+
+    def __init__(
+        self,
+        source: Region,
+        target: Region,
+        source_offset: npt.ArrayLike,
+        target_offset: npt.ArrayLike,
+        size: npt.ArrayLike,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.source_offset = _int64s(source_offset, "source_offset")
+        self.target_offset = _int64s(target_offset, "target_offset")
+        self.size = _int64s(size, "size")
+        count = len(self.size)
+        if not len(self.source_offset) == len(self.target_offset) == count:
+            raise InvalidBatch(
+                f"{len(self.source_offset)} source offsets, {len(self.target_offset)} target offsets and "
+                f"{count} sizes: a batch needs as many of each"
+            )
+        if not count:
+            raise InvalidBatch("an empty batch: there is nothing to transfer")
+        if self.size.min() <= 0:
+            index = int(np.argmin(self.size))
+            raise InvalidBatch(f"size[{index}]={self.size[index]}: sizes must be positive")
+        _check_inside(source, self.source_offset, self.size, "source")
+        _check_inside(target, self.target_offset, self.size, "target")
+        _check_disjoint(self.target_offset, self.size)
+        self.nbytes = int(self.size.sum())
+
+    def __len__(self) -> int:
+        """Return the number of descriptors."""
+        return len(self.size)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Batch of {len(self)} descriptors, {self.nbytes} bytes, {self.source.owner}/{self.source.name} -> "
+            f"{self.target.owner}/{self.target.name}>"
+        )
+
+    def over(self, source: Region, target: Region) -> Batch:
+        """Return the same descriptors over other regions, without checking again what cannot have changed.
+
+        Raise `InvalidBatch` if either region is smaller than the one it replaces.
+        """
+        if source.size < self.source.size or target.size < self.target.size:
+            raise InvalidBatch(
+                f"regions of {source.size} and {target.size} bytes cannot stand for {self.source.size} and "
+                f"{self.target.size}"
+            )
+        batch = object.__new__(Batch)
+        batch.source, batch.target, batch.nbytes = source, target, self.nbytes
+        batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
+        return batch
+
+
+def _int64s(values: npt.ArrayLike, name: str) -> Int64s:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InvalidBatch(f"{name} must be a one-dimensional array of integers, got {array.dtype} of {array.shape}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
+    # offset > region.size - size rather than offset + size > region.size: the sum may overflow
+    outside = (offset < 0) | (offset > region.size - size)
+    if outside.any():
+        index = int(np.argmax(outside))
+        raise InvalidBatch(
+            f"{side} descriptor {index} covers [{offset[index]}, {int(offset[index]) + int(size[index])}) of region "
+            f"{region.owner}/{region.name}, which has {region.size} bytes"
+        )
+
+
+def _check_disjoint(offset: Int64s, size: Int64s) -> None:
+    if len(offset) == 1:
+        return
+    step = np.diff(offset)
+    if (step >= size[:-1]).all():  # ascending, as batches mostly are: no need to sort
+        return
+    order = np.argsort(offset, kind="stable")
+    overlap = np.diff(offset[order]) < size[order][:-1]
+    if overlap.any():
+        first = int(np.argmax(overlap))
+        one, other = int(order[first]), int(order[first + 1])
+        raise InvalidBatch(f"targets of descriptors {one} and {other} overlap: engines keep no order among descriptors")
+
+
+# --- moving bytes ---------------------------------------------------------------------------------------------------
+
+
+class TransferRecord(NamedTuple):
+    """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
+
+    As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
+    (the engine has taken all descriptors), *tx* is ``completed - posted`` (bytes at the target, acknowledged).
+    ``seen - completed`` is what the poller added.
+    """
+
+    engine: str
+    operation: str  # "write" or "read"
+    source: str  # rank
+    target: str  # rank
+    nbytes: int
+    descriptors: int
+    submitted: float
+    prepared: float
+    posted: float
+    completed: float
+    seen: float
+    status: str = "ok"  # or the name of the exception's class
+    label: str = ""  # the caller's, opaque to the engine
+
+
+class Transfer(Event):
+    """One write or read under way.
+
+    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not end
+    the run: the recorder has it.
+
+    *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
+    After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
+    then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
+    """
+
+    def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
+        super().__init__(clock)
+        self.batch = batch
+        self.label = label
+        self.settled = Event(clock)
+        self.defused = True
+
+
+class Notification(NamedTuple):
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
+
+    sender: str  # rank
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other side of a connection, as `Endpoint.connect` returns it."""
+
+    name: str  # rank
+    regions: Mapping[str, Region]
+    handle: Any = field(default=None, repr=False, compare=False)  # the engine's own
+
+
+class Endpoint(Protocol):
+    """One rank's way to move bytes.
+
+    Transfers to one peer may overlap and complete in any order; notifications of transfers that were posted one after
+    the other's completion arrive in that order, and no other order is promised.
+    """
+
+    @property
+    def engine(self) -> str:
+        """What moves the bytes, as the engine itself reports it, not as it was asked for."""
+
+    @property
+    def notifications(self) -> Mailbox:
+        """The `Notification`s of peers, in order of arrival."""
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers of this endpoint that failed and have not settled."""
+
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine as region *name*.
+
+        Raise a `RegistrationError` if the name is taken, the buffer registered already, or the engine refuses it.
+        """
+
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*.
+
+        Raise a `RegistrationError` if it is not registered or if a transfer over it has not settled.
+        """
+
+    def address(self) -> bytes:
+        """Return what a peer needs to reach this endpoint and the regions registered so far."""
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; again with a newer address, to learn of regions registered since.
+
+        Raise `PeerLost` if nothing answers there and a `TransferFailed` if *address* is not an address.
+        """
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* from a region of this endpoint to one of *peer*'s, then deliver *notify* there.
+
+        *timeout* in seconds replaces the endpoint's default deadline.  Raise `InvalidBatch` if a region is not this
+        endpoint's or not *peer*'s, a `RegistrationError` if the local one is no longer registered.
+        """
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
+
+    def close(self) -> None:
+        """Give everything back: connections, registrations, threads, descriptors.  May be called twice."""
+
+
+class Message(NamedTuple):
+    """A control message: who sent it, and its bytes."""
+
+    sender: str  # rank
+    payload: bytes
+
+
+class Channel(Protocol):
+    """Control messages between ranks.  Those of one sender to one receiver keep their order; others do not.
+
+    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
+    """
+
+    def send(self, receiver: str, payload: bytes) -> None:
+        """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
+
+    def receive(self) -> Event:
+        """Return an event that succeeds with the next `Message`.  Yield it at once."""
+
+    def close(self) -> None:
+        """Close the sockets.  May be called twice."""
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Protocol):
+    """Where a rank's measurements go."""
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*.  Endpoints call this for every transfer, failed ones included."""
+
+
+@dataclass
+class Rank:
+    """What a program is given: who it is and what it may use."""
+
+    name: str
+    clock: Clock
+    device: Device
+    endpoint: Endpoint
+    channel: Channel
+    recorder: Recorder
+    peers: tuple[str, ...]  # the names of all other ranks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a node, and a GPU of it or, with ``gpu=None``, its host."""
+
+    node: int = 0
+    gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
+
+    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process boundary.
+    """
+
+    name: str
+    program: str
+    place: Place = Place()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``."""
+
+    name: str
+    value: Any = None
+    error: str = ""
+    engine: str = ""
+    transfers: Sequence[TransferRecord] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: every rank's result, and what the target reports of itself."""
+
+    ranks: Mapping[str, RankResult]
+    seconds: float  # from start to the end of the last rank, on the job's clock
+    links: Mapping[str, float] = field(default_factory=dict)  # model only: mean utilisation of each link, 0 to 1
+    pools: Mapping[str, float] = field(default_factory=dict)  # peak use of each device's pools, 0 to 1
+    events: int = 0  # SimPy events processed
+
+
+class Target(Protocol):
+    """Runs a job: on the model, or on a real engine with one process per rank."""
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ...) -> Outcome:
+        """Run *ranks* until all have ended.
+
+        *kill* ends ranks by force, for tests and for `experiment=faults`: name to seconds after the start.
+        """
