@@ -1,0 +1,32 @@
+"""The whole configuration of a run, as frozen dataclasses.  Nothing below the command line knows OmegaConf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdsim.fabric.machine import Engine, Machine
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
+
+__all__ = ["Config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on."""
+
+    target: str  # "model" or "real"
+    experiment: Mapping[str, Any]  # its name, and the options that `experiments.<name>.Options` types
+    hw: Machine
+    backend: Engine
+    model: Llm
+    parallel: Parallel
+    workload: Workload = field(default_factory=Workload)
+    kv: Kv = field(default_factory=Kv)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    compute: Compute = field(default_factory=Compute)
+    slo: Slo = field(default_factory=Slo)
+    memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
+    seed: int = 0
+    output: str = "results"
