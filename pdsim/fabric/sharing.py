@@ -1,0 +1,301 @@
+"""Links that flows share max-min fairly, on the virtual clock.
+
+A *flow* carries a number of bytes over a *path* of links, as a fluid: at every instant each flow has a rate, and the
+rates are max-min fair.  Nothing ticks: between two changes all rates are constant, so the end of a flow is known, and
+one wake-up at the earliest end serves the whole network.
+
+::
+
+    clock = Clock()
+    network = Network(clock)
+    port = network.link("port", 100.0)
+    path = network.path([port])
+    network.start(path, 100.0, print, "a")  # at t=2: half of the port each
+    network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
+    clock.run()
+
+All changes of one instant are solved together, after the last event of the instant.  Latency, posting and queues are
+not known here: see `pdsim.fabric.engine`.  How rates are found: `pdsim.fabric.waterfill`.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from pdsim.clock import LAST, Alarm, Clock
+from pdsim.fabric.waterfill import Link, Path, Waterfill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from simpy.events import Event
+
+__all__ = ["Flow", "Link", "Network", "Path"]
+
+NOW = 1.0 + 1e-15
+"""Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
+
+ENDED = 1.0 + 1e-14
+"""The same for the service of flows of one path."""
+
+REBASE = 1000
+"""How many flows end on a busy path before its counter of service starts anew, lest it lose digits."""
+
+
+class Flow:
+    """Bytes on their way.  Made by `Network.start`."""
+
+    __slots__ = ("_begin", "_done", "_end", "path", "size", "tag")
+
+    def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
+        self.path = path
+        self.size = size
+        self.tag = tag
+        self._done: Callable[[Any], None] | None = done  # None: called or aborted
+        self._begin = 0.0
+        self._end = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Flow of {self.size:g} bytes over {self.path!r}>"
+
+
+class Network:
+    """All links, paths and flows that can influence one another.
+
+    Equal calls in equal order give equal times, bit for bit.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.links: list[Link] = []
+        self.paths: list[Path] = []
+        self.events = 0
+        """Events of the clock that the network has used."""
+        self._by_links: dict[tuple[tuple[int, ...], float], Path] = {}
+        self._waterfill = Waterfill()
+        self._changed: dict[Path, bool] = {}  # True: to be solved even if it has as many flows as before
+        self._ends: list[tuple[float, int, Path]] = []  # at least one entry, not too late, for every path with an end
+        self._many = 256
+        self._flows = 0
+        self._solver = Alarm(clock, self._on_change, LAST)
+        self._waker = Alarm(clock, self._on_end, LAST)
+        self._wake_at = inf
+
+    @property
+    def solves(self) -> int:
+        """How many times rates were solved."""
+        return self._waterfill.solves
+
+    @property
+    def touched(self) -> int:
+        """How many paths were given a rate, over all solves: what the work is proportional to."""
+        return self._waterfill.touched
+
+    def link(self, name: str, capacity: float) -> Link:
+        """Return a new link that carries *capacity* bytes/s.
+
+        Raise a `ValueError` unless *capacity* is finite and not negative.
+        """
+        _check_capacity(capacity)
+        link = Link(name, len(self.links), float(capacity))
+        self.links.append(link)
+        return link
+
+    def path(self, links: Sequence[Link], cap: float = inf) -> Path:
+        """Return the path over *links* whose flows get at most *cap* bytes/s each; equal arguments give the same path.
+
+        A link that stands twice carries every byte twice.  The order has no influence on rates; the physical order
+        lets the network see best which links can never limit a flow.  A path without links and cap takes no time.
+
+        Raise a `ValueError` if *cap* is not positive or a link is of another network.
+        """
+        if not cap > 0.0:
+            raise ValueError(f"cap(={cap}) must be > 0")
+        key = (tuple([link.index for link in links]), cap)
+        path = self._by_links.get(key)
+        if path is None:
+            path = self._by_links[key] = self._new_path(tuple(links), float(cap))
+        return path
+
+    def set_capacity(self, link: Link, capacity: float) -> None:
+        """Let *link* carry *capacity* bytes/s from now on.  At 0, its flows stall until it is set again.
+
+        Raise a `ValueError` unless *capacity* is finite and not negative.
+        """
+        _check_capacity(capacity)
+        link._resize(float(capacity))
+        for path in link._paths:
+            if path.flows:
+                self._change(path, solve=True)
+
+    def start(self, path: Path, size: float, done: Callable[[Any], None], tag: Any = None) -> Flow:
+        """Start a flow of *size* bytes over *path* now; ``done(tag)`` is called when the last byte has arrived.
+
+        Flows that end at the same instant are reported in the order in which they started, after all else that
+        happens at that instant.  A flow of no bytes ends at once, even where others stall.
+
+        Raise a `ValueError` if *size* is negative or not finite.
+        """
+        if not 0.0 <= size < inf:
+            raise ValueError(f"size(={size}) must be >= 0 and finite")
+        self._advance(path)
+        flow = Flow(path, size, done, tag)
+        flow._begin = path._service
+        flow._end = path._service + size if path.links or path.cap < inf else path._service
+        path.flows += 1
+        path._begun += flow._begin
+        self._flows += 1
+        heappush(path._flows, (flow._end, self._flows, flow))
+        self._change(path)
+        return flow
+
+    def abort(self, flow: Flow) -> float:
+        """Take *flow* off its path now and return the bytes that were still to be carried; it is never reported done.
+
+        Return 0.0 if it has ended or was aborted before.
+        """
+        path = flow.path
+        entry = next((entry for entry in path._flows if entry[2] is flow), None)
+        flow._done = None
+        if entry is None:
+            return 0.0
+        self._advance(path)
+        left = min(max(flow._end - path._service, 0.0), flow.size)
+        path._flows.remove(entry)
+        heapify(path._flows)
+        path._drop(flow._begin, flow.size - left)
+        self._change(path)
+        return left
+
+    def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
+        for link in links:
+            if link.index >= len(self.links) or self.links[link.index] is not link:
+                raise ValueError(f"links must be of this network, {link} is not")
+        path = Path(self.clock, len(self.paths), links, cap)
+        self.paths.append(path)
+        path._register()
+        return path
+
+    def _advance(self, path: Path) -> None:
+        now = self.clock.now
+        if path.flows:
+            path._service = path._served(now)
+        path._since = now
+
+    def _change(self, path: Path, solve: bool = False) -> None:
+        if solve or path not in self._changed:
+            self._changed[path] = solve
+        if not self._solver.armed:
+            self._solver.arm(self.clock.now)
+
+    def _on_change(self, _: Event) -> None:
+        self.events += 1
+        self._turn()
+
+    def _on_end(self, alarm: Event) -> None:
+        self.events += 1
+        if alarm is self._waker:
+            self._wake_at = inf
+            self._turn()
+
+    def _turn(self) -> None:
+        """End the flows that are due, then give the others new rates, unless this instant goes on."""
+        now = self.clock.now
+        for flow in self._due(now):
+            done = flow._done
+            if done is not None:
+                flow._done = None
+                done(flow.tag)
+        if self._changed:
+            if self.clock.peek() <= now:
+                if not self._solver.armed:
+                    self._solver.arm(now)
+                return
+            self._solve(now)
+        self._arm()
+
+    def _due(self, now: float) -> list[Flow]:
+        ends = self._ends
+        limit = now * NOW
+        due: list[tuple[int, Flow]] = []
+        while ends and ends[0][0] <= limit:
+            at, index, path = heappop(ends)
+            if at != path._queued:
+                continue
+            if path._eta <= limit:
+                path._queued = path._eta = inf
+                path._finish(now, ENDED, due)
+                self._changed.setdefault(path, False)
+            else:
+                path._queued = path._eta
+                if path._eta < inf:
+                    heappush(ends, (path._eta, index, path))
+        due.sort()
+        return [flow for _, flow in due]
+
+    def _solve(self, now: float) -> None:
+        moved = []
+        for path, solve in self._changed.items():
+            if solve or not path._steady():
+                moved.append(path)
+            else:
+                self._expect(path)
+        if moved:
+            changed = self._changed
+            for path in self._waterfill.solve(moved):
+                if path._rate != path._was:
+                    path._service += path._was * (now - path._since)
+                    path._since = now
+                    self._expect(path)
+                elif path in changed:
+                    self._expect(path)
+        self._changed.clear()
+
+    def _expect(self, path: Path) -> None:
+        """Say when the next flow of *path* ends."""
+        ahead = path._flows[0][0] - path._service if path._flows else inf
+        eta = path._since
+        if ahead > 0.0:
+            eta = eta + ahead / path._rate if path._rate > 0.0 else inf
+        path._eta = eta
+        if eta < path._queued:
+            path._queued = eta
+            heappush(self._ends, (eta, path.index, path))
+
+    def _arm(self) -> None:
+        at = self._next_end()
+        if at < self._wake_at:
+            self._wake_at = at
+            if self._waker.armed:  # too late; it will find that it is not the waker any more
+                self._waker = Alarm(self.clock, self._on_end, LAST)
+            self._waker.arm(at)
+
+    def _next_end(self) -> float:
+        ends = self._ends
+        if len(ends) > self._many:
+            self._compact()
+        while ends:
+            at, index, path = ends[0]
+            if at != path._queued:
+                heappop(ends)
+            elif path._eta == at:
+                return at
+            else:
+                path._queued = path._eta
+                if path._eta < inf:
+                    heapreplace(ends, (path._eta, index, path))
+                else:
+                    heappop(ends)
+        return inf
+
+    def _compact(self) -> None:
+        self._ends[:] = [entry for entry in self._ends if entry[0] == entry[2]._queued]
+        heapify(self._ends)
+        self._many = 4 * len(self._ends) + 256
+
+
+def _check_capacity(capacity: float) -> None:
+    if not 0.0 <= capacity < inf:
+        raise ValueError(f"capacity(={capacity}) must be >= 0 and finite")
