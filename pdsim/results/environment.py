@@ -1,0 +1,73 @@
+"""Where a run took place: versions, source tree and host.  Nothing here depends on the time of day."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pdsim
+
+__all__ = ["environment"]
+
+_PACKAGES = (
+    "hydra-core", "msgspec", "numpy", "pyarrow", "pyzmq", "simpy", "torch", "amd-mori",
+    "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda",
+    "nixl", "nixl-cu12", "nixl-cu13",
+)  # fmt: skip
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """Return pdsim's version, those of the packages that matter, the commit it was run from, and the host."""
+    return {"pdsim": pdsim.__version__, "packages": _packages(), "git": _git(), "host": _host()}
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit that pdsim's files belong to, or None if they are not under version control."""
+    here = Path(pdsim.__file__).parent
+    if _ask(here, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    changes = _ask(here, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": _ask(here, "rev-parse", "HEAD"), "dirty": bool(changes)}
+
+
+def _ask(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(("git", "-C", str(folder), *arguments), capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

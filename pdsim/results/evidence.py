@@ -1,0 +1,70 @@
+"""What the numbers of a run rest on: the source of every parameter, and the weakest kind among them.
+
+A modelled number is no better than its parameters; a measured one is evidence itself, except where it emulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdsim.config import Config
+from pdsim.fabric.machine import EVIDENCE
+
+__all__ = ["Evidence", "gather"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """*sources* maps a parameter, such as ``hw.gpu.memory_rate``, to ``"kind: text"``."""
+
+    sources: Mapping[str, str]
+
+    @property
+    def weakest(self) -> str:
+        """The weakest kind of `EVIDENCE`, or ``"none"`` if nothing says where a number comes from."""
+        return max(self.kinds, key=EVIDENCE.index) if self.sources else "none"
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """The parameters of each kind, from the strongest kind to the weakest."""
+        kinds: dict[str, list[str]] = {kind: [] for kind in EVIDENCE}
+        for parameter, source in self.sources.items():
+            kinds[kind_of(parameter, source)].append(parameter)
+        return {kind: parameters for kind, parameters in kinds.items() if parameters}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `run.json` keeps."""
+        return {"weakest": self.weakest, "sources": dict(self.sources)}
+
+
+def kind_of(parameter: str, source: str) -> str:
+    """Return the kind in *source*.  Raise a `ValueError` that names *parameter* if it begins with none."""
+    kind = source.partition(":")[0].strip()
+    if kind not in EVIDENCE:
+        raise ValueError(f"{parameter}: source {source!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
+    return kind
+
+
+def gather(config: Config, *, serving: bool) -> Evidence:
+    """Return the evidence behind a run of *config*; *serving* says whether it computed forwards of a language model.
+
+    Nothing is returned for a model whose machine or engine has no sources at all: its numbers must not be printed.
+    """
+    sources: dict[str, str] = {}
+    if config.target == "model":
+        if not config.hw.sources or not config.backend.sources:
+            return Evidence({})
+        sources |= _named("hw", config.hw.sources) | _named("backend", config.backend.sources)
+    else:
+        sources["transfers"] = "measured: by this run, on the host and with the engine that run.json names"
+    if serving:
+        sources |= _named("model", config.model.sources)
+        sources["compute"] = "assumed: a roofline with the shares and constants of the compute settings"
+    return Evidence(sources)
+
+
+def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
+    """Return *sources* with full names; one text may stand for several, as in ``"nodes, gpus"``."""
+    return {f"{owner}.{name.strip()}": text for names, text in sources.items() for name in names.split(",")}

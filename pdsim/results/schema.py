@@ -1,0 +1,119 @@
+"""The columns of the files of a run, each with its type, unit and definition: what `docs/results.md` explains.
+
+Columns are part of the public interface.  A change of a meaning or a type raises `VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pdsim.transfer import TransferRecord
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+
+VERSION = 1
+
+
+class Column(NamedTuple):
+    """One column: *type* is the name of an Arrow type, *unit* is empty for what has none."""
+
+    name: str
+    type: str
+    unit: str
+    definition: str
+
+
+TRANSFERS = (
+    Column("engine", "string", "", "what moved the bytes, as the engine reports it"),
+    Column("operation", "string", "", "write or read"),
+    Column("source", "string", "", "rank whose memory the bytes came from"),
+    Column("target", "string", "", "rank whose memory the bytes went to"),
+    Column("label", "string", "", "the caller's name for the transfer, such as its point or its request"),
+    Column("status", "string", "", "ok, or the class of the error that it failed with"),
+    Column("nbytes", "int64", "B", "bytes of all descriptors"),
+    Column("batch_size", "int64", "", "descriptors of the transfer"),
+    Column("block_size", "float64", "B", "mean bytes of a descriptor: nbytes / batch_size"),
+    Column("submitted", "float64", "s", "when the program asked for it, on the poster's clock"),
+    Column("prepared", "float64", "s", "when the engine's descriptor lists were built"),
+    Column("posted", "float64", "s", "when the engine had taken all descriptors"),
+    Column("completed", "float64", "s", "when the bytes were at the target, as far as the engine can tell"),
+    Column("seen", "float64", "s", "when the poster's poller saw the completion"),
+    Column("prep_us", "float64", "us", "prepared - submitted"),
+    Column("post_us", "float64", "us", "posted - prepared"),
+    Column("tx_us", "float64", "us", "seen - posted: as in nixlbench, polling included"),
+    Column("poll_us", "float64", "us", "seen - completed: the part of tx_us that the poller added"),
+    Column("latency_us", "float64", "us", "seen - submitted = prep_us + post_us + tx_us, of the whole batch"),
+    Column("bw_gbs", "float64", "GB/s", "nbytes / latency, 1 GB = 1e9 bytes; null unless status is ok"),
+)
+
+REQUESTS: tuple[Column, ...] = ()
+
+
+def _schema(columns: Sequence[Column]) -> pa.Schema:
+    import pyarrow as pa
+
+    fields = [
+        pa.field(c.name, pa.type_for_alias(c.type), metadata={"unit": c.unit, "definition": c.definition})
+        for c in columns
+    ]
+    return pa.schema(fields, metadata={"pdsim.schema": str(VERSION)})
+
+
+def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
+    """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given."""
+    import numpy as np
+    import pyarrow as pa
+
+    columns: dict[str, Any] = dict.fromkeys(TransferRecord._fields, ())
+    if records:
+        columns = dict(zip(TransferRecord._fields, zip(*records, strict=True), strict=True))
+    ok = np.array([status == "ok" for status in columns["status"]], dtype=bool)
+    nbytes = np.array(columns["nbytes"], dtype=np.float64)
+    columns["batch_size"] = columns.pop("descriptors")
+    batch = np.array(columns["batch_size"], dtype=np.float64)
+    submitted, prepared, posted, completed, seen = (
+        np.array(columns[name], dtype=np.float64) for name in ("submitted", "prepared", "posted", "completed", "seen")
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        columns |= {
+            "block_size": nbytes / batch,
+            "prep_us": (prepared - submitted) * 1e6,
+            "post_us": (posted - prepared) * 1e6,
+            "tx_us": (seen - posted) * 1e6,
+            "poll_us": (seen - completed) * 1e6,
+            "latency_us": (seen - submitted) * 1e6,
+            "bw_gbs": pa.array(nbytes / (seen - submitted) / 1e9, mask=~(ok & (seen > submitted))),
+        }
+    schema = _schema(TRANSFERS)
+    return pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
+
+
+def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
+
+    Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
+    """
+    import pyarrow as pa
+
+    unknown = sorted(set(requests) - {column.name for column in REQUESTS})
+    if unknown:
+        raise ValueError(
+            f"requests has columns {', '.join(unknown)} without type, unit and definition: "
+            "add them to pdsim.results.schema.REQUESTS"
+        )
+    lengths = {name: len(values) for name, values in requests.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"requests has columns of different lengths: {lengths}")
+    rows = next(iter(lengths.values()), 0)
+    schema = _schema(REQUESTS)
+    arrays = []
+    for field in schema:
+        try:
+            arrays.append(pa.array(requests.get(field.name, [None] * rows), type=field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ValueError(f"requests column {field.name} does not hold {field.type}: {error}") from None
+    return pa.table(arrays, schema=schema)

@@ -1,0 +1,231 @@
+"""The folder of a run: ``<experiment>-<hw>-<backend>-<target>-<YYYYmmdd-HHMMSS>[-n]``.
+
+=====================  ===============================================================================================
+``config.yaml``        the whole resolved configuration; a run can be repeated from it
+``run.json``           versions, git, host, command line, engine as it reports itself, evidence, how the run ended
+``requests.parquet``   one row a request
+``transfers.parquet``  one row a transfer
+``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
+=====================  ===============================================================================================
+
+The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any moment
+leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line and
+source tree leave the same bytes: the date is in the folder's name only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.results import evidence, schema
+from pdsim.results.environment import environment
+from pdsim.results.record import Result
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["FILES", "INCOMPLETE", "Run", "load"]
+
+FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
+INCOMPLETE = ".incomplete"
+
+
+class Run:
+    """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
+
+    Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
+    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep.
+
+    Raise a `ConfigError` if *config.output* cannot be written to.
+    """
+
+    def __init__(self, config: Config, *, command: Sequence[str] = (), overrides: Sequence[str] = ()) -> None:
+        self.config = config
+        self.folder, self._final = _reserve(Path(config.output), _stem(config))
+        self._began = time.monotonic()
+        self._about: dict[str, Any] = {
+            "schema": schema.VERSION,
+            "status": "running",
+            "error": "",
+            "experiment": str(config.experiment.get("name", "")),
+            "hw": config.hw.name,
+            "backend": config.backend.name,
+            "target": config.target,
+            "seed": config.seed,
+            "command": list(command),
+            "overrides": list(overrides),
+            **environment(),
+        }
+        if config.target != "model":
+            self._about["started"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        _write(self.folder / "config.yaml", config_yaml(config).encode())
+        self._write_about()
+
+    def finish(self, result: Result) -> Path:
+        """Write *result*, take the mark off the folder and return where it now is."""
+        serving = bool(result.requests)
+        self._about |= {
+            "status": "partial" if result.failures else "ok",
+            "error": result.failures[0] if result.failures else "",
+            "engine": _engines(result),
+            "evidence": evidence.gather(self.config, serving=serving).as_dict(),
+        }
+        if self.config.target != "model":
+            self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
+        _write_parquet(self.folder / "requests.parquet", schema.requests_table(result.requests))
+        _write_parquet(self.folder / "transfers.parquet", schema.transfers_table(result.transfers))
+        _write(self.folder / "summary.json", _json(summary(result)))
+        self._write_about()
+        _sync_folder(self.folder)
+        self.folder.rename(self._final)
+        _sync_folder(self._final.parent)
+        self.folder = self._final
+        return self.folder
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None or self.folder == self._final:
+            return
+        self._about["status"] = "failed" if issubclass(kind, Exception) else "interrupted"
+        self._about["error"] = f"{kind.__name__}: {error}".splitlines()[0].rstrip(": ")
+        self._write_about()
+
+    def _write_about(self) -> None:
+        temporary = self.folder / "run.json.part"
+        _write(temporary, _json(self._about))
+        temporary.replace(self.folder / "run.json")
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """Return what ``summary.json`` holds."""
+    outcome = result.outcome
+    ranks = outcome.ranks.items() if outcome else ()
+    return {
+        "schema": schema.VERSION,
+        "metrics": {m.name: {"value": m.value, "definition": m.definition} for m in result.summary},
+        "tables": [
+            {"title": table.title, "columns": dict(table.columns), "rows": [list(row) for row in table.rows]}
+            for table in result.tables
+        ],
+        "failures": list(result.failures),
+        "notes": list(result.notes),
+        "ranks": {name: {"engine": rank.engine, "error": rank.error} for name, rank in ranks},
+        "seconds": outcome.seconds if outcome else None,
+        "events": outcome.events if outcome else None,
+        "links": dict(outcome.links) if outcome else {},
+        "pools": dict(outcome.pools) if outcome else {},
+    }
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return ``run.json`` and ``summary.json`` of *folder* as one mapping, with the key ``folder``.
+
+    Raise a `ConfigError` if *folder* is not a complete run.
+    """
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing or folder.name.endswith(INCOMPLETE):
+        what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
+        raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
+    about: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return {"folder": str(folder), **about, **json.loads((folder / "summary.json").read_text())}
+
+
+def config_yaml(config: Config) -> str:
+    """Return *config* as YAML that gives the same `Config` again.
+
+    An infinite rate is left out: it is the default, and no quantity that a configuration could state.
+    """
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+
+
+def plain(value: Any) -> Any:
+    """Return *value* in what JSON and YAML can hold; a number that is not finite becomes None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: plain(item) for name, item in fields.items() if item != math.inf}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):  # a numpy scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _stem(config: Config) -> str:
+    parts = (str(config.experiment.get("name", "run")), config.hw.name, config.backend.name, config.target)
+    return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
+
+
+def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
+    """Create and return the marked folder, and the name that it will have: free now, and nobody else's later."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        n = 1
+        while True:
+            final = output / (stem if n == 1 else f"{stem}-{n}")
+            marked = final.with_name(final.name + INCOMPLETE)
+            n += 1
+            try:
+                marked.mkdir()
+            except FileExistsError:
+                continue
+            # Only who made the marked folder renames it, so a free name stays free from here on.
+            if not final.exists():
+                return marked, final
+            marked.rmdir()
+    except OSError as error:
+        raise ConfigError(f"output={output}: {error.strerror}; name a folder that can be written to") from None
+
+
+def _engines(result: Result) -> list[str]:
+    """Return what moved bytes, as the engines named themselves: never as the configuration did."""
+    ranks = result.outcome.ranks.values() if result.outcome else ()
+    return sorted({rank.engine for rank in ranks if rank.engine} | {record.engine for record in result.transfers})
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_parquet(path: Path, table: pa.Table) -> None:
+    import pyarrow.parquet as pq
+
+    with path.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
