@@ -127,7 +127,7 @@ class Network:
         _check_capacity(capacity)
         link._resize(float(capacity))
         for path in link._paths:
-            if path.flows:
+            if path._active:
                 self._change(path, solve=True)
 
     def start(self, path: Path, size: float, done: Callable[[Any], None], tag: Any = None) -> Flow:
@@ -162,10 +162,11 @@ class Network:
         if entry is None:
             return 0.0
         self._advance(path)
-        left = min(max(flow._end - path._service, 0.0), flow.size)
+        left = max(flow.size - (path._service - flow._begin), 0.0)
         path._flows.remove(entry)
         heapify(path._flows)
         path._drop(flow._begin, flow.size - left)
+        self._expect(path)  # the end that was due next may have been this flow's
         self._change(path)
         return left
 
