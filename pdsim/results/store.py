@@ -35,7 +35,7 @@ from pdsim.results.record import Result
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FILES", "INCOMPLETE", "Run", "load"]
+__all__ = ["FILES", "INCOMPLETE", "Run", "load", "refuse"]
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -99,16 +99,27 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None or self.folder == self._final:
+        if error is None or self.folder == self._final:
             return
-        self._about["status"] = "failed" if issubclass(kind, Exception) else "interrupted"
-        self._about["error"] = f"{kind.__name__}: {error}".splitlines()[0].rstrip(": ")
+        self._about["status"] = "failed" if isinstance(error, Exception) else "interrupted"
+        self._about["error"] = _line(error)
         self._write_about()
 
     def _write_about(self) -> None:
         temporary = self.folder / "run.json.part"
         _write(temporary, _json(self._about))
         temporary.replace(self.folder / "run.json")
+
+
+def refuse(output: Path, error: BaseException, *, command: Sequence[str], overrides: Sequence[str]) -> Path:
+    """Leave a marked folder in *output* for a point of a sweep whose configuration was refused, and return it.
+
+    Without it the point would be missing from the sweep's table.
+    """
+    folder, _ = _reserve(output, "-".join(("refused", time.strftime("%Y%m%d-%H%M%S"))))
+    about = {"schema": schema.VERSION, "status": "failed", "error": _line(error), "command": list(command)}
+    _write(folder / "run.json", _json(about | {"overrides": list(overrides)}))
+    return folder
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -169,6 +180,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _line(error: BaseException) -> str:
+    """Return class and message of *error* in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
 
 
 def _stem(config: Config) -> str:
