@@ -30,3 +30,13 @@ class Config:
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"
+
+    def __post_init__(self) -> None:
+        if self.target not in ("model", "real"):
+            raise ValueError(f"target must be one of model, real, got {self.target!r}")
+        if self.memory not in ("timing", "tracked"):
+            raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not self.output:
+            raise ValueError(f"output must name a folder, got {self.output!r}")
