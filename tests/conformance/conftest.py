@@ -1,0 +1,90 @@
+"""The implementations of the waist that the suite runs against; a new one is added here, and is done when it passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from pdsim.fabric.machine import Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
+from pdsim.transfer import Outcome, Place, RankSpec, Target
+from tests.conformance import programs
+
+MODELS = ("model-timing", "model-tracked")
+REAL = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
+
+MACHINE = Machine(
+    name="conformance",
+    vendor="nvidia",
+    nodes=1,
+    gpus=8,
+    gpu=Gpu(name="small", memory=1 << 30, memory_rate=1e12, compute=1e14, pcie=50e9),
+    interconnect=Interconnect(kind="switch", rate=10e9, latency=1e-6),
+    nic=Nic(count=0, rate=0.0),
+    host=Host(memory=1 << 34, memory_rate=1e11, tcp_rate=5e9, tcp_latency=20e-6),
+)
+ENGINE_MODEL = EngineModel(path="nvlink", call=5e-6, descriptor=1e-6, overlap=False, latency=5e-6, rate=8e9)
+
+Job = Callable[..., Outcome]
+
+
+def engine(name: str) -> Engine:
+    """Return the engine *name* with its own defaults; the model's costs are those of no engine in particular."""
+    return Engine(name=name, implementation=name, vendors=("nvidia", "cpu"), intra=ENGINE_MODEL, inter=ENGINE_MODEL)
+
+
+def make_target(name: str) -> Target:
+    """Return the target called *name*, or skip the test if its library is not installed."""
+    if name in MODELS:
+        from pdsim.fabric.world import Model
+
+        return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1)
+    from backends.launch import Processes
+    from backends.registry import diagnose
+
+    diagnosis = diagnose(name)
+    if not diagnosis.works:
+        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+            pytest.fail(f"{name}: {diagnosis.reason}")
+        pytest.skip(f"{name}: {diagnosis.reason}")
+    return Processes(engine(name), deadline=90, device_capacity=1 << 30)
+
+
+def make_job(target: Target) -> Job:
+    """Return a function that runs programs by rank name, checks that none failed, and returns the outcome."""
+
+    def run(
+        ranks: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
+        kill: Mapping[str, float] | None = None,
+        failing: Sequence[str] = (),
+    ) -> Outcome:
+        specs = [
+            RankSpec(name, f"{programs.__name__}:{program.__name__}", Place(0, index), arguments)
+            for index, (name, (program, arguments)) in enumerate(ranks.items())
+        ]
+        outcome = target.run(specs, kill or {})
+        assert list(outcome.ranks) == list(ranks)
+        errors = {name: result.error for name, result in outcome.ranks.items() if result.error}
+        assert sorted(errors) == sorted({*(kill or {}), *failing}), errors
+        return outcome
+
+    return run
+
+
+def _params(*names: str) -> list[Any]:
+    marks = {name: [getattr(pytest.mark, name.split("_")[0])] for name in REAL}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+@pytest.fixture(params=_params(*MODELS, *REAL))
+def job(request: pytest.FixtureRequest) -> Job:
+    """Runs a job on each implementation in turn."""
+    return make_job(make_target(request.param))
+
+
+@pytest.fixture(params=_params(*REAL))
+def real(request: pytest.FixtureRequest) -> tuple[str, Job]:
+    """The same for real engines only, with the engine's name."""
+    return request.param, make_job(make_target(request.param))

@@ -1,0 +1,26 @@
+"""Control messages keep their order from one rank to another, and their bytes."""
+
+from tests.conformance import programs
+
+
+def test_messages_of_each_sender_keep_their_order(job):
+    outcome = job(
+        {
+            "a": (programs.send_numbers, {"to": ["c", "d"], "count": 500}),
+            "b": (programs.send_numbers, {"to": ["d", "c"], "count": 500}),
+            "c": (programs.receive_numbers, {"senders": ["a", "b"], "count": 500}),
+            "d": (programs.receive_numbers, {"senders": ["a", "b"], "count": 500}),
+        }
+    )
+    for name in "cd":
+        assert outcome.ranks[name].value == {"a": list(range(500)), "b": list(range(500))}
+
+
+def test_any_bytes_and_large_messages_pass(job):
+    size = 16 << 20
+    outcome = job({"a": (programs.echo, {"to": "b", "size": size}), "b": (programs.send_back, {"count": 6})})
+    assert outcome.ranks["a"].value == [True] * 6
+
+
+def test_an_unknown_rank_is_a_key_error(job):
+    assert job({"lonely": (programs.send_to_nobody, {})}).ranks["lonely"].value is True

@@ -1,0 +1,9 @@
+"""`close` gives everything back, and may be called twice."""
+
+from tests.conformance import programs
+
+
+def test_closing_twice_releases_everything(job):
+    outcome = job({"a": (programs.close_twice, {"peer": "b"}), "b": (programs.close_twice, {"peer": "a"})})
+    for name in "ab":
+        assert outcome.ranks[name].value == {"used": 0, "after close": "RegistrationError"}

@@ -1,0 +1,56 @@
+"""A deadline ends the wait, not the transfer: the memory stays in quarantine until nothing moves any more."""
+
+from tests.conformance import programs
+from tests.conformance.programs import MiB
+
+
+def test_a_transfer_past_its_deadline_settles_later(job):
+    outcome = job(
+        {
+            "writer": (programs.be_late, {"to": "target", "size": 64 * MiB}),
+            "target": (programs.be_target, {"by": "writer", "size": 64 * MiB}),
+        }
+    )
+    found = outcome.ranks["writer"].value
+    assert found["error"] == "TransferTimeout"
+    assert found["quarantined"] == (0 if found["settled"] else 1)
+    assert found["deregister"] == ("accepted" if found["settled"] else "RegistrationError")
+    assert found["free"] == "RegistrationError"
+    assert found["after"] == [0, "accepted"]
+    assert [record.status for record in outcome.ranks["writer"].transfers] == ["TransferTimeout"]
+
+
+def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
+    name, job = real
+    outcome = job(
+        {
+            "writer": (programs.stop_peer, {"to": "stopped", "size": 8 * MiB, "resume": False}),
+            "stopped": (programs.be_stopped, {"by": "writer", "size": 8 * MiB}),
+        },
+        failing=["stopped"],
+    )
+    found = outcome.ranks["writer"].value
+    if name == "nixl_shm" and found["error"] == "ok":  # the writer's own kernel call copies; the peer has no part in it
+        return
+    assert found == {
+        "error": "TransferTimeout",
+        "in time": True,
+        "settled": False,
+        "quarantined": 1,
+        "deregister": "RegistrationError",
+        "free": "RegistrationError",
+        "kept": True,
+    }
+
+
+def test_a_stopped_peer_that_goes_on_lets_the_memory_settle(real):
+    _, job = real
+    outcome = job(
+        {
+            "writer": (programs.stop_peer, {"to": "stopped", "size": 8 * MiB, "resume": True}),
+            "stopped": (programs.be_stopped, {"by": "writer", "size": 8 * MiB}),
+        }
+    )
+    found = outcome.ranks["writer"].value
+    assert found["settled after resuming"]
+    assert found["quarantined after resuming"] == 0

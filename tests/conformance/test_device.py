@@ -1,0 +1,34 @@
+"""A device's memory is zeroed, limited and accounted for; its work is done in turn."""
+
+import pytest
+
+from tests.conformance import programs
+
+
+def test_memory_is_zeroed_limited_and_given_back(job):
+    found = job({"lonely": (programs.use_memory, {})}).ranks["lonely"].value
+    assert found.pop("zeroed") in (True, None)
+    assert found == {
+        "used": 4096,
+        "too much": "OutOfMemory",
+        "used after": 4096,
+        "free of nothing": True,
+        "used in the end": 0,
+    }
+
+
+def test_a_buffer_ends_where_it_ends(job):
+    found = job({"lonely": (programs.touch_outside, {})}).ranks["lonely"].value
+    assert found in (["IndexError"] * 4, ["TypeError"] * 4)
+
+
+def test_a_copy_within_the_device_moves_exactly_its_blocks(job):
+    found = job({"lonely": (programs.copy_within, {"region": 64 << 10})}).ranks["lonely"].value
+    assert found in (0, None)
+
+
+def test_computations_are_served_in_turn(job):
+    ends = job({"lonely": (programs.compute_in_turn, {})}).ranks["lonely"].value
+    assert ends == sorted(ends)
+    assert all(end >= count - 1e-9 for count, end in enumerate(ends, start=1))
+    assert ends == pytest.approx([1, 2, 3], rel=0.5)

@@ -1,0 +1,70 @@
+"""A peer that is gone is reported as `PeerLost`, within the deadline and without harm to the others."""
+
+import pytest
+
+from tests.conformance import programs
+from tests.conformance.programs import MiB
+
+KILL = 1.5  # seconds after the start: long after everyone has met
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
+    size = 32 * MiB
+    outcome = job(
+        {
+            "survivor": (programs.write_until_lost, {"to": "victim", "size": size, "operation": operation}),
+            "victim": (programs.be_lost, {"by": "survivor", "size": size}),
+        },
+        kill={"victim": KILL},
+    )
+    found = outcome.ranks["survivor"].value
+    assert found["error"] == "PeerLost"
+    assert found["done"] > 0
+    assert found["took"] < 20, "later than its deadline"
+    assert found["at"] >= KILL
+    assert outcome.ranks["survivor"].transfers[-1].status == "PeerLost"
+
+
+def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
+    outcome = job(
+        {
+            "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
+            "victim": (programs.be_lost, {"by": "survivor", "size": 4096}),
+        },
+        kill={"victim": KILL},
+    )
+    found = outcome.ranks["survivor"].value
+    assert found["errors"] == ["PeerLost", "PeerLost"]
+    assert found["connect"] == "PeerLost"
+    assert found["took"] < 20
+
+
+def test_a_killed_rank_says_so(job):
+    outcome = job(
+        {
+            "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
+            "victim": (programs.be_lost, {"by": "survivor", "size": 4096}),
+        },
+        kill={"victim": KILL},
+    )
+    assert "killed" in outcome.ranks["victim"].error
+    assert outcome.ranks["victim"].value is None
+
+
+def test_the_others_go_on(job):
+    outcome = job(
+        {
+            "writer": (programs.lose_one_of_two, {"wait": KILL + 0.5}),
+            "victim": (programs.be_victim, {}),
+            "other": (programs.be_other, {}),
+        },
+        kill={"victim": KILL},
+    )
+    assert outcome.ranks["writer"].value == {"victim": "PeerLost", "other": "ok"}
+    assert outcome.ranks["other"].value == 2
+
+
+def test_a_rank_that_raises_ends_with_its_error(job):
+    outcome = job({"bad": (programs.fail, {"after": 0.01})}, failing=["bad"])
+    assert outcome.ranks["bad"].error.startswith("ValueError: this rank fails on purpose")

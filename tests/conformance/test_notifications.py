@@ -1,0 +1,73 @@
+"""A notification arrives exactly once, after its transfer's bytes, whatever is in it."""
+
+import pytest
+
+from tests.conformance import programs
+from tests.conformance.programs import KiB
+
+
+def run(job, payloads):
+    outcome = job(
+        {
+            "writer": (programs.notify_in_turn, {"to": "target", "payloads": [p.hex() for p in payloads]}),
+            "target": (programs.be_notified, {"by": "writer", "count": len(payloads)}),
+        }
+    )
+    found = outcome.ranks["target"].value
+    assert found["surplus"] == 0
+    return [bytes.fromhex(payload) for payload in found["payloads"]]
+
+
+def test_those_of_transfers_in_turn_arrive_in_order(job):
+    payloads = [f"number {i}".encode() for i in range(200)]
+    assert run(job, payloads) == payloads
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\0", id="zero"),
+        pytest.param(b"\0a\0\0b\0", id="zeros inside"),
+        pytest.param(b"a_b__c_", id="underscores"),
+        pytest.param(bytes(range(256)) * 5, id="every byte, 1280 of them"),
+        pytest.param(b"\xff" * 70_000, id="70000 bytes"),
+    ],
+)
+def test_any_bytes_may_be_in_it(job, payload):
+    assert run(job, [payload, payload]) == [payload, payload]
+
+
+def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(job):
+    shape = {"count": 32, "size": 64 * KiB}
+    outcome = job(
+        {
+            "writer": (programs.notify_at_once, {"to": "target", **shape}),
+            "target": (programs.be_notified, {"by": "writer", **shape}),
+        }
+    )
+    found = outcome.ranks["target"].value
+    assert sorted(int(bytes.fromhex(payload)) for payload in found["payloads"]) == list(range(32))
+    assert found["surplus"] == 0
+    assert found["early"] == 0
+
+
+def test_a_write_without_one_sends_none(job):
+    outcome = job(
+        {
+            "writer": (programs.write_silently, {"to": "target"}),
+            "target": (programs.be_notified, {"by": "writer", "count": 0}),
+        }
+    )
+    assert outcome.ranks["target"].value == {"payloads": [], "surplus": 0, "early": 0}
+
+
+def test_it_names_its_sender(job):
+    shape = {"count": 1, "size": 64, "region": 64, "seed": 1}
+    outcome = job(
+        {
+            "writer": (programs.write_blocks, {"to": "target", **shape}),
+            "target": (programs.be_written, {"by": "writer", **shape}),
+        }
+    )
+    assert outcome.ranks["target"].value["from"] == "writer"
+    assert outcome.ranks["target"].value["payload"] == "written"
