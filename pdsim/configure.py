@@ -33,8 +33,8 @@ UNSAID = "assumed: the configuration does not say where it comes from"
 def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
 
-    The options of the experiment are typed and completed by its own `Options`.  Sources name one number each:
-    ``"gpu"`` in a file speaks for all numbers below it, and a number that was overridden is *assumed*.
+    The options of the experiment are typed and completed by its own `Options`.  The source called ``"gpu"`` speaks for
+    all numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
     Raise a `ConfigError`.
     """
     config = build(Config, values)
@@ -88,7 +88,8 @@ def defaults(cls: type = Config) -> dict[str, Any]:
 
 def experiments() -> list[str]:
     """Return the names of the experiments that are installed."""
-    return sorted(found.name for found in iter_modules(import_module("experiments").__path__))
+    found = iter_modules(import_module("experiments").__path__)
+    return sorted(module.name for module in found if not module.name.startswith("_"))
 
 
 def numbers(instance: Any, at: str = "") -> Iterator[str]:
@@ -206,16 +207,25 @@ def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sourced(instance: Sourced, at: str, overridden: Iterable[str]) -> Sourced:
-    """Return *instance* with one source for each of its numbers."""
-    said = {key.strip(): text for keys, text in instance.sources.items() for key in keys.split(",")}
-    for key, text in said.items():
-        if text.partition(":")[0] not in EVIDENCE:
-            raise ConfigError(f"{at}.sources.{key}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
-    mine = [key.removeprefix(f"{at}.") for key in overridden if key.startswith(f"{at}.")]
-    said |= dict.fromkeys(mine, ON_THE_COMMAND_LINE)
+    """Return *instance* with sources that speak for all of its numbers, those set on the command line included."""
+    found = list(numbers(instance))
+    by_hand = [key.removeprefix(f"{at}.") for key in overridden if key.startswith(f"{at}.")]
+    by_hand = [key for key in by_hand if any(_covers(key, number) for number in found)]
     sources = {}
-    for number in numbers(instance):
-        covers = [key for key in said if f"{number}.".startswith(f"{key}.")]
-        by_hand = any(f"{number}.".startswith(f"{key}.") for key in mine)
-        sources[number] = ON_THE_COMMAND_LINE if by_hand else said[max(covers, key=len)] if covers else UNSAID
+    for keys, text in instance.sources.items():
+        if text.partition(":")[0] not in EVIDENCE:
+            raise ConfigError(f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
+        left = [key for key in _split(keys) if not any(_covers(hand, key) for hand in by_hand)]
+        sources |= {", ".join(left): text} if left else {}
+    sources |= dict.fromkeys(by_hand, ON_THE_COMMAND_LINE)
+    said = [key for keys in sources for key in _split(keys)]
+    sources |= {number: UNSAID for number in found if not any(_covers(key, number) for key in said)}
     return replace(instance, sources=sources)
+
+
+def _split(keys: str) -> list[str]:
+    return [key.strip() for key in keys.split(",")]
+
+
+def _covers(key: str, number: str) -> bool:
+    return f"{number}.".startswith(f"{key}.")

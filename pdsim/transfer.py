@@ -47,7 +47,9 @@ __all__ = [
     "Rank",
     "RankResult",
     "RankSpec",
+    "Recorder",
     "Region",
+    "Target",
     "Transfer",
     "TransferRecord",
 ]
