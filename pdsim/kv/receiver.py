@@ -1,0 +1,117 @@
+"""The decode side of a handoff, on one rank: pages that wait for bytes, and when they have them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdsim.kv.contents import verify, verify_aux
+from pdsim.kv.layout import KvLayout
+from pdsim.kv.mapping import owned_heads, writers
+from pdsim.kv.messages import Arrival, Arrived, MessageError, Register, Reserve, decode
+from pdsim.kv.sender import REGION
+from pdsim.transfer import Notification, Rank
+
+__all__ = ["KvReceiver"]
+
+
+@dataclass(slots=True)
+class _Room:
+    """A request's handoff as this rank sees it."""
+
+    reserve: Reserve | None = None
+    received: int = 0  # writes that arrived
+    counts: dict[int, int] = field(default_factory=dict)  # how many each writer made, once its last is here
+    last: Arrival | None = None
+
+
+class KvReceiver:
+    """Receives what prefill ranks write to a decode rank.
+
+    A room is complete when as many writes have arrived as its writers say that they made; then, on memory that has
+    contents, every byte is compared.  *report* is called once for each with `Arrived` and the last `Arrival`.
+    Writes may be noticed before `reserve` is called (they travel another way); an unknown room is kept until `forget`.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        layout: KvLayout,
+        instance: str,
+        tp_rank: int,
+        prefill_tp: int,
+        report: Callable[[Arrived, Arrival], None],
+    ) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._instance = instance
+        self._tp_rank = tp_rank
+        self._report = report
+        self._heads = owned_heads(layout.shape, layout.tp, tp_rank)
+        self.writers = writers(layout.shape, prefill_tp, layout.tp, tp_rank)
+        self._rooms: dict[int, _Room] = {}
+        self._buffer = rank.device.allocate(layout.size)
+        rank.endpoint.register(self._buffer, REGION)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are not complete."""
+        return len(self._rooms)
+
+    def register(self) -> Register:
+        """Return what every one of `writers` needs to know."""
+        layout, shape = self.layout, self.layout.shape
+        return Register(
+            self._rank.endpoint.address(),
+            self._instance,
+            self._tp_rank,
+            layout.tp,
+            layout.page_size,
+            layout.pages,
+            layout.slots,
+            shape.layers,
+            shape.heads,
+            shape.head_bytes,
+            shape.latent_bytes,
+        )
+
+    def reserve(self, message: Reserve) -> None:
+        """Take note that a room owns pages here."""
+        room = self._room(message.room)
+        room.reserve = message
+        self._check(message.room, room)
+
+    def forget(self, room: int) -> None:
+        """Drop what is known of *room*, of which nothing will be written any more."""
+        self._rooms.pop(room, None)
+
+    def notice(self, notification: Notification) -> None:
+        """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
+        arrival = decode(notification.payload)
+        if not isinstance(arrival, Arrival):
+            raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
+        room = self._room(arrival.room)
+        room.received += 1
+        if arrival.count:
+            room.counts[arrival.writer] = arrival.count
+            if room.last is None or arrival.ended >= room.last.ended:
+                room.last = arrival
+        self._check(arrival.room, room)
+
+    def _room(self, number: int) -> _Room:
+        room = self._rooms.get(number)
+        if room is None:
+            room = self._rooms[number] = _Room()
+        return room
+
+    def _check(self, number: int, room: _Room) -> None:
+        if len(room.counts) < len(self.writers) or room.received < sum(room.counts.values()):
+            return
+        if room.reserve is None or room.last is None:
+            return
+        del self._rooms[number]
+        reason = self._verify(room.reserve) if self._rank.device.holds_bytes else ""
+        self._report(Arrived(number, reason), room.last)
+
+    def _verify(self, reserve: Reserve) -> str:
+        reason = verify(self._buffer, self.layout, self._heads, reserve.room, reserve.pages, reserve.input)
+        return reason or verify_aux(self._buffer, self.layout, reserve.room, reserve.slot)

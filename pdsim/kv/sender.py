@@ -1,0 +1,211 @@
+"""The prefill side of a handoff, on one rank: writes of chunks, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from simpy.events import Event
+
+from pdsim.errors import PeerLost, TransferError
+from pdsim.kv.contents import fill, fill_aux
+from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.mapping import HeadSlice, head_slice, owned_heads, readers, writers
+from pdsim.kv.messages import Arrival, Chunk, MessageError, Register, Sent, Settled, encode
+from pdsim.kv.plan import descriptors
+from pdsim.kv.status import Status, advance
+from pdsim.transfer import Peer, Rank, Region, Transfer, TransferRecord
+
+__all__ = ["REGION", "KvSender"]
+
+REGION = "kv"
+"""The name under which every rank registers its pool."""
+
+
+class _Target(NamedTuple):
+    """A decode rank that this rank writes to."""
+
+    peer: Peer
+    region: Region
+    layout: KvLayout
+    heads: HeadSlice | None
+    carries_aux: bool  # one writer carries the metadata, not each
+
+
+@dataclass(slots=True)
+class _Room:
+    """A request's handoff as this rank sees it."""
+
+    room: int
+    status: Status = Status.WAITING
+    writes: int = 0  # to each target, so far
+    nbytes: int = 0
+    planned: int = 0  # chunks whose forward has not ended
+    moving: int = 0  # writes that have not completed, or failed and not settled
+    unfinished: int = 0  # writes that have not completed
+    last: bool = False  # the last chunk has been posted
+    aborted: bool = False  # the leader plans no more chunks
+
+
+class KvSender:
+    """Writes what a prefill rank computed to the decode ranks that need it.
+
+    A chunk is written as soon as its forward has ended, while the next is computed; chunks may overtake each other.
+    Each write carries an `Arrival`, the last one with the number of writes, so that the receiver knows when it has all.
+
+    *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
+    nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both sides, must
+    not be given to anyone else.
+    """
+
+    def __init__(
+        self, rank: Rank, layout: KvLayout, tp_rank: int, report: Callable[[Sent | Settled], None]
+    ) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._tp_rank = tp_rank
+        self._report = report
+        self._heads = owned_heads(layout.shape, layout.tp, tp_rank)
+        self._targets: dict[str, list[_Target]] = {}
+        self._rooms: dict[int, _Room] = {}
+        self._buffer = rank.device.allocate(layout.size)
+        self._region = rank.endpoint.register(self._buffer, REGION)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are not over."""
+        return len(self._rooms)
+
+    @property
+    def connected(self) -> int:
+        """Decode ranks that this rank can write to."""
+        return sum(map(len, self._targets.values()))
+
+    def expected(self, decode_tp: int, instances: int) -> int:
+        """Return how many decode ranks will register."""
+        return instances * len(readers(self.layout.shape, self.layout.tp, decode_tp, self._tp_rank))
+
+    def connect(self, message: Register) -> None:
+        """Connect to the decode rank that sent *message*.
+
+        Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
+        """
+        shape = KvShape(message.layers, message.heads, message.head_bytes, message.latent_bytes)
+        if shape != self.layout.shape:
+            raise MessageError(f"{message.instance} keeps {shape}, this rank {self.layout.shape}: serve one model")
+        if message.page_size != self.layout.page_size:
+            raise MessageError(
+                f"{message.instance} has kv.page_size={message.page_size}, this rank {self.layout.page_size}: "
+                "pages must be equal on both sides"
+            )
+        layout = KvLayout(shape, message.tp, message.page_size, message.pages, message.slots)
+        peer = self._rank.endpoint.connect(message.address)
+        target = _Target(
+            peer,
+            peer.regions[REGION],
+            layout,
+            head_slice(shape, self.layout.tp, message.tp, self._tp_rank, message.tp_rank),
+            writers(shape, self.layout.tp, message.tp, message.tp_rank)[0] == self._tp_rank,
+        )
+        self._targets.setdefault(message.instance, []).append(target)
+
+    def expect(self, chunks: Iterable[Chunk]) -> None:
+        """Take note of chunks whose forward begins: each will be given to `send`."""
+        for chunk in chunks:
+            state = self._rooms.get(chunk.room)
+            if state is None:
+                state = self._rooms[chunk.room] = _Room(chunk.room)
+            state.planned += 1
+
+    def send(self, chunk: Chunk) -> None:
+        """Write the pages of *chunk*, whose forward has just ended, unless its room has failed meanwhile."""
+        state = self._rooms[chunk.room]
+        state.planned -= 1
+        if state.status is Status.FAILED:
+            self._settle(state)
+            return
+        state.status = advance(state.status, Status.TRANSFERRING)
+        state.last = chunk.last
+        if self._rank.device.holds_bytes:
+            self._fill(chunk)
+        if chunk.runs:
+            self._write(state, chunk)
+        if not state.unfinished and state.status is not Status.FAILED:
+            self._conclude(state)
+
+    def abort(self, room: int) -> None:
+        """Give *room* up: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
+        state = self._rooms.get(room) or _Room(room)
+        state.aborted = True
+        state.status = advance(state.status, Status.FAILED)
+        self._settle(state)
+
+    def _fill(self, chunk: Chunk) -> None:
+        pages = tuple((source, count) for source, _, count in chunk.runs)
+        first = chunk.first_page * self.layout.page_size
+        fill(self._buffer, self.layout, self._heads, chunk.room, pages, first)
+        if chunk.last:
+            fill_aux(self._buffer, self.layout, chunk.room, chunk.slots[0])
+
+    def _write(self, state: _Room, chunk: Chunk) -> None:
+        state.writes += 1
+        count = state.writes if chunk.last else 0
+        now = self._rank.clock.now
+        notice = encode(Arrival(chunk.room, self._tp_rank, count, chunk.noticed, chunk.started, now))
+        label = f"{chunk.room}/{chunk.index}"
+        for target in self._targets.get(chunk.decode, ()):
+            slots = chunk.slots if chunk.last and target.carries_aux else None
+            plan = descriptors(self.layout, target.layout, chunk.runs, target.heads, slots)
+            batch = plan.over(self._region, target.region)
+            try:
+                transfer = self._rank.endpoint.write(target.peer, batch, notice, label=label)
+            except TransferError as error:
+                self._fail(state, chunk.decode, error)
+                return
+            state.moving += 1
+            state.unfinished += 1
+            transfer.callbacks.append(partial(self._written, state, chunk.decode))
+
+    def _written(self, state: _Room, decode: str, event: Event) -> None:
+        assert isinstance(event, Transfer)
+        state.unfinished -= 1
+        if event.ok:
+            record: TransferRecord = event.value
+            state.nbytes += record.nbytes
+            state.moving -= 1
+        elif event.settled.triggered:
+            state.moving -= 1
+        else:
+            event.settled.callbacks.append(partial(self._settled, state))
+        if not event.ok:
+            self._fail(state, decode, event.value)
+        if state.status is Status.FAILED:
+            self._settle(state)
+        elif not state.unfinished:
+            self._conclude(state)
+
+    def _settled(self, state: _Room, _: Event) -> None:
+        state.moving -= 1
+        self._settle(state)
+
+    def _conclude(self, state: _Room) -> None:
+        """End the room if its last chunk was posted; called when no write of it is under way."""
+        if state.last:
+            state.status = advance(state.status, Status.SUCCESS)
+            del self._rooms[state.room]
+            self._report(Sent(state.room, state.nbytes))
+
+    def _fail(self, state: _Room, decode: str, error: BaseException) -> None:
+        if state.status is Status.FAILED:
+            return
+        state.status = advance(state.status, Status.FAILED)
+        lost = decode if isinstance(error, PeerLost) else ""
+        self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
+
+    def _settle(self, state: _Room) -> None:
+        """Report that a failed room is at rest, once it is and the leader knows of the failure."""
+        if state.aborted and not state.planned and not state.moving:
+            state.aborted = False  # once
+            self._rooms.pop(state.room, None)
+            self._report(Settled(state.room))

@@ -1,0 +1,28 @@
+"""Where a request's handoff stands, on either side."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Status", "advance"]
+
+
+class Status(IntEnum):
+    """In order; the minimum over the ranks of a group is the status of the group."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1  # the other side has not been heard of
+    WAITING = 2  # for input: pages are known, no bytes have moved
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def advance(old: Status, new: Status) -> Status:
+    """Return the status after *old* when *new* is reported.
+
+    FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is the
+    smallest, so that a failed handoff could become a success.)
+    """
+    if old in (Status.FAILED, Status.SUCCESS):
+        return old
+    return new if new is Status.FAILED else max(old, new)
