@@ -23,16 +23,32 @@ from simpy.events import NORMAL, Event
 
 push: Callable[[list[Any], Any], None] = _heappush  # SimPy types its queue's entries by their event class
 
-__all__ = ["LAST", "Alarm", "Clock", "Mailbox", "Source", "WallClock"]
+__all__ = ["LAST", "Alarm", "Clock", "Mailbox", "Source", "WallClock", "fire"]
 
 LAST = NORMAL + 1
 """Priority of an event that comes after all other events of its instant."""
+
+
+def fire(event: Event, value: Any = None, ok: bool = True) -> None:
+    """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
+
+    Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
+    With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
+    """
+    if event.triggered:
+        raise RuntimeError(f"{event} has been triggered already")
+    event._ok = ok
+    event._value = value
+    callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+    for callback in callbacks:
+        callback(event)
 
 
 class Clock(simpy.Environment):
     """Virtual time in seconds, from 0."""
 
     virtual = True
+    stopped = False  # the rank that lives on this clock has ended, and its events are dropped
 
     def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
         """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
@@ -50,6 +66,10 @@ class Clock(simpy.Environment):
         event._value = value
         self.schedule_at(event, when)
         return event
+
+    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
+        """Call ``function(argument)`` at the absolute time *when*."""
+        self.at(when).callbacks.append(lambda _: function(argument))
 
 
 class Alarm(Event):
@@ -80,6 +100,20 @@ class Alarm(Event):
         self.clock.schedule_at(self, at, self.priority)
 
 
+class _Getter(Event):
+    """A wait for one item.  Its first callback, *unclaimed*, sees to it that no item is lost with its waiter."""
+
+    def __init__(self, clock: Clock, unclaimed: Callable[[Event], None]) -> None:
+        super().__init__(clock)
+        self.waiters = self.callbacks  # SimPy takes the list away before it calls what is in it
+        self.waiters.append(unclaimed)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits: its process was interrupted, or waited in a condition that came true otherwise."""
+        return len(self.waiters) == 1
+
+
 class Mailbox:
     """Items in the order in which they were put, for one or more processes that wait for them.
 
@@ -91,28 +125,59 @@ class Mailbox:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._items: deque[Any] = deque()
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[_Getter] = deque()
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Any) -> None:
         """Hand *item* to the longest-waiting getter, or keep it."""
-        while self._waiting:
-            getter = self._waiting.popleft()
-            if not getter.triggered and getter.callbacks:  # callbacks is empty once a waiter was interrupted away
-                getter.succeed(item)
-                return
-        self._items.append(item)
+        getter = self._getter()
+        if getter is None:
+            self._items.append(item)
+        else:
+            getter.succeed(item)
+
+    def deliver(self, item: Any) -> None:
+        """Do as `put` does, without an event of its own.  Like `fire`, only for callbacks."""
+        getter = self._getter()
+        if getter is None:
+            self._items.append(item)
+        else:
+            fire(getter, item)
 
     def get(self) -> Event:
-        """Return an event that succeeds with the next item."""
-        event = Event(self._clock)
+        """Return an event that succeeds with the next item.
+
+        Yield it at once, alone or in a condition: a getter that nobody waits for counts as given up, and the item
+        goes to the next.
+        """
+        getter = _Getter(self._clock, self._unclaimed)
         if self._items:
-            event.succeed(self._items.popleft())
+            getter.succeed(self._items.popleft())
         else:
-            self._waiting.append(event)
-        return event
+            while self._waiting and self._waiting[0].given_up:  # lest a poll with a deadline piles them up
+                self._waiting.popleft()
+            self._waiting.append(getter)
+        return getter
+
+    def _getter(self) -> _Getter | None:
+        while self._waiting:
+            getter = self._waiting.popleft()
+            if not getter.given_up:
+                return getter
+        return None
+
+    def _unclaimed(self, event: Event) -> None:
+        """Keep the item of a getter that was given up between its trigger and now."""
+        assert isinstance(event, _Getter)
+        if not event.given_up:
+            return
+        getter = self._getter()
+        if getter is None:
+            self._items.appendleft(event.value)
+        else:
+            getter.succeed(event.value)
 
     def drain(self) -> list[Any]:
         """Return all items that are here now, without waiting."""

@@ -1,0 +1,62 @@
+"""Control messages on the model: a TCP socket from every rank to every other.
+
+A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
+``tcp_latency`` to arrive.  That is a sum, so a message costs one event.  Not modelled: that control messages and data
+share the node's TCP link, and a sender that is slowed down by a receiver that does not read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdsim.clock import Clock, Mailbox
+from pdsim.transfer import Message
+
+if TYPE_CHECKING:
+    from simpy.events import Event
+
+    from pdsim.fabric.machine import Host
+
+__all__ = ["SimChannel"]
+
+
+class SimChannel:
+    """One rank's sockets: the simulated `pdsim.transfer.Channel`.
+
+    *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
+    """
+
+    def __init__(self, name: str, host: Host, job: Clock, clock: Clock, ranks: dict[str, SimChannel]) -> None:
+        self.name = name
+        self._host = host
+        self._job = job
+        self._ranks = ranks
+        self._inbox = Mailbox(clock)
+        self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
+        self._closed = False
+        ranks[name] = self
+
+    def send(self, receiver: str, payload: bytes) -> None:
+        """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
+        channel = self._ranks.get(receiver)
+        if channel is None:
+            raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
+        if self._closed or channel._closed:
+            return
+        host, job = self._host, self._job
+        sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
+        self._free[receiver] = sent
+        message = Message(self.name, payload)
+        job.call_at(sent + host.tcp_latency, channel._arrive, message)
+
+    def receive(self) -> Event:
+        """Return an event that succeeds with the next `Message`.  Yield it at once."""
+        return self._inbox.get()
+
+    def close(self) -> None:
+        """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
+        self._closed = True
+
+    def _arrive(self, message: Message) -> None:
+        if not self._closed:
+            self._inbox.deliver(message)

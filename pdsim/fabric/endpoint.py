@@ -1,0 +1,431 @@
+"""The simulated `pdsim.transfer.Endpoint`.
+
+Bytes are read at the source and written at the target at the instant of completion.  That is the latest moment at
+which a real engine may still read its source, so a sender that reuses memory before the end is caught (as is a
+receiver that reads before it was told to); a torn transfer, half old and half new, is not modelled.
+
+Nothing recalls a transfer: after a `TransferTimeout` its flow goes on, its bytes and its notification may still
+arrive, and `Transfer.settled` says when that is over.  Only a transfer that still waited for room in the send queue
+is withdrawn, and the end of either side (a killed rank, `close`) breaks the connection: what is on the way is lost, at
+once, and the side that is left learns of it `DETECTION` later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdsim.clock import Clock, Mailbox, fire
+from pdsim.errors import (
+    BackendUnavailable,
+    InvalidBatch,
+    PeerLost,
+    RegistrationError,
+    SendQueueFull,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from pdsim.fabric.deadlines import Deadlines
+from pdsim.fabric.engine import Lane, Poster, Posting
+from pdsim.fabric.memory import SimBuffer, copy_bytes
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
+
+if TYPE_CHECKING:
+    from pdsim.fabric.machine import Engine
+    from pdsim.fabric.memory import SimDevice
+    from pdsim.fabric.sharing import Network
+    from pdsim.fabric.topology import Site, Topology
+
+__all__ = ["DETECTION", "Fabric", "SimEndpoint"]
+
+DETECTION = 0.1
+"""Seconds from the end of a peer until the other side's engine notices.
+
+Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first (seven
+at the usual ack timeout of 67 ms) after half a second.
+"""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives."""
+
+    clock: Clock
+    network: Network
+    topology: Topology
+    engine: Engine
+    endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
+
+
+class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `SimEndpoint.address` says, as JSON."""
+
+    rank: str
+    engine: str
+    regions: list[Region]
+
+
+class _Registration:
+    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
+
+    __slots__ = ("buffer", "region", "unsettled")
+
+    def __init__(self, region: Region, buffer: SimBuffer) -> None:
+        self.region = region
+        self.buffer = buffer
+        self.unsettled = 0
+
+
+class _Connection:
+    """From one endpoint to a peer."""
+
+    __slots__ = ("lane", "owner", "remote")
+
+    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, lane: Lane) -> None:
+        self.owner = owner
+        self.remote = remote
+        self.lane = lane
+
+
+class _Flight:
+    """One transfer from its call until it has settled."""
+
+    __slots__ = ("connection", "held", "local", "notify", "posting", "remote", "submitted", "transfer", "write")
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        connection: _Connection,
+        write: bool,
+        local: _Registration,
+        remote: Region,
+        notify: bytes,
+        submitted: float,
+    ) -> None:
+        self.transfer = transfer
+        self.connection = connection
+        self.write = write
+        self.local = local
+        self.remote = remote
+        self.notify = notify
+        self.submitted = submitted
+        self.posting: Posting | None = None
+        there = connection.remote.registration(remote)
+        self.held = None if there is None else there.buffer
+        if self.held is not None:
+            self.held.hold()
+        local.unsettled += 1
+        local.buffer.hold()
+
+    def release(self) -> None:
+        """Let go of the memory on both sides."""
+        self.local.unsettled -= 1
+        self.local.buffer.release()
+        if self.held is not None:
+            self.held.release()
+
+
+class SimEndpoint:
+    """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
+
+    def __init__(
+        self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
+    ) -> None:
+        self.name = name
+        self.site = site
+        self.ended: float | None = None  # when it was closed or killed
+        self._fabric = fabric
+        self._clock = clock
+        self._device = device
+        self._recorder = recorder
+        self._engine = f"model:{fabric.engine.name}"
+        self._notifications = Mailbox(clock)
+        self._poster = Poster()
+        self._regions: dict[str, _Registration] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._flights: dict[int, _Flight] = {}  # by number; those that have not settled
+        self._number = 0
+        self._quarantined = 0
+        self._deadlines = Deadlines(fabric.clock, self._flights, self._expire)
+        fabric.endpoints[name] = self
+
+    @property
+    def engine(self) -> str:
+        """``"model:"`` and the engine's name."""
+        return self._engine
+
+    @property
+    def notifications(self) -> Mailbox:
+        """The `Notification`s of peers, in order of arrival."""
+        return self._notifications
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers of this endpoint that failed and have not settled."""
+        return self._quarantined
+
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine as region *name*; the errors of `pdsim.transfer.Endpoint.register`."""
+        self._check_open()
+        if name in self._regions:
+            raise RegistrationError(f"{self.name} has a region {name!r} already; take another name")
+        if not isinstance(buffer, SimBuffer) or not self._device.owns(buffer):
+            raise RegistrationError(
+                f"{buffer!r} is not allocated on {self._device.name}; register what allocate returns"
+            )
+        if buffer.registered:
+            raise RegistrationError(f"{buffer!r} is registered already, as {buffer.registered!r}")
+        region = Region(self.name, name, buffer.size, buffer.address, self._device.name)
+        self._regions[name] = _Registration(region, buffer)
+        buffer.registered = name
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*; the errors of `pdsim.transfer.Endpoint.deregister`."""
+        registration = self.registration(region)
+        if registration is None:
+            raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.name}")
+        if registration.unsettled:
+            raise RegistrationError(
+                f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them first"
+            )
+        registration.buffer.registered = ""
+        del self._regions[region.name]
+
+    def registration(self, region: Region) -> _Registration | None:
+        """Return what is registered here as *region*, if it still is."""
+        found = self._regions.get(region.name)
+        return found if found is not None and (found.region is region or found.region == region) else None
+
+    def address(self) -> bytes:
+        """Return JSON: this rank's name, its engine and the regions registered so far."""
+        self._check_open()
+        regions = [registration.region for registration in self._regions.values()]
+        return msgspec.json.encode(_Address(self.name, self.engine, regions))
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
+
+        Raise a `BackendUnavailable` if the engine cannot reach that place, a `ConfigError` if the machine has no way.
+        """
+        self._check_open()
+        try:
+            there = msgspec.json.decode(address, type=_Address)
+        except msgspec.DecodeError as error:
+            raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
+        remote = self._fabric.endpoints.get(there.rank)
+        if remote is None or remote.ended is not None:
+            raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
+        connection = self._connections.get(there.rank)
+        if connection is None:
+            connection = self._connections[there.rank] = _Connection(self, remote, self._lane(remote))
+        return Peer(there.rank, {region.name: region for region in there.regions}, connection)
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* to *peer*; the contract and errors of `pdsim.transfer.Endpoint.write`."""
+        return self._start(peer, batch, True, notify, timeout, label)
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
+        return self._start(peer, batch, False, b"", timeout, label)
+
+    def close(self) -> None:
+        """Break all connections and withdraw all regions.
+
+        Transfers under way fail with a `TransferFailed` and settle: nothing of them moves any more.
+        """
+        flights = self._break()
+        for flight in flights:
+            error = TransferFailed(f"{self.name} closed its endpoint during the transfer")
+            if not flight.transfer.triggered:
+                self._record(flight, error)
+                flight.transfer.fail(error)
+            flight.transfer.settled.succeed()
+
+    def kill(self) -> None:
+        """End with the process: as `close`, but nobody is left to be told."""
+        self._break()
+
+    # --- how a transfer goes ---
+
+    def _start(
+        self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
+    ) -> Transfer:
+        source, target = batch.source, batch.target
+        local = self._check_local(source if write else target)
+        remote = target if write else source
+        connection = self._check_peer(peer, remote)
+        limit = self._fabric.engine.timeout if timeout is None else timeout
+        if not limit > 0:
+            raise ValueError(f"timeout={limit} must be > 0")
+        now = self._fabric.clock.now
+        transfer = Transfer(self._clock, batch, label)
+        flight = _Flight(transfer, connection, write, local, remote, notify, now)
+        self._number += 1
+        self._flights[self._number] = flight
+        if connection.remote.ended is not None:
+            self._lose(self._number, flight)
+        else:
+            try:
+                flight.posting = connection.lane.post(
+                    batch.nbytes, len(batch.size), not write, self._on_complete, self._number
+                )
+            except SendQueueFull as error:
+                self._refuse(self._number, flight, error)
+                return transfer
+        self._deadlines.add(now + limit, self._number)
+        return transfer
+
+    def _on_complete(self, posting: Posting) -> None:
+        """Bytes first, then the notification, then the event that the poster waits for."""
+        flight = self._flights[posting.tag]
+        there = flight.connection.remote
+        registration = there.registration(flight.remote)
+        error = None
+        if registration is None:
+            name = f"{flight.remote.owner}/{flight.remote.name}"
+            error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
+        elif self._device.holds_bytes:
+            here, away = flight.local.buffer, registration.buffer
+            copy_bytes(flight.transfer.batch, *((here, away) if flight.write else (away, here)))
+        record = self._land(posting.tag, flight, error)
+        if flight.notify and error is None:
+            there._notifications.deliver(Notification(self.name, flight.notify))
+        self._end(flight, record, error)
+
+    def _expire(self, number: int) -> None:
+        flight = self._flights[number]
+        if flight.transfer.triggered:
+            return
+        batch, posting = flight.transfer.batch, flight.posting
+        error = TransferTimeout(f"{batch!r} is not complete after {self._fabric.clock.now - flight.submitted:g} s")
+        if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
+            flight.connection.lane.abort(posting)
+            self._end(flight, self._land(number, flight, error), error)
+        else:
+            self._quarantined += 1
+            self._record(flight, error)
+            fire(flight.transfer, error, ok=False)
+
+    def _lose(self, number: int, flight: _Flight) -> None:
+        """Fail *flight* once the end of its peer is noticed."""
+        clock, remote = self._fabric.clock, flight.connection.remote
+        assert remote.ended is not None
+        clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
+
+    def _on_lost(self, number: int) -> None:
+        flight = self._flights.get(number)
+        if flight is not None:  # else this endpoint has ended meanwhile
+            error = PeerLost(f"{flight.connection.remote.name} is gone")
+            self._end(flight, self._land(number, flight, error), error)
+
+    def _refuse(self, number: int, flight: _Flight, error: TransferError) -> None:
+        self._land(number, flight, error)
+        flight.transfer.fail(error)
+        flight.transfer.settled.succeed()
+
+    def _land(self, number: int, flight: _Flight, error: TransferError | None) -> TransferRecord | None:
+        """Nothing of *flight* moves any more: forget it.  Return its record, or None if it had failed before."""
+        del self._flights[number]
+        flight.release()
+        if not flight.transfer.triggered:
+            return self._record(flight, error)
+        self._quarantined -= 1
+        return None
+
+    def _end(self, flight: _Flight, record: TransferRecord | None, error: TransferError | None) -> None:
+        """Tell whoever waits."""
+        fire(flight.transfer.settled)
+        if record is not None:
+            fire(flight.transfer, record if error is None else error, ok=error is None)
+
+    def _record(self, flight: _Flight, error: TransferError | None) -> TransferRecord:
+        now, posting, batch = self._fabric.clock.now, flight.posting, flight.transfer.batch
+        posted = now if posting is None or posting.posted is None else min(posting.posted, now)
+        record = TransferRecord(
+            self._engine,
+            "write" if flight.write else "read",
+            batch.source.owner,
+            batch.target.owner,
+            batch.nbytes,
+            len(batch.size),
+            flight.submitted,
+            flight.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
+            posted,
+            now,
+            now,  # completions are seen at once: the engine's *latency* contains the polling
+            "ok" if error is None else type(error).__name__,
+            flight.transfer.label,
+        )
+        self._recorder.transfer(record)
+        return record
+
+    def _break(self) -> list[_Flight]:
+        """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
+        if self.ended is not None:
+            return []
+        self.ended = self._fabric.clock.now
+        flights = list(self._flights.values())
+        for flight in flights:
+            if flight.posting is not None:
+                flight.connection.lane.abort(flight.posting)
+            flight.release()
+        self._flights.clear()
+        self._quarantined = 0
+        for other in self._fabric.endpoints.values():
+            other._disconnect(self)
+        for registration in self._regions.values():
+            registration.buffer.registered = ""
+        self._regions.clear()
+        self._connections.clear()
+        return flights
+
+    def _disconnect(self, remote: SimEndpoint) -> None:
+        for number, flight in self._flights.items():
+            if flight.connection.remote is remote and flight.posting is not None:
+                flight.connection.lane.abort(flight.posting)
+                self._lose(number, flight)
+
+    # --- checks ---
+
+    def _check_open(self) -> None:
+        if self.ended is not None:
+            raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
+
+    def _check_local(self, region: Region) -> _Registration:
+        if region.owner != self.name:
+            raise InvalidBatch(f"region {region.owner}/{region.name} is not one of {self.name}, which posts the batch")
+        registration = self.registration(region)
+        if registration is None:
+            raise RegistrationError(f"region {region.owner}/{region.name} is not registered; register it and try again")
+        return registration
+
+    def _check_peer(self, peer: Peer, region: Region) -> _Connection:
+        connection: Any = peer.handle
+        if not isinstance(connection, _Connection) or connection.owner is not self:
+            raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
+        known = peer.regions.get(region.name)
+        if known is not region and known != region:
+            raise InvalidBatch(
+                f"region {region.owner}/{region.name} is not in the address of {peer.name} that was connected; connect "
+                f"again with a newer one"
+            )
+        return connection
+
+    def _lane(self, remote: SimEndpoint) -> Lane:
+        fabric, inside = self._fabric, remote.site.node == self.site.node
+        model = fabric.engine.intra if inside else fabric.engine.inter
+        if model is None:
+            where, field_name = ("within a node", "intra") if inside else ("across nodes", "inter")
+            raise BackendUnavailable(
+                f"{self.name} to {remote.name}: backend {fabric.engine.name!r} does not work {where} "
+                f"({field_name}: null); place the ranks otherwise or take another backend"
+            )
+        outward = fabric.topology.route(model.path, self.site, remote.site)
+        inward = fabric.topology.route(model.path, remote.site, self.site)
+        return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}")

@@ -1,0 +1,174 @@
+"""What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
+
+A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g = *descriptor*):
+
+1. The *poster*, one per endpoint, is busy for ``call + n * descriptor``; transfers take their turns.
+2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with all
+   other transfers between the two endpoints at most at ``queues * queue_rate``.
+
+The wire starts when posting does (*overlap*) or when it has ended.  The transfer completes *latency* after both have.
+
+No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
+work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, and one
+more if its wire does not start at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from pdsim.errors import SendQueueFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdsim.clock import Clock
+    from pdsim.fabric.machine import EngineModel
+    from pdsim.fabric.sharing import Flow, Link, Network, Path
+    from pdsim.fabric.topology import Route
+
+__all__ = ["Lane", "Poster", "Posting"]
+
+
+class Poster:
+    """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
+
+    __slots__ = ("free",)
+
+    def __init__(self) -> None:
+        self.free = 0.0  # when it has done everything that it was given
+
+
+class Posting:
+    """One transfer in the hands of the engine.  Made by `Lane.post`."""
+
+    __slots__ = ("_done", "_flow", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
+
+    def __init__(self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any) -> None:
+        self.nbytes = nbytes
+        self.descriptors = descriptors
+        self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
+        self.aborted = False
+        self.tag = tag
+        self._wire = wire
+        self._done = done
+        self._flow: Flow | None = None
+
+
+class _Wire:
+    """One direction between two endpoints."""
+
+    __slots__ = ("latency", "occupancy", "path")
+
+    def __init__(self, path: Path, model: EngineModel, latency: float) -> None:
+        self.path = path
+        self.latency = model.latency + latency
+        self.occupancy = 0.0  # bytes that a descriptor's handling on the wire would have carried
+        if model.wire_descriptor:
+            # without a rate of its own, the engine holds up what the narrowest link would have carried
+            narrowest = min(link.capacity / path.links.count(link) for link in path.links)
+            self.occupancy = model.wire_descriptor * (model.rate if isfinite(model.rate) else narrowest)
+
+
+class Lane:
+    """Everything that one endpoint posts to one peer.
+
+    *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
+    Mooncake's TCP does beyond 1024 blocks), or the transfer waits, first come, first served, without keeping the
+    poster from other peers; a transfer larger than *depth* is let in alone, when nothing else is outstanding.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        poster: Poster,
+        model: EngineModel,
+        outward: Route,
+        inward: Route,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.outstanding = 0  # descriptors
+        self._clock: Clock = network.clock
+        self._network = network
+        self._poster = poster
+        self._waiting: deque[Posting] = deque()
+        queues: tuple[Link, ...] = ()
+        if isfinite(model.queue_rate):
+            queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
+        self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward.latency)
+        self._inward = _Wire(network.path((*inward.links, *queues), model.rate), model, inward.latency)
+
+    def post(
+        self, nbytes: int, descriptors: int, inward: bool, done: Callable[[Posting], None], tag: Any = None
+    ) -> Posting:
+        """Post a transfer to the peer, or from it if *inward*; ``done(posting)`` is called when it is complete.
+
+        Raise `SendQueueFull` if the queue has no room and the engine does not wait.
+        """
+        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag)
+        if not self.model.depth or (not self._waiting and self._has_room(descriptors)):
+            self._admit(posting)
+        elif self.model.full == "wait":
+            self._waiting.append(posting)
+        else:
+            raise SendQueueFull(
+                f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine takes "
+                f"{self.model.depth} and refuses more; send smaller batches or fewer at once"
+            )
+        return posting
+
+    def abort(self, posting: Posting) -> None:
+        """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
+        if posting.aborted:
+            return
+        posting.aborted = True
+        if posting.posted is None:
+            self._waiting.remove(posting)
+            return
+        if posting._flow is not None:
+            self._network.abort(posting._flow)
+        self._leave(posting)
+
+    def _has_room(self, descriptors: int) -> bool:
+        if self.model.full == "wait" and not self.outstanding:
+            return True
+        return self.outstanding + descriptors <= self.model.depth
+
+    def _admit(self, posting: Posting) -> None:
+        model, poster, now = self.model, self._poster, self._clock.now
+        self.outstanding += posting.descriptors
+        start = max(now, poster.free)
+        posting.posted = poster.free = start + (model.call + posting.descriptors * model.descriptor)
+        begin = start if model.overlap else posting.posted
+        if begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+        else:
+            self._begin(posting)
+
+    def _begin(self, posting: Posting) -> None:
+        if posting.aborted:
+            return
+        wire = posting._wire
+        size = posting.nbytes + posting.descriptors * wire.occupancy
+        posting._flow = self._network.start(wire.path, size, self._on_carried, posting)
+
+    def _on_carried(self, posting: Posting) -> None:
+        posting._flow = None
+        assert posting.posted is not None
+        at = max(self._clock.now, posting.posted) + posting._wire.latency
+        self._clock.call_at(at, self._complete, posting)
+
+    def _complete(self, posting: Posting) -> None:
+        if not posting.aborted:
+            self._leave(posting)
+            posting._done(posting)
+
+    def _leave(self, posting: Posting) -> None:
+        self.outstanding -= posting.descriptors
+        waiting = self._waiting
+        while waiting and self._has_room(waiting[0].descriptors):
+            self._admit(waiting.popleft())

@@ -1,0 +1,81 @@
+"""The virtual clock of a job, and what each rank sees of it.
+
+All ranks of a modelled job live in one process and on one queue of events.  Each gets a `RankClock`: the same time and
+the same queue, but its events can be told from those of others.  So an exception that nobody handles ends the rank
+whose event it was, and to end a rank by force is to drop its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop
+from typing import TYPE_CHECKING
+
+from simpy.core import BoundClass, EmptySchedule
+
+from pdsim.clock import Clock
+
+if TYPE_CHECKING:
+    from simpy.events import Process
+
+__all__ = ["JobClock", "RankClock"]
+
+
+class RankClock(Clock):
+    """What the rank *name* sees of *job*'s clock."""
+
+    def __init__(self, job: JobClock, name: str) -> None:
+        self.name = name
+        self.job = job
+        # Environment.__init__ would make a queue and a time of its own
+        self._queue = job._queue
+        self._eid = job._eid
+        self._active_proc: Process | None = None
+        BoundClass.bind_early(self)
+
+    @property
+    def _now(self) -> float:  # type: ignore[override]  # SimPy's own methods read it too
+        return self.job._now
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the job."""
+        return self.job._now
+
+    def stop(self) -> None:
+        """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
+        self.stopped = True
+
+
+class JobClock(Clock):
+    """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = 0
+        """Events processed until now."""
+
+    def turn(self, limit: int, until: Callable[[], bool], crashed: Callable[[RankClock, BaseException], None]) -> None:
+        """Process at most *limit* events, until ``until()`` is true.
+
+        Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
+        raised.  Raise `EmptySchedule` if nothing is scheduled any more.
+        """
+        queue = self._queue
+        for _ in range(limit):
+            if until():
+                return
+            if not queue:
+                raise EmptySchedule
+            self._now, _, _, event = heappop(queue)
+            self.events += 1
+            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+            clock = event.env
+            if clock.stopped:  # type: ignore[attr-defined]
+                continue
+            for callback in callbacks:
+                callback(event)
+            if not event._ok and not hasattr(event, "_defused"):
+                if not isinstance(clock, RankClock):
+                    raise event._value
+                crashed(clock, event._value)

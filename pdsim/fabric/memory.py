@@ -1,0 +1,309 @@
+"""Simulated memory: a `Device` for each rank, its buffers, and the physical memory that ranks of one place share.
+
+With ``memory="timing"`` a buffer has a size and an address and no contents; with ``memory="tracked"`` it has bytes,
+which the operating system commits only where something was written.
+
+Memory that a transfer may still touch is never handed out again: a buffer that is freed while it is *held* stays where
+it is, and counts as used, until the last hold is released.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from simpy.events import Event
+
+from pdsim.clock import Clock, fire
+from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
+from pdsim.units import format_size
+
+if TYPE_CHECKING:
+    from pdsim.fabric.sharing import Link, Network
+    from pdsim.transfer import Batch, Buffer, Region
+
+    _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
+
+__all__ = ["LAUNCH", "POOLS", "DeviceMemory", "SimBuffer", "SimDevice", "copy_bytes"]
+
+LAUNCH = 3e-6
+"""Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's constant of a memory kernel."""
+
+POOLS = ("default", "symmetric", "nvlink")
+
+BASE = 1 << 32
+"""The first address: not 0, so that an address that was never set is never a valid one."""
+
+
+class SimBuffer:
+    """A contiguous piece of a `DeviceMemory`."""
+
+    __slots__ = ("_contents", "_freed", "_held", "_memory", "address", "pool", "registered", "size")
+
+    def __init__(self, memory: DeviceMemory, address: int, size: int, pool: str) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.registered = ""  # the region's name, or nothing
+        self._memory = memory
+        self._freed = False
+        self._held = 0
+        self._contents: npt.NDArray[np.uint8] | None = _zeros(size) if memory.tracked else None
+
+    def __repr__(self) -> str:
+        return f"<SimBuffer of {self.size} bytes at {self.address:#x} on {self._memory.name}>"
+
+    @property
+    def freed(self) -> bool:
+        """Whether its owner has given it back."""
+        return self._freed
+
+    @property
+    def contents(self) -> npt.NDArray[np.uint8]:
+        """The bytes themselves.  Raise a `TypeError` if the memory keeps none."""
+        if self._contents is None:
+            raise TypeError(f"buffers on {self._memory.name} have no contents with memory=timing; run memory=tracked")
+        return self._contents
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of *size* bytes at *offset*; the errors of `pdsim.transfer.Buffer.read`."""
+        return self._slice(offset, size).tobytes()
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Store *data* at *offset*; the errors of `read`."""
+        self._slice(offset, len(data))[:] = np.frombuffer(data, np.uint8)
+
+    def hold(self) -> None:
+        """Keep the memory from being handed out again until `release` has been called as often."""
+        self._held += 1
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self._held -= 1
+        if self._freed and not self._held:
+            self._memory.reclaim(self)
+
+    def free(self) -> None:
+        """Give the memory back as soon as nobody holds it.  Raise a `ValueError` if that was asked before."""
+        if self._freed:
+            raise ValueError(f"{self!r} has been freed already; free a buffer once")
+        self._freed = True
+        if not self._held:
+            self._memory.reclaim(self)
+
+    def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        contents = self.contents
+        if self._freed:
+            raise ValueError(f"{self!r} has been freed; read and write a buffer before that")
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise IndexError(f"[{offset}, {offset + size}) is outside a buffer of {self.size} bytes")
+        return contents[offset : offset + size]
+
+
+class DeviceMemory:
+    """The memory of one GPU or host: addresses, handed out first fit, and how much each pool holds.
+
+    *pools* limits single pools, in bytes; all share the capacity.
+    """
+
+    def __init__(self, name: str, capacity: int, pools: Mapping[str, int] | None = None, tracked: bool = False) -> None:
+        for pool in pools or ():
+            _check_pool(pool)
+        self.name = name
+        self.capacity = capacity
+        self.tracked = tracked
+        self.used = 0
+        self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
+        self._pool_used = dict.fromkeys(POOLS, 0)
+        self._peak = dict.fromkeys(POOLS, 0)
+        self._gaps: list[tuple[int, int]] = [(BASE, capacity)]  # address and size, ascending, never touching
+        self._buffers: dict[int, SimBuffer] = {}  # by address
+
+    def allocate(self, size: int, pool: str) -> SimBuffer:
+        """Return *size* zeroed bytes.  The errors of `pdsim.transfer.Device.allocate`."""
+        _check_pool(pool)
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        if self._pool_used[pool] + size > self._limit[pool]:
+            raise OutOfMemory(
+                f"{format_size(size)} do not fit in pool {pool!r} of {self.name}: {format_size(self._pool_used[pool])} "
+                f"of {format_size(self._limit[pool])} are in use; free some or take less"
+            )
+        buffer = SimBuffer(self, self._take(size), size, pool)
+        self._buffers[buffer.address] = buffer
+        self.used += size
+        self._pool_used[pool] += size
+        self._peak[pool] = max(self._peak[pool], self._pool_used[pool])
+        return buffer
+
+    def reclaim(self, buffer: SimBuffer) -> None:
+        """Make the addresses of *buffer* free, and one gap with the free ones beside them."""
+        del self._buffers[buffer.address]
+        buffer._contents = None
+        self.used -= buffer.size
+        self._pool_used[buffer.pool] -= buffer.size
+        insort(self._gaps, (buffer.address, buffer.size))
+        merged: list[tuple[int, int]] = []
+        for address, size in self._gaps:
+            if merged and sum(merged[-1]) == address:
+                address, size = merged[-1][0], merged.pop()[1] + size
+            merged.append((address, size))
+        self._gaps = merged
+
+    def at(self, address: int) -> SimBuffer | None:
+        """Return the buffer that starts at *address*, if any."""
+        return self._buffers.get(address)
+
+    def peaks(self) -> dict[str, float]:
+        """Return the most that each pool has held, as a share of what it may hold; pools never used are left out."""
+        return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
+
+    def _take(self, size: int) -> int:
+        for index, (address, room) in enumerate(self._gaps):
+            if room >= size:
+                self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
+                return address
+        largest = max((room for _, room in self._gaps), default=0)
+        raise OutOfMemory(
+            f"{format_size(size)} do not fit on {self.name}: {format_size(self.used)} of {format_size(self.capacity)} "
+            f"are in use and the largest gap has {format_size(largest)}; free some or take less"
+        )
+
+
+class SimDevice:
+    """One rank's view of a `DeviceMemory`: the simulated `pdsim.transfer.Device`.
+
+    Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
+    everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a device
+    do not slow each other down.
+    """
+
+    holds_bytes: bool
+
+    def __init__(self, memory: DeviceMemory, clock: Clock, network: Network, link: Link) -> None:
+        self.memory = memory
+        self.holds_bytes = memory.tracked
+        self._clock = clock
+        self._network = network
+        self._through = network.path([link, link])  # a copy reads and writes
+        self._free = 0.0
+        self._buffers: dict[SimBuffer, None] = {}
+
+    @property
+    def name(self) -> str:
+        """Such as ``"node0/gpu3"``."""
+        return self.memory.name
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that can be allocated in all."""
+        return self.memory.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated now, by all ranks, those in quarantine included."""
+        return self.memory.used
+
+    def allocate(self, size: int, pool: str = "default") -> SimBuffer:
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
+        buffer = self.memory.allocate(size, pool)
+        self._buffers[buffer] = None
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back.
+
+        Raise a `RegistrationError` while it is registered, a `ValueError` if it is not one of this device's.
+        """
+        if not isinstance(buffer, SimBuffer) or not self.owns(buffer):
+            raise ValueError(f"{buffer!r} is not allocated by this rank on {self.name}, or has been freed already")
+        if buffer.registered:
+            raise RegistrationError(f"{buffer!r} is registered as {buffer.registered!r}; deregister it first")
+        del self._buffers[buffer]
+        buffer.free()
+
+    def owns(self, buffer: SimBuffer) -> bool:
+        """Whether this rank has allocated *buffer* here and not freed it."""
+        return buffer in self._buffers
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device: twice the bytes at a fair share of the memory's bandwidth, and `LAUNCH`.
+
+        Contents are read and written at the end.  Raise `InvalidBatch` if a region is not on this device, a
+        `RegistrationError` if its buffer is gone.
+        """
+        source, target = self._buffer(batch.source), self._buffer(batch.target)
+        done = Event(self._clock)
+        source.hold()
+        target.hold()
+        self._network.start(self._through, batch.nbytes, self._on_copied, (batch, source, target, done))
+        return done
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds*, after everything that this rank asked for before.
+
+        Raise a `ValueError` if *seconds* is negative.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds={seconds} must be >= 0")
+        self._free = max(self._clock.now, self._free) + seconds
+        return self._clock.at(self._free)
+
+    def close(self) -> None:
+        """Free everything that is left, as the end of a process does."""
+        for buffer in self._buffers:
+            buffer.registered = ""
+            buffer.free()
+        self._buffers.clear()
+
+    def _on_copied(self, work: _Copy) -> None:
+        clock = self._network.clock
+        clock.call_at(clock.now + LAUNCH, self._finish, work)
+
+    def _finish(self, work: _Copy) -> None:
+        batch, source, target, done = work
+        if self.holds_bytes and not self._clock.stopped:
+            copy_bytes(batch, source, target)
+        source.release()
+        target.release()
+        if not self._clock.stopped:
+            fire(done)
+
+    def _buffer(self, region: Region) -> SimBuffer:
+        if region.device != self.name:
+            raise InvalidBatch(
+                f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works within a "
+                f"device; use Endpoint.write between devices"
+            )
+        buffer = self.memory.at(region.address)
+        if buffer is None or buffer.freed or buffer.size < region.size:
+            raise RegistrationError(f"the memory of region {region.owner}/{region.name} has been freed")
+        return buffer
+
+
+def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:
+    """Move the contents of *batch* at once: all is read before anything is written."""
+    contents, written = source.contents, target.contents
+    ends = zip(batch.source_offset.tolist(), (batch.source_offset + batch.size).tolist(), strict=True)
+    pieces = [contents[start:end] for start, end in ends]
+    if source is target:
+        pieces = [piece.copy() for piece in pieces]
+    for to, piece in zip(batch.target_offset.tolist(), pieces, strict=True):
+        written[to : to + len(piece)] = piece
+
+
+def _zeros(size: int) -> npt.NDArray[np.uint8]:
+    try:
+        return np.zeros(size, np.uint8)
+    except MemoryError:
+        raise OutOfMemory(
+            f"this machine cannot hold {format_size(size)} of contents; run memory=timing or a smaller machine"
+        ) from None
+
+
+def _check_pool(pool: str) -> None:
+    if pool not in POOLS:
+        raise ValueError(f"pool={pool!r} must be one of {', '.join(POOLS)}")

@@ -1,0 +1,202 @@
+"""The links of a machine, and which of them lie between two memories.
+
+::
+
+    nvlink   GPU memory - port out - port in - GPU memory          (a mesh has one link for each ordered pair)
+    rdma     GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
+    tcp      host memory - node's tcp out - node's tcp in - host memory
+    shm      host memory (read) - host memory (written)
+
+Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a port,
+a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
+
+Not modelled: what lies between cards (the fabric is free of contention), sockets, and the copies that a kernel makes
+between its socket buffers and host memory, which `Host.tcp_rate` contains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdsim.fabric.machine import Machine
+    from pdsim.fabric.sharing import Link, Network
+    from pdsim.transfer import Place
+
+__all__ = ["Route", "Site", "Topology"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the memory of a rank lies, and the card through which it talks to other nodes."""
+
+    node: int
+    gpu: int | None  # None: the host
+    card: int | None  # None: the machine has none
+
+    @property
+    def name(self) -> str:
+        """Such as ``"node0/gpu3"`` or ``"node0/host"``."""
+        return f"node{self.node}/host" if self.gpu is None else f"node{self.node}/gpu{self.gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way between two memories: what every byte passes, and the time that the way itself takes."""
+
+    links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
+    latency: float  # seconds, on top of the engine's
+
+
+class _GpuLinks:
+    """What belongs to one GPU."""
+
+    def __init__(self, machine: Machine, network: Network, name: str) -> None:
+        assert machine.gpu is not None
+        self.memory = network.link(f"{name}/memory", machine.gpu.memory_rate)
+        self.pcie_out = network.link(f"{name}/pcie.out", machine.gpu.pcie)
+        self.pcie_in = network.link(f"{name}/pcie.in", machine.gpu.pcie)
+
+
+class _Node:
+    """What belongs to one node."""
+
+    def __init__(self, machine: Machine, network: Network, name: str) -> None:
+        host = machine.host
+        self.memory = network.link(f"{name}/host/memory", host.memory_rate)
+        self.tcp_out = network.link(f"{name}/tcp.out", host.tcp_rate)
+        self.tcp_in = network.link(f"{name}/tcp.in", host.tcp_rate)
+        self.loopback = network.link(f"{name}/tcp.loopback", host.tcp_rate)
+        self.gpus = [_GpuLinks(machine, network, f"{name}/gpu{index}") for index in range(machine.gpus)]
+        self.ports = _ports(machine, network, name)
+        cards = range(machine.nic.count)
+        self.tx = [network.link(f"{name}/nic{card}/tx", machine.nic.rate) for card in cards]
+        self.rx = [network.link(f"{name}/nic{card}/rx", machine.nic.rate) for card in cards]
+        self.hosts = 0  # ranks on the host so far
+
+
+def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int], tuple[Link, ...]]:
+    """Return what lies between each ordered pair of GPUs."""
+    kind, rate = machine.interconnect.kind, machine.interconnect.rate
+    port = "xgmi" if machine.vendor == "amd" else "nvlink"
+    pairs = [(one, other) for one in range(machine.gpus) for other in range(machine.gpus) if one != other]
+    if kind == "mesh":
+        return {(a, b): (network.link(f"{name}/gpu{a}/{port}.gpu{b}", rate),) for a, b in pairs}
+    if kind == "switch":
+        out = [network.link(f"{name}/gpu{gpu}/{port}.out", rate) for gpu in range(machine.gpus)]
+        into = [network.link(f"{name}/gpu{gpu}/{port}.in", rate) for gpu in range(machine.gpus)]
+        return {(a, b): (out[a], into[b]) for a, b in pairs}
+    return {}
+
+
+class Topology:
+    """All links of *machine*, made in *network*."""
+
+    def __init__(self, machine: Machine, network: Network) -> None:
+        self.machine = machine
+        self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
+
+    def site(self, place: Place) -> Site:
+        """Return where a rank at *place* lies.
+
+        GPU *g* has card ``g * cards // gpus``; ranks on the host take the cards of their node in turn.
+        Raise a `ConfigError` if the machine has no such node or GPU.
+        """
+        machine, (node, gpu) = self.machine, (place.node, place.gpu)
+        if not 0 <= node < machine.nodes:
+            raise ConfigError(f"place.node={node}: {machine.name} has nodes 0 to {machine.nodes - 1}; take one of them")
+        if gpu is not None and not machine.gpus:
+            raise ConfigError(f"place.gpu={gpu}: {machine.name} has no GPUs; take gpu=None, the host, or another hw")
+        if gpu is not None and not 0 <= gpu < machine.gpus:
+            raise ConfigError(f"place.gpu={gpu}: {machine.name} has GPUs 0 to {machine.gpus - 1}; take one of them")
+        return Site(node, gpu, self._card(self._nodes[node], gpu))
+
+    def memory(self, site: Site) -> Link:
+        """Return the link of the memory at *site*."""
+        node = self._nodes[site.node]
+        return node.memory if site.gpu is None else node.gpus[site.gpu].memory
+
+    def route(self, kind: str, source: Site, target: Site) -> Route:
+        """Return how bytes get from the memory at *source* to the one at *target* by *kind*, as in `EngineModel.path`.
+
+        Raise a `ConfigError` if there is no such way on this machine.
+        """
+        return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
+
+    def _card(self, node: _Node, gpu: int | None) -> int | None:
+        count = self.machine.nic.count
+        if not count:
+            return None
+        if gpu is not None:
+            return gpu * count // self.machine.gpus
+        node.hosts += 1
+        return (node.hosts - 1) % count
+
+    def _nvlink(self, source: Site, target: Site) -> Route:
+        if source.gpu is None or target.gpu is None:
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or take a "
+                f"backend over tcp, rdma or shm"
+            )
+        if source.node != target.node:
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: it ends at the node; take a backend over rdma or tcp"
+            )
+        node = self._nodes[source.node]
+        if source.gpu == target.gpu:
+            return Route((node.gpus[source.gpu].memory,) * 2, 0.0)
+        if self.machine.interconnect.kind == "none":
+            raise ConfigError(
+                f"nvlink from {source.name} to {target.name}: nothing joins the GPUs of {self.machine.name}; take a "
+                f"backend over rdma, tcp or shm"
+            )
+        ports = node.ports[source.gpu, target.gpu]
+        links = (node.gpus[source.gpu].memory, *ports, node.gpus[target.gpu].memory)
+        return Route(links, self.machine.interconnect.latency)
+
+    def _rdma(self, source: Site, target: Site) -> Route:
+        if source.card is None or target.card is None:
+            raise ConfigError(
+                f"rdma from {source.name} to {target.name}: {self.machine.name} has no cards (nic.count=0); take a "
+                f"backend over tcp, shm or nvlink"
+            )
+        cards = (self._nodes[source.node].tx[source.card], self._nodes[target.node].rx[target.card])
+        return Route((*self._out(source), *cards, *reversed(self._in(target))), self.machine.nic.latency)
+
+    def _tcp(self, source: Site, target: Site) -> Route:
+        one, other = self._nodes[source.node], self._nodes[target.node]
+        wire = (one.loopback,) if one is other else (one.tcp_out, other.tcp_in)
+        return Route((*self._from_host(source), *wire, *self._into_host(target)), 0.0)
+
+    def _shm(self, source: Site, target: Site) -> Route:
+        if source.node != target.node:
+            raise ConfigError(
+                f"shm from {source.name} to {target.name}: memory is shared within a node only; take a backend over "
+                f"rdma or tcp"
+            )
+        return Route((*self._from_host(source), *self._into_host(target)), 0.0)
+
+    def _out(self, site: Site) -> tuple[Link, ...]:
+        """Return what a byte passes from its memory to the root of the node's PCIe."""
+        node = self._nodes[site.node]
+        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_out)
+
+    def _in(self, site: Site) -> tuple[Link, ...]:
+        """Return the same for the other direction, from the memory too."""
+        node = self._nodes[site.node]
+        return (node.memory,) if site.gpu is None else (node.gpus[site.gpu].memory, node.gpus[site.gpu].pcie_in)
+
+    def _from_host(self, site: Site) -> tuple[Link, ...]:
+        """Return what a byte passes until it has been read from host memory: a GPU's is written there first."""
+        if site.gpu is None:
+            return self._out(site)
+        return (*self._out(site), *(self._nodes[site.node].memory,) * 2)
+
+    def _into_host(self, site: Site) -> tuple[Link, ...]:
+        """Return the same for a byte that arrives: a GPU's is read again and copied there."""
+        if site.gpu is None:
+            return self._in(site)
+        return (*(self._nodes[site.node].memory,) * 2, *reversed(self._in(site)))

@@ -1,0 +1,233 @@
+"""A modelled job: the machine, its ranks, and the run from the first event to the end of the last rank."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simpy.core import EmptySchedule
+
+from pdsim.errors import ConfigError
+from pdsim.fabric.channel import SimChannel
+from pdsim.fabric.endpoint import Fabric, SimEndpoint
+from pdsim.fabric.jobclock import JobClock, RankClock
+from pdsim.fabric.memory import DeviceMemory, SimDevice
+from pdsim.fabric.sharing import Network
+from pdsim.fabric.topology import Site, Topology
+from pdsim.transfer import Outcome, Program, Rank, RankResult, RankSpec, TransferRecord
+
+if TYPE_CHECKING:
+    from simpy.events import Event
+
+    from pdsim.fabric.machine import Engine, Machine
+
+__all__ = ["Model"]
+
+_log = logging.getLogger(__name__)
+
+STRIDE = 16384
+"""Events between two calls of `Model.progress`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
+
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  The model itself draws no random numbers:
+    *seed* is there for stochastic parts to come, and equal jobs give equal outcomes whatever it is.
+    ``progress(now)`` is called now and then with the virtual time.
+    """
+
+    machine: Machine
+    engine: Engine
+    memory: str = "timing"
+    seed: int = 0
+    progress: Callable[[float], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory not in ("timing", "tracked"):
+            raise ConfigError(f"memory={self.memory!r} must be 'timing' or 'tracked'")
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
+
+        A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
+        end with an error.  *kill* ends ranks by force, at seconds after the start.
+
+        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
+        or a program that cannot be imported.
+        """
+        return _Job(self, ranks, kill or {}).run()
+
+
+class _Records:
+    """A rank's recorder: keeps everything."""
+
+    def __init__(self) -> None:
+        self.transfers: list[TransferRecord] = []
+
+    def transfer(self, record: TransferRecord) -> None:
+        self.transfers.append(record)
+
+
+class _Member:
+    """One rank of a job and what is the model's behind it."""
+
+    def __init__(
+        self,
+        clock: RankClock,
+        device: SimDevice,
+        endpoint: SimEndpoint,
+        channel: SimChannel,
+        records: _Records,
+    ) -> None:
+        self.clock = clock
+        self.device = device
+        self.endpoint = endpoint
+        self.channel = channel
+        self.records = records
+
+    def end(self) -> None:
+        """Give back what the rank had, as the end of a process does."""
+        self.clock.stop()
+        self.channel.close()
+        self.endpoint.close()
+        self.device.close()
+
+
+class _Job:
+    """One run of a `Model`."""
+
+    def __init__(self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float]) -> None:
+        names = [spec.name for spec in specs]
+        _check_names(names, kill)
+        programs = [_load(spec) for spec in specs]
+        self._model = model
+        self._clock = JobClock()
+        self._network = Network(self._clock)
+        self._topology = Topology(model.machine, self._network)
+        self._fabric = Fabric(self._clock, self._network, self._topology, model.engine)
+        self._channels: dict[str, SimChannel] = {}
+        self._memories: dict[str, DeviceMemory] = {}
+        self._live = {spec.name: self._member(spec) for spec in specs}
+        self._results: dict[str, RankResult] = {}
+        for spec, function in zip(specs, programs, strict=True):
+            self._start(spec, function, tuple(name for name in names if name != spec.name))
+        for name, at in kill.items():
+            self._clock.call_at(at, self._kill, name)
+        self._names = names
+
+    def run(self) -> Outcome:
+        clock, progress = self._clock, self._model.progress
+        while self._live:
+            try:
+                clock.turn(STRIDE, self._over, self._on_crash)
+            except EmptySchedule:
+                self._deadlock()
+            if progress is not None:
+                progress(clock.now)
+        return self._outcome()
+
+    def _over(self) -> bool:
+        return not self._live
+
+    def _member(self, spec: RankSpec) -> _Member:
+        fabric, clock = self._fabric, RankClock(self._clock, spec.name)
+        site = self._topology.site(spec.place)
+        device = SimDevice(self._memory(site), clock, self._network, self._topology.memory(site))
+        records = _Records()
+        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
+        channel = SimChannel(spec.name, self._model.machine.host, self._clock, clock, self._channels)
+        return _Member(clock, device, endpoint, channel, records)
+
+    def _memory(self, site: Site) -> DeviceMemory:
+        memory = self._memories.get(site.name)
+        if memory is None:
+            machine = self._model.machine
+            size = machine.host.memory if site.gpu is None or machine.gpu is None else machine.gpu.memory
+            memory = DeviceMemory(site.name, size, tracked=self._model.memory == "tracked")
+            self._memories[site.name] = memory
+        return memory
+
+    def _start(self, spec: RankSpec, function: Callable[..., Program], peers: tuple[str, ...]) -> None:
+        member = self._live[spec.name]
+        rank = Rank(spec.name, member.clock, member.device, member.endpoint, member.channel, member.records, peers)
+        process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
+        process.callbacks.append(lambda event: self._on_end(spec.name, event))
+
+    def _on_end(self, name: str, event: Event) -> None:
+        """End rank *name*, whose program has returned or raised."""
+        if event.ok:
+            self._end(name, value=event.value)
+            return
+        event.defused = True
+        assert isinstance(event.value, BaseException)
+        self._fail(name, event.value)
+
+    def _on_crash(self, clock: RankClock, error: BaseException) -> None:
+        """End the rank in which a process that its program had started has raised, and nobody waits for it."""
+        self._fail(clock.name, error)
+
+    def _kill(self, name: str) -> None:
+        if name in self._live:
+            self._end(name, error=f"Killed: {name} was ended by force at {self._clock.now:g} s")
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like are for us
+        _log.debug("rank %s ended with an error", name, exc_info=error)
+        self._end(name, error=f"{type(error).__name__}: {error}")
+
+    def _end(self, name: str, value: Any = None, error: str = "") -> None:
+        member = self._live.pop(name)
+        member.end()
+        self._results[name] = RankResult(name, value, error, member.endpoint.engine, member.records.transfers)
+
+    def _deadlock(self) -> None:
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
+
+    def _outcome(self) -> Outcome:
+        seconds = self._clock.now
+        used = [(link, link.carried) for link in self._network.links]
+        links = {link.name: carried / (link.capacity * seconds) for link, carried in used if carried and seconds}
+        pools = {
+            f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
+        }
+        return Outcome({name: self._results[name] for name in self._names}, seconds, links, pools, self._clock.events)
+
+
+def _check_names(names: Sequence[str], kill: Mapping[str, float]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{names.count(name)} ranks are named {name!r}; give each a name of its own")
+    for name, at in kill.items():
+        if name not in names:
+            raise ConfigError(f"kill names {name!r}, which is not a rank; there are {', '.join(names)}")
+        if not at >= 0:
+            raise ConfigError(f"kill[{name!r}]={at} must be >= 0 seconds after the start")
+
+
+def _load(spec: RankSpec) -> Callable[..., Program]:
+    module, _, name = spec.program.partition(":")
+    try:
+        function: Callable[..., Program] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"program {spec.program!r} of rank {spec.name!r} is no 'package.module:function': {error}"
+        ) from error
+    return function
+
+
+def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, Any]) -> Program:
+    return _plain((yield from function(rank, **arguments)))
+
+
+def _plain(value: Any) -> Any:
+    """Return *value* as it would come out on the other side of a process boundary."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
