@@ -1,0 +1,7 @@
+"""``python -m pdsim``."""
+
+import sys
+
+from pdsim.cli import main
+
+sys.exit(main())

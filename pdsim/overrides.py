@@ -1,0 +1,152 @@
+"""What a user typed, on its way to Hydra and back: overrides made ready, Hydra's refusals in one line.
+
+A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
+`pdsim.configure` refuses the unknown ones in the same words wherever they come from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from pdsim.errors import ConfigError
+
+__all__ = ["describe", "explain", "groups", "near", "options", "rewrite", "set_keys"]
+
+_FLAGS = {
+    "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-dir": 1, "-cd": 1, "--config-name": 1, "-cn": 1,
+    "--config-path": 1, "-cp": 1, "--multirun": 0, "-m": 0, "--resolve": 0, "--info": 0, "-i": 0, "--run": 0, "-r": 0,
+    "--hydra-help": 0, "--shell-completion": 0, "-sc": 0,
+}  # fmt: skip
+"""Hydra's own, with how many words follow."""
+
+
+def conf() -> Path:
+    """Return the folder of the configuration groups, without importing it."""
+    spec = find_spec("conf")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def groups() -> list[str]:
+    """Return the names of the configuration groups."""
+    return sorted(path.name for path in conf().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+
+
+def options(group: str) -> list[str]:
+    """Return what can be chosen in *group*."""
+    return sorted(path.stem for path in (conf() / group).glob("*.yaml"))
+
+
+def describe(group: str, option: str) -> str:
+    """Return what the file of *option* says of itself: its first comment that is not a directive."""
+    lines = (conf() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
+    return next((comment for comment in comments if not comment.startswith("@")), "")
+
+
+def near(word: str, known: Iterable[str], template: str = "{}") -> str:
+    """Return ``"did you mean x? "`` for the one of *known* that is closest to *word*, or nothing."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f"did you mean {template.format(found[0])}? " if found else ""
+
+
+# --- to Hydra -------------------------------------------------------------------------------------------------------
+
+
+def rewrite(words: Sequence[str]) -> list[str]:
+    """Return the command line for Hydra.  Raise a `ConfigError` for what is neither an override nor a flag."""
+    ready: list[str] = []
+    values = 0  # of the flag before
+    for word in words:
+        if values or word.startswith("-"):
+            values = values - 1 if values else _values_of(word)
+            ready.append(word)
+        else:
+            ready.append(_override(word))
+    if values:
+        raise ConfigError(f"{words[-1]} needs a value after it; see pdsim run --help")
+    return ready
+
+
+def set_keys(overrides: Iterable[str]) -> list[str]:
+    """Return the dotted keys that *overrides* set, the choices of groups left out."""
+    return [key for key in (text.partition("=")[0].lstrip("+~") for text in overrides) if "." in key]
+
+
+def _values_of(flag: str) -> int:
+    name, equals, _ = flag.partition("=")
+    if name not in _FLAGS:
+        raise ConfigError(f"unknown option {name}; {near(name, _FLAGS)}see pdsim run --help")
+    return 0 if equals else _FLAGS[name]
+
+
+def _override(word: str) -> str:
+    key, equals, value = word.partition("=")
+    key = key.lstrip("+")
+    if word.startswith("~") or key.startswith("hydra") or "@" in key:
+        return word
+    if not equals:
+        raise ConfigError(_bare(word))
+    if key not in groups():
+        return f"++{key}={value}"
+    if value.startswith("["):
+        one, *_ = value.strip("[]").split(",")
+        raise ConfigError(
+            f"{word} would mix several files into one; choose one, as in {key}={one}, or run each of them with "
+            f"{key}={value.strip('[]')} -m"
+        )
+    if not value:
+        raise ConfigError(f"{word} chooses nothing; there are {', '.join(options(key))}")
+    return f"{key}={value}"
+
+
+def _bare(word: str) -> str:
+    for group in groups():
+        if word in options(group):
+            return f"{word!r} is not KEY=VALUE; did you mean {group}={word}?"
+    if word in groups():
+        return f"{word!r} is not KEY=VALUE; write {word}=NAME with one of {', '.join(options(word))}"
+    return f"{word!r} is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help"
+
+
+# --- and back -------------------------------------------------------------------------------------------------------
+
+
+def explain(error: BaseException) -> str | None:
+    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+
+    if isinstance(error, MissingConfigException):
+        return _missing(error.missing_cfg_file, error.options, str(error))
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its own "
+            f"within those of the shell, as in 'key=\"a, b\"'"
+        )
+    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+        return None
+    text = " ".join(str(error).split())
+    if found := re.search(r"Ambiguous value for argument '(.*?)' 1\. To use", text):
+        return f"{found[1].lstrip('+')} names several values; add -m to run one point for each"
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not YAML: {text}; correct it"
+    cause = " ".join(str(error.__cause__).split()) if error.__cause__ is not None else ""
+    return f"{text.replace('++', '')}{f' ({cause})' if cause and cause not in text else ''}; see pdsim run --help"
+
+
+def _missing(file: str | None, known: Sequence[str] | None, text: str) -> str:
+    if file is None or "/" not in file:
+        return f"{' '.join(text.split())}; name a file of --config-dir or leave --config-name out"
+    group, _, name = file.rpartition("/")
+    if group.startswith("hydra/"):
+        plugin = f"pip install hydra-{name}-launcher, or " if group == "hydra/launcher" else ""
+        return f"{group}={name} is not installed; {plugin}choose one of {', '.join(known or ())}"
+    known = known or options(group)
+    return f"{group}={name} does not exist; {near(name, known, group + '={}')}There are {', '.join(known)}"
