@@ -195,13 +195,11 @@ class _Party:
         self._tell(stage, payload)
         arrived = self._arrived.setdefault(stage, {})
         self._heard = dict.fromkeys(self._rank.peers, self._rank.clock.now)  # nobody listened during the transfers
-        receiving = None
         while missing := [name for name in self._rank.peers if name not in arrived]:
-            receiving = receiving or self._rank.channel.receive()
-            yield receiving | self._rank.clock.timeout(self._timeout / 4)
-            if receiving.triggered:
-                self._take(cast("Message", receiving.value))
-                receiving = None
+            received = self._rank.channel.receive()
+            yield received | self._rank.clock.timeout(self._timeout / 4)
+            if received.processed:  # only triggered: its message goes to who asks next
+                self._take(cast("Message", received.value))
             silent = [name for name in missing if self._rank.clock.now - self._heard[name] > self._timeout]
             if silent:
                 raise PeerLost(f"{silent[0]} was not heard of for {self._timeout:g} s, at {stage!r}")

@@ -54,9 +54,7 @@ def distribution(
     metrics = [Metric(f"{name}_avg_{unit}", mean(values), f"mean of: {definition}")]
     for q in percentiles:
         least = f"; needs {needed(q)} samples, has {len(values)}" if len(values) < needed(q) else ""
-        metrics.append(
-            Metric(f"{name}_{label(q)}_{unit}", percentile(values, q), f"{label(q)} of: {definition}{least}")
-        )
+        metrics.append(Metric(f"{name}_{label(q)}_{unit}", percentile(values, q), f"p{q:g} of: {definition}{least}"))
     return tuple(metrics)
 
 

@@ -1,0 +1,117 @@
+"""The folder of a run: complete and named, or plainly marked incomplete."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from pdsim.errors import ConfigError, PeerLost
+from pdsim.results import store
+from pdsim.results.store import FILES, INCOMPLETE, Run
+from pdsim.transfer import Outcome, RankResult
+from tests.results.conftest import make_config, make_result
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_finished_run_has_all_files_and_a_name_that_says_what_it_was(config):
+    with Run(config) as run:
+        folder = run.finish(make_result())
+    assert tuple(content(folder)) == FILES
+    assert folder.name.startswith("transfer-toy-fast-model-2")
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_run_is_marked_incomplete_and_has_its_configuration_from_the_start(config):
+    run = Run(config)
+    assert run.folder.name.endswith(INCOMPLETE)
+    assert (run.folder / "config.yaml").stat().st_size > 0
+    assert json.loads((run.folder / "run.json").read_text())["status"] == "running"
+
+
+def test_two_runs_of_one_seed_leave_the_same_bytes(config):
+    one, other = (Run(config, command=("pdsim", "run")).finish(make_result()) for _ in range(2))
+    assert one != other
+    assert content(one) == content(other)
+
+
+def test_runs_that_start_together_get_folders_of_their_own(config):
+    runs = [Run(config) for _ in range(3)]
+    folders = {run.finish(make_result()) for run in runs}
+    assert len(folders) == 3
+
+
+def test_a_real_run_says_when_it_was_and_how_long_it_took(tmp_path):
+    about = store.load(Run(make_config(tmp_path, target="real")).finish(make_result()))
+    assert about["started"].startswith("20")
+    assert about["wall_seconds"] >= 0
+
+
+def test_the_engine_is_what_moved_the_bytes_and_not_what_was_asked_for(config):
+    about = store.load(Run(config).finish(make_result()))
+    assert (about["backend"], about["engine"]) == ("fast", ["toy-engine"])
+
+
+def test_a_run_that_raises_stays_marked_and_keeps_its_error(config):
+    with pytest.raises(PeerLost), Run(config) as run:
+        raise PeerLost("rank1 is gone\nsince a while")
+    about = json.loads((run.folder / "run.json").read_text())
+    assert run.folder.name.endswith(INCOMPLETE)
+    assert (about["status"], about["error"]) == ("failed", "PeerLost: rank1 is gone since a while")
+
+
+def test_a_run_that_is_interrupted_says_so(config):
+    with pytest.raises(KeyboardInterrupt), Run(config) as run:
+        raise KeyboardInterrupt
+    assert json.loads((run.folder / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_failures_are_kept_and_make_the_run_partial(config):
+    outcome = Outcome({"rank1": RankResult("rank1", error="PeerLost: rank0 is gone")}, seconds=1.0)
+    about = store.load(Run(config).finish(make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome)))
+    assert (about["status"], about["error"]) == ("partial", "rank1: PeerLost: rank0 is gone")
+    assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone"}}
+
+
+def test_numbers_that_json_lacks_become_null(config):
+    metric = make_result().summary[0]
+    about = store.load(Run(config).finish(make_result(summary=[metric.__class__("x", float("nan"), "a number")])))
+    assert about["metrics"]["x"]["value"] is None
+
+
+def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(config):
+    folder = Run(config).finish(make_result())
+    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert values["experiment"] == {"name": "transfer", "size": [4096, 65536]}
+    assert values["backend"]["intra"]["call"] == 5e-6
+    assert "rate" not in values["backend"]["intra"]  # infinite, as by default
+
+
+def test_the_configuration_gives_the_same_configuration_again(tmp_path):
+    from pdsim.configure import load
+
+    config = make_config(tmp_path, experiment={"name": "transfer"})
+    first = load(store.plain(config))
+    again = load(OmegaConf.to_container(OmegaConf.load(Run(first).finish(make_result()) / "config.yaml")))
+    assert again == first
+
+
+def test_the_transfers_of_the_file_are_those_of_the_result(config):
+    table = pq.read_table(Run(config).finish(make_result()) / "transfers.parquet")
+    assert table["status"].to_pylist() == ["ok", "PeerLost"]
+    assert table.schema.field("tx_us").metadata[b"unit"] == b"us"
+
+
+def test_an_incomplete_run_cannot_be_loaded(config):
+    with pytest.raises(ConfigError, match="has no requests.parquet, summary.json, transfers.parquet"):
+        store.load(Run(config).folder)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output=.*file: .*; name a folder that can be written to"):
+        Run(make_config(tmp_path / "file"))
