@@ -5,7 +5,7 @@ Every point is a job of its own, so that a rank that is lost takes one row with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -18,7 +18,7 @@ from pdsim.results.record import Result
 from pdsim.transfer import Outcome, Place, RankResult, RankSpec, Target
 from pdsim.units import Size, format_size
 
-__all__ = ["PATTERNS", "Options", "flows", "run"]
+__all__ = ["PATTERNS", "Options", "check", "flows", "run"]
 
 PATTERNS = ("pair", "bidirectional", "incast", "fanout", "alltoall")
 
@@ -60,12 +60,27 @@ class Options:
         return [Point(pattern, blocks, size, concurrency) for pattern, size, blocks, concurrency in axes]
 
 
+def check(config: Config) -> Iterator[str]:
+    """Yield one line for each thing that cannot be: more ranks than GPUs, more bytes than memory."""
+    options = _options(config)
+    gpus, need = config.hw.gpus * config.hw.nodes, max(_ranks(pattern, options) for pattern in options.patterns)
+    if gpus and need > gpus:
+        yield (
+            f"experiment.ranks={options.ranks}: {need} ranks take a GPU each and hw={config.hw.name} has {gpus}; "
+            f"set experiment.ranks={gpus} or less, or take a larger machine"
+        )
+        return
+    for point in options.points():
+        yield from _too_large(config, options, point)
+
+
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
-    """Run every point and return its rows.  Raise a `ConfigError` before the first if one cannot fit the machine."""
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    """Run every point and return its rows.  Raise a `ConfigError` before the first if `check` finds anything."""
+    problems = list(check(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    options = _options(config)
     points = options.points()
-    for point in points:
-        _check_fits(config, options, point)
     rows: list[Row] = []
     ranks: dict[str, RankResult] = {}
     merged = Outcome(ranks={}, seconds=0.0)
@@ -86,6 +101,14 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         notes=_notes(config, options),
         outcome=replace(merged, ranks=ranks),
     )
+
+
+def _options(config: Config) -> Options:
+    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+
+
+def _ranks(pattern: str, options: Options) -> int:
+    return len({name for flow in flows(pattern, options.ranks) for name in flow})
 
 
 def flows(pattern: str, ranks: int) -> list[tuple[str, str]]:
@@ -132,26 +155,21 @@ def _place(config: Config, options: Options, index: int) -> Place:
     return Place(index // hw.gpus, index % hw.gpus) if hw.gpus else Place(0)
 
 
-def _check_fits(config: Config, options: Options, point: Point) -> None:
-    hw, pairs = config.hw, flows(point.pattern, options.ranks)
-    specs = _specs(config, options, point)
-    if hw.gpus and len(specs) > hw.gpus * hw.nodes:
-        raise ConfigError(
-            f"experiment.ranks={options.ranks}: {hw.name} has {hw.gpus * hw.nodes} GPUs and every rank takes one; "
-            f"set experiment.ranks={hw.gpus * hw.nodes} or take a larger hw"
-        )
+def _too_large(config: Config, options: Options, point: Point) -> Iterator[str]:
+    """Yield if there is a place whose memory cannot hold what *point* needs there."""
+    pairs = flows(point.pattern, options.ranks)
     area = area_bytes(point.blocks, point.size, point.concurrency, options.layout == "scattered")
     needs: dict[Place, int] = {}
-    for spec in specs:
+    for spec in _specs(config, options, point):
         needs[spec.place] = needs.get(spec.place, 0) + area * sum(spec.name in pair for pair in pairs)
-    for place, need in needs.items():
-        room, what = _room(config, place)
-        if need > room:
-            raise ConfigError(
-                f"{point.label} needs {need} bytes ({format_size(need)}) on {what}, which has {room} "
-                f"({format_size(room)}): every flow holds blocks x size x concurrency bytes at both its ends; "
-                "lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
-            )
+    place, need = max(needs.items(), key=lambda item: item[1])
+    room, what = _room(config, place)
+    if need > room:
+        yield (
+            f"{point.label} needs {need} bytes ({format_size(need)}) on {what}, which has {room} "
+            f"({format_size(room)}): each end of a flow holds blocks x size x concurrency bytes, twice that if "
+            "scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
+        )
 
 
 def _room(config: Config, place: Place) -> tuple[int, str]:

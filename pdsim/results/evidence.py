@@ -34,6 +34,13 @@ class Evidence:
             kinds[kind_of(parameter, source)].append(parameter)
         return {kind: parameters for kind, parameters in kinds.items() if parameters}
 
+    def texts(self, kind: str) -> dict[str, list[str]]:
+        """Return the parameters of *kind* by what their source says, in order."""
+        texts: dict[str, list[str]] = {}
+        for parameter in self.kinds.get(kind, ()):
+            texts.setdefault(self.sources[parameter].partition(":")[2].strip(), []).append(parameter)
+        return texts
+
     def as_dict(self) -> dict[str, Any]:
         """Return what `run.json` keeps."""
         return {"weakest": self.weakest, "sources": dict(self.sources)}

@@ -110,9 +110,9 @@ def _show_evidence(console: Console, proof: Evidence) -> None:
         return
     for kind, parameters in proof.kinds.items():
         _say(console, f"evidence: {kind} for {', '.join(parameters)}")
-    weakest = proof.weakest
-    for parameter in proof.kinds[weakest]:
-        _say(console, f"  weakest: {parameter} is {proof.sources[parameter]}", style="dim")
+    _say(console, f"so these numbers are no better than {proof.weakest}:")
+    for text, parameters in proof.texts(proof.weakest).items():
+        _say(console, f"  {', '.join(parameters)}: {text}", style="dim")
 
 
 def cell(value: Any) -> str:
@@ -121,7 +121,9 @@ def cell(value: Any) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, float):
         return str(value)
-    if value and not 1e-3 <= abs(value) < 1e7:
+    if not value:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e7:
         return f"{value:.3e}"
     digits = max(0, 3 - len(f"{abs(int(value))}") + (int(value) != 0))
     return f"{value:.{digits if int(value) else 4}f}"

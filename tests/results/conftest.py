@@ -35,7 +35,7 @@ ENGINE = Engine(
 LLM = Llm(name="tiny", parameters=1e6, active=1e6, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16)
 
 
-@pytest.fixture()
+@pytest.fixture
 def config(tmp_path: Path) -> Config:
     return make_config(tmp_path)
 

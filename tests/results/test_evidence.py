@@ -49,5 +49,5 @@ def test_one_text_may_stand_for_several_numbers(tmp_path):
 
 
 def test_a_source_of_no_kind_is_refused():
-    with pytest.raises(ValueError, match="hw.x: source 'a friend' must begin with one of measured"):
+    with pytest.raises(ValueError, match=r"hw\.x: source 'a friend' must begin with one of measured"):
         _ = Evidence({"hw.x": "a friend"}).kinds

@@ -107,7 +107,7 @@ def test_the_transfers_of_the_file_are_those_of_the_result(config):
 
 
 def test_an_incomplete_run_cannot_be_loaded(config):
-    with pytest.raises(ConfigError, match="has no requests.parquet, summary.json, transfers.parquet"):
+    with pytest.raises(ConfigError, match=r"has no requests\.parquet, summary\.json, transfers\.parquet"):
         store.load(Run(config).folder)
 
 

@@ -1,0 +1,221 @@
+"""`experiment=transfer` on the model: exact times, every pattern, verified bytes, lost ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.transfer import Options, check, flows, run
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Machine, Nic
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from pdsim.transfer import Outcome, RankSpec
+from tests.results.conftest import ENGINE, MACHINE, make_config
+
+EIGHT = replace(MACHINE, gpus=8)
+SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "warmup": 1}
+
+
+def configured(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Config:
+    return make_config(Path("unused"), hw=hw, memory=memory, experiment={"name": "transfer", **SMALL, **options})
+
+
+def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Result:
+    config = configured(hw, memory, **options)
+    return run(config, Model(hw, ENGINE, memory=memory), lambda fraction, text: None)
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    table = result.tables[0]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def values(result: Result) -> dict[str, Any]:
+    return {metric.name: metric.value for metric in result.summary}
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_transfer_takes_what_the_engine_and_the_port_take():
+    found = values(measure(blocks=(4,), size=(250_000,), repeat=3))
+    # 5 us a call, 1 us a descriptor, then 1 MB through a port of 10 GB/s
+    assert round(found["post_avg_us"], 6) == 9.0
+    assert round(found["tx_avg_us"], 6) == 100.0
+    assert round(found["latency_avg_us"], 6) == 109.0
+    assert round(found["bw_gbs"], 9) == round(1e6 / 109e-6 / 1e9, 9)
+
+
+def test_avg_lat_is_per_block_as_in_nixlbench():
+    found = values(measure(blocks=(4,), size=(250_000,), repeat=3))
+    assert round(found["block_latency_us"], 6) == 109.0 / 4
+
+
+def test_two_in_flight_hide_the_posting_of_one_behind_the_bytes_of_the_other():
+    result = measure(blocks=(1,), size=(1_000_000,), concurrency=(1, 2), repeat=50)
+    one, two = (row["B/W GB/s"] for row in rows(result))
+    assert round(one, 9) == round(1e6 / 106e-6 / 1e9, 9)
+    assert 9.9 < two <= 10.0
+
+
+@pytest.mark.parametrize(("pattern", "ports"), [("pair", 1), ("bidirectional", 2), ("incast", 1), ("fanout", 1)])
+def test_the_ports_bound_what_all_flows_move_together(pattern, ports):
+    (row,) = rows(measure(patterns=(pattern,), blocks=(1,), size=(100_000_000,), repeat=4))
+    assert 0.99 * ports * 10 < row["B/W GB/s"] <= ports * 10
+
+
+def test_alltoall_fills_every_port():
+    (row,) = rows(measure(patterns=("alltoall",), blocks=(1,), size=(100_000_000,), repeat=4))
+    assert 0.99 * 4 * 10 < row["B/W GB/s"] <= 4 * 10
+
+
+def test_equal_runs_give_equal_records():
+    options = {"patterns": ("alltoall",), "concurrency": (3,), "layout": "scattered"}
+    assert measure(**options).transfers == measure(**options).transfers
+
+
+def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
+    hw = replace(EIGHT, nodes=2, nic=Nic(count=8, rate=1e9))
+    engine = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma"))
+    found = {}
+    for placement in ("packed", "spread"):
+        config = replace(configured(hw, placement=placement, size=(1 << 20,)), backend=engine)
+        found[placement] = values(run(config, Model(hw, engine), lambda fraction, text: None))["bw_gbs"]
+    assert found["packed"] > 5 > 1 > found["spread"] > 0.9
+
+
+# --- what is counted ------------------------------------------------------------------------------------------------
+
+
+def test_every_flow_makes_its_repeats_and_the_warm_up_is_not_counted():
+    result = measure(patterns=("alltoall",), ranks=3, concurrency=(2,), repeat=7, warmup=5)
+    pairs = [(record.source, record.target) for record in result.transfers]
+    assert {pair: pairs.count(pair) for pair in pairs} == dict.fromkeys(flows("alltoall", 3), 7)
+
+
+def test_a_read_moves_the_bytes_of_a_pattern_in_the_same_direction():
+    result = measure(patterns=("incast",), operation="read", memory="tracked")
+    assert {(record.operation, record.source, record.target) for record in result.transfers} == {
+        ("read", source, "rank0") for source in ("rank1", "rank2", "rank3")
+    }
+    assert rows(result)[0]["verified"] == "3/3"
+
+
+def test_there_is_a_row_for_every_combination():
+    result = measure(patterns=("pair", "incast"), blocks=(1, 2), size=(4096, 8192), concurrency=(1, 2))
+    assert len(rows(result)) == values(result)["points"] == 16
+    assert {row["status"] for row in rows(result)} == {"ok"}
+
+
+def test_a_percentile_that_the_sample_cannot_have_is_left_out():
+    (few,), (enough,) = rows(measure(repeat=99)), rows(measure(repeat=100))
+    assert (few["p99"], enough["p99.9"]) == (None, None)
+    assert enough["p99"] is not None
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "scattered"])
+@pytest.mark.parametrize("operation", ["write", "read"])
+@pytest.mark.parametrize("pattern", ["pair", "bidirectional", "incast", "fanout", "alltoall"])
+def test_every_slot_arrives_as_it_was_sent(pattern, operation, layout):
+    options = {"patterns": (pattern,), "concurrency": (2,), "operation": operation, "layout": layout}
+    result = measure(memory="tracked", **options)
+    slots = 2 * len(flows(pattern, 4))
+    assert rows(result)[0]["verified"] == f"{slots}/{slots}"
+    assert not result.failures
+
+
+class Disturbed(Model):
+    """A model whose receiving rank lets bytes change."""
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        program = "tests.experiments.programs:write_a_byte_between_the_blocks"
+        specs = [replace(spec, program=program) if spec.name == "rank1" else spec for spec in ranks]
+        return super().run(specs, kill)
+
+
+def test_bytes_that_nobody_sent_are_found():
+    config = configured(memory="tracked", layout="scattered", concurrency=(2,))
+    result = run(config, Disturbed(EIGHT, ENGINE, memory="tracked"), lambda fraction, text: None)
+    (row,) = rows(result)
+    assert (row["verified"], row["status"]) == ("0/2", "corrupt")
+    assert result.failures == ["pair 4x4096 c1: 2 slots hold other bytes than were sent".replace("c1", "c2")]
+
+
+def test_without_contents_nothing_is_verified_and_the_result_says_so():
+    result = measure()
+    assert rows(result)[0]["verified"] == "-"
+    assert result.notes == ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
+
+
+# --- loss -----------------------------------------------------------------------------------------------------------
+
+
+class Killing(Model):
+    """A model that kills a rank in the second job that it runs."""
+
+    jobs = 0
+    victim = "rank1"
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        type(self).jobs += 1
+        return super().run(ranks, {self.victim: 500e-6} if self.jobs == 2 else None)
+
+
+@pytest.mark.parametrize("victim", ["rank0", "rank1"])
+def test_a_lost_rank_costs_its_own_row_only(victim):
+    target = type("Target", (Killing,), {"victim": victim})(EIGHT, ENGINE)
+    config = configured(blocks=(1, 2, 4), size=(100_000,), repeat=1000)
+    result = run(config, target, lambda fraction, text: None)
+    assert [row["status"] for row in rows(result)] == ["ok", "PeerLost", "ok"]
+    assert any(failure.startswith(f"pair 2x100000 c1 {victim}: Killed") for failure in result.failures)
+    assert values(result)["points_failed"] == 1
+
+
+def test_what_had_succeeded_before_the_loss_is_kept():
+    target = type("Target", (Killing,), {})(EIGHT, ENGINE)
+    result = run(configured(blocks=(1, 2), size=(100_000,), repeat=1000), target, lambda fraction, text: None)
+    of_the_lost = [record for record in result.transfers if record.label == "pair 2x100000 c1"]
+    assert {record.status for record in of_the_lost} == {"ok", "PeerLost"}
+    assert rows(result)[1]["B/W GB/s"] > 0
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patterns": ("ring",)}, "experiment.patterns must be one of pair, bidirectional, .*, got 'ring'"),
+        ({"blocks": (0,)}, "experiment.blocks must be >= 1, got 0"),
+        ({"size": ()}, "experiment.size must have one value or more, got none"),
+        ({"ranks": 1}, "experiment.ranks must be >= 2, got 1"),
+        ({"operation": "send"}, "experiment.operation must be one of write, read, got 'send'"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+def test_more_ranks_than_gpus_are_refused():
+    (problem,) = check(configured(patterns=("alltoall",), ranks=9))
+    assert problem.startswith("experiment.ranks=9: 9 ranks take a GPU each and hw=toy has 8; set experiment.ranks=8")
+
+
+def test_more_bytes_than_memory_are_refused_before_anything_runs():
+    with pytest.raises(ConfigError, match=r"pair 2x1073741824 c1 needs 2147483648 bytes \(2 GiB\) on GPU 0 of node 0"):
+        measure(blocks=(2,), size=(1 << 30,))
+
+
+def test_what_just_fits_runs():
+    assert list(check(configured(blocks=(1,), size=(1 << 30,)))) == []
+    assert list(check(configured(blocks=(1,), size=((1 << 30) + 1,)))) != []
