@@ -15,11 +15,11 @@ __all__ = ["HeadSlice", "head_slice", "owned_heads", "readers", "writers"]
 
 
 class HeadSlice(NamedTuple):
-    """*count* heads, from the *source*-th of the writer's own to the *target*-th of the reader's own."""
+    """So many *heads*, from the *source*-th of the writer's own to the *target*-th of the reader's own."""
 
     source: int
     target: int
-    count: int
+    heads: int
 
 
 def _check(prefill_tp: int, decode_tp: int) -> None:
@@ -43,9 +43,7 @@ def writers(shape: KvShape, prefill_tp: int, decode_tp: int, decode_rank: int) -
 
 def readers(shape: KvShape, prefill_tp: int, decode_tp: int, prefill_rank: int) -> tuple[int, ...]:
     """Return the decode ranks that *prefill_rank* writes to: the inverse of `writers`, possibly empty."""
-    return tuple(
-        rank for rank in range(decode_tp) if prefill_rank in writers(shape, prefill_tp, decode_tp, rank)
-    )
+    return tuple(rank for rank in range(decode_tp) if prefill_rank in writers(shape, prefill_tp, decode_tp, rank))
 
 
 def head_slice(

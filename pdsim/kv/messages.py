@@ -54,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 # --- setting up -----------------------------------------------------------------------------------------------------
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """A decode rank to the prefill ranks that will write to it: how to reach its pool and how that is laid out."""
 
     address: bytes
@@ -70,26 +70,26 @@ class Register(Message):
     latent_bytes: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """A rank to its leader, a leader to the router: connected, requests may come."""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """The router to every rank: answer `Pong`."""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """Every rank to the router: still here."""
 
 
-class Stop(Message):
+class Stop(Message, frozen=True):
     """The router to every rank: nothing more will come."""
 
 
 # --- a request's way ------------------------------------------------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """The router to one prefill and one decode leader: serve this request together."""
 
     room: int
@@ -99,7 +99,7 @@ class Submit(Message):
     decode: str  # instance
 
 
-class Destination(Message):
+class Destination(Message, frozen=True):
     """A decode leader to a prefill leader: pages are reserved, here is where to write."""
 
     room: int
@@ -107,7 +107,7 @@ class Destination(Message):
     slot: int
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     """A decode leader to its followers: this room owns these pages of yours."""
 
     room: int
@@ -131,14 +131,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     started: float  # when the request's first forward began
 
 
-class Forward(Message):
+class Forward(Message, frozen=True):
     """A prefill leader to its followers: compute for so long, then write these chunks."""
 
     seconds: float
     chunks: tuple[Chunk, ...]
 
 
-class Arrival(Message):
+class Arrival(Message, frozen=True):
     """Attached to each write of a chunk.  *count*, in the last one only, is how many writes there were in all."""
 
     room: int
@@ -149,7 +149,7 @@ class Arrival(Message):
     ended: float  # when the forward of the last chunk ended
 
 
-class Sent(Message):
+class Sent(Message, frozen=True):
     """A prefill rank to its leader: my part of the room is over; with a *reason* it failed."""
 
     room: int
@@ -158,32 +158,32 @@ class Sent(Message):
     lost: str = ""  # the instance that is gone, if that is why
 
 
-class Settled(Message):
+class Settled(Message, frozen=True):
     """A prefill rank to its leader: of the failed room no byte of mine moves any more."""
 
     room: int
 
 
-class Arrived(Message):
+class Arrived(Message, frozen=True):
     """A decode rank to its leader: my part of the room is here; with a *reason* it is not what was sent."""
 
     room: int
     reason: str = ""
 
 
-class Prefilled(Message):
+class Prefilled(Message, frozen=True):
     """A prefill leader to the router: the room's KV has been written."""
 
     room: int
     nbytes: int  # by all ranks
 
 
-class Finished(Message):
+class Finished(Message, frozen=True):
     """A decode leader to the router: all tokens are out, and when what happened."""
 
     room: int
     reserved: float  # decode pages allocated, `Destination` sent
-    noticed: float  # the prefill scheduler had the `Destination`
+    noticed: float  # the prefill leader had the `Destination`
     started: float  # first prefill forward began
     prefilled: float  # last prefill forward ended
     arrived: float  # KV and metadata complete on all decode ranks
@@ -192,7 +192,7 @@ class Finished(Message):
     finished: float  # last token out
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """A leader to the router: the room cannot be served."""
 
     room: int
@@ -200,13 +200,13 @@ class Failed(Message):
     lost: str = ""  # the instance that is gone, if that is why
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Give the room up: the router to leaders, a prefill leader to its followers."""
 
     room: int
 
 
-class Released(Message):
+class Released(Message, frozen=True):
     """A prefill leader to a decode leader: nothing of the aborted room is or will be written any more."""
 
     room: int

@@ -66,17 +66,16 @@ def sliced(source: KvLayout, target: KvLayout, runs: Runs, heads: HeadSlice) -> 
         return np.asarray(rows + first_head * head_bytes).ravel()
 
     source_offset = offsets(source, source_page, heads.source)
-    size = np.full(len(source_offset), heads.count * head_bytes, np.int64)
+    size = np.full(len(source_offset), heads.heads * head_bytes, np.int64)
     return source_offset, offsets(target, target_page, heads.target), size
 
 
 def _build(
     source: KvLayout, target: KvLayout, runs: Runs, heads: HeadSlice | None, slots: tuple[int, int] | None
 ) -> Batch:
+    parts = []
     if runs:
-        parts = [grouped(source, target, runs) if heads is None else sliced(source, target, runs, heads)]
-    else:
-        parts = []
+        parts.append(grouped(source, target, runs) if heads is None else sliced(source, target, runs, heads))
     if slots is not None:
         rows = np.array(AUX_ROWS, np.int64)
         parts.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), rows))

@@ -16,7 +16,7 @@ from pdsim.kv.mapping import HeadSlice, head_slice, owned_heads, readers, writer
 from pdsim.kv.messages import Arrival, Chunk, MessageError, Register, Sent, Settled, encode
 from pdsim.kv.plan import descriptors
 from pdsim.kv.status import Status, advance
-from pdsim.transfer import Peer, Rank, Region, Transfer, TransferRecord
+from pdsim.transfer import Peer, Rank, Region, Transfer
 
 __all__ = ["REGION", "KvSender"]
 
@@ -60,9 +60,7 @@ class KvSender:
     not be given to anyone else.
     """
 
-    def __init__(
-        self, rank: Rank, layout: KvLayout, tp_rank: int, report: Callable[[Sent | Settled], None]
-    ) -> None:
+    def __init__(self, rank: Rank, layout: KvLayout, tp_rank: int, report: Callable[[Sent | Settled], None]) -> None:
         self.layout = layout
         self._rank = rank
         self._tp_rank = tp_rank
@@ -171,14 +169,14 @@ class KvSender:
         assert isinstance(event, Transfer)
         state.unfinished -= 1
         if event.ok:
-            record: TransferRecord = event.value
-            state.nbytes += record.nbytes
+            state.nbytes += event.batch.nbytes
             state.moving -= 1
         elif event.settled.triggered:
             state.moving -= 1
         else:
             event.settled.callbacks.append(partial(self._settled, state))
         if not event.ok:
+            assert isinstance(event.value, Exception)
             self._fail(state, decode, event.value)
         if state.status is Status.FAILED:
             self._settle(state)
@@ -196,7 +194,7 @@ class KvSender:
             del self._rooms[state.room]
             self._report(Sent(state.room, state.nbytes))
 
-    def _fail(self, state: _Room, decode: str, error: BaseException) -> None:
+    def _fail(self, state: _Room, decode: str, error: Exception) -> None:
         if state.status is Status.FAILED:
             return
         state.status = advance(state.status, Status.FAILED)

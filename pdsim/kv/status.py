@@ -20,8 +20,8 @@ class Status(IntEnum):
 def advance(old: Status, new: Status) -> Status:
     """Return the status after *old* when *new* is reported.
 
-    FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is the
-    smallest, so that a failed handoff could become a success.)
+    FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is
+    the smallest, so that a failed handoff could become a success.)
     """
     if old in (Status.FAILED, Status.SUCCESS):
         return old

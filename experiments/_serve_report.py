@@ -1,0 +1,189 @@
+"""From what became of each request to columns, metrics, tables and notes of the experiment `serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.results.record import Metric, Table
+from pdsim.results.statistics import distribution, mean, percentile
+from pdsim.serving.job import Job
+from pdsim.serving.settings import Slo
+from pdsim.serving.workload import Request
+from pdsim.transfer import Outcome
+
+__all__ = ["PHASES", "columns", "metrics", "notes", "tables"]
+
+Columns = Mapping[str, Sequence[Any]]
+Floats = npt.NDArray[np.float64]
+
+PHASES = {
+    "queueing": "waiting for decode pages, for the prefill engine, and for a place in the decode batch",
+    "compute": "from the start of its first prefill forward to the end of its last, and in the decode batch",
+    "handshake": "from decode pages reserved to the prefill engine having their numbers",
+    "transfer": "from the end of its last prefill forward to all KV and metadata on all decode ranks",
+    "polling": "from there until the decode scheduler looks, between two steps",
+}
+
+LATENCIES = {
+    "ttft": "from arrival to the decode engine having the first token, which it then streams",
+    "tpot": "from the first token to the last, over output tokens - 1; requests of one token have none",
+    "e2e": "from arrival to the last token",
+    "transfer": PHASES["transfer"],
+}
+
+
+def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return one row a request, in columns, from the router's *value*; times of a failed request are None."""
+    start = value["start"]
+    names = ("id", "arrival", "input", "output", "prefill", "decode", "nbytes", "status", *LATENCIES_AND_PHASES)
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
+        prefill, decode, nbytes, status, *times = row
+        found["id"].append(number)
+        for name, item in zip(names[1:8], (*request, prefill, decode, nbytes, status), strict=True):
+            found[name].append(item)
+        durations = _durations(start + request.arrival, request.output, times) if times[0] is not None else {}
+        for name in LATENCIES_AND_PHASES:
+            found[name].append(durations.get(name))
+    return found
+
+
+LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
+
+
+def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:
+    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times
+    return {
+        "ttft": polled - arrival,
+        "tpot": (finished - polled) / (output - 1) if output > 1 else None,
+        "e2e": finished - arrival,
+        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
+        "compute": (prefilled - started) + (finished - joined),
+        "handshake": noticed - reserved,
+        "transfer": arrived - prefilled,
+        "polling": polled - arrived,
+    }
+
+
+def _values(table: Columns, name: str) -> Floats:
+    """Return the column *name* of the requests that have a value in it."""
+    return np.array([value for value in table[name] if value is not None], dtype=np.float64)
+
+
+def _makespan(table: Columns) -> float:
+    """Return the seconds from the start to the last token."""
+    ends = [arrival + e2e for arrival, e2e in zip(table["arrival"], table["e2e"], strict=True) if e2e is not None]
+    return max(ends, default=0.0)
+
+
+def _good(table: Columns, slo: Slo) -> int:
+    rows = zip(table["ttft"], table["tpot"], strict=True)
+    return sum(ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows)
+
+
+def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
+    """Return the summary."""
+    total, seconds = len(table["id"]), _makespan(table)
+    done = [index for index, status in enumerate(table["status"]) if status == "ok"]
+    good = _good(table, slo)
+
+    def rate(amount: float) -> float | None:
+        return amount / seconds if seconds else None
+
+    found = [
+        Metric("requests", total, "requests of the workload"),
+        Metric("requests_ok", len(done), "of them, those that got all their tokens"),
+        Metric("requests_failed", total - len(done), "of them, those that did not"),
+        Metric("makespan_s", seconds, "from the time at which the first request could arrive to the last token"),
+        Metric("request_rate", rate(len(done)), "requests that got all their tokens / makespan, 1/s"),
+        Metric("input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "their input tokens / makespan"),
+        Metric("output_tokens_per_s", rate(sum(table["output"][i] for i in done)), "their output tokens / makespan"),
+        Metric(
+            "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
+        ),
+        Metric("slo_attainment", good / total, "share of all requests that meet both"),
+        Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over"),
+    ]
+    for name, definition in LATENCIES.items():
+        found += distribution(name, "s", _values(table, name), definition, (50.0, 90.0, 99.0))
+    e2e = float(_values(table, "e2e").sum())
+    for name, definition in PHASES.items():
+        share = float(_values(table, name).sum()) / e2e if e2e else None
+        found.append(Metric(f"share_{name}", share, f"share of the end-to-end time of all requests: {definition}"))
+    if outcome.links:
+        name, busiest = max(outcome.links.items(), key=lambda item: item[1])
+        found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
+    if outcome.pools:
+        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool, of its limit"))
+    return found
+
+
+def tables(table: Columns, outcome: Outcome) -> list[Table]:
+    """Return latencies, phases, instances and, of a model, links and pools."""
+    headings = {"": "what", "mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
+    latencies = [[f"{name} s", *_spread(_values(table, name))] for name in LATENCIES]
+    shares = headings | {"share": "of the end-to-end time of all requests"}
+    e2e = float(_values(table, "e2e").sum())
+    phases = [
+        [f"{name} s", *_spread(_values(table, name)), float(_values(table, name).sum()) / e2e if e2e else None]
+        for name in PHASES
+    ]
+    found = [
+        Table("Latency", headings, latencies),
+        Table("Where the time went", shares, phases),
+        Table(
+            "Instances",
+            {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},
+            _instances(table),
+        ),
+    ]
+    for title, what, shares_by_name in (
+        ("Busiest links", "bytes carried / (capacity x time)", outcome.links),
+        ("Memory", "most used at one time, of what there is", outcome.pools),
+    ):
+        if shares_by_name:
+            most = sorted(shares_by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
+            found.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
+    return found
+
+
+def _spread(values: Floats) -> list[float | None]:
+    return [mean(values), *(percentile(values, q) for q in (50.0, 90.0, 99.0))]
+
+
+def _instances(table: Columns) -> list[list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for side, tokens in (("prefill", "input"), ("decode", "output")):
+        for instance, amount in zip(table[side], table[tokens], strict=True):
+            if instance:
+                row = found.setdefault(instance, [instance, 0, 0])
+                row[1] += 1
+                row[2] += amount
+    return [found[name] for name in sorted(found)]
+
+
+def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
+    """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
+    found = []
+    span, seconds = max(table["arrival"], default=0.0), _makespan(table)
+    given = float(sum(table["input"]))
+    if span and seconds > 1.5 * span and seconds - span > 10 * float(np.median(_values(table, "compute"))):
+        found.append(
+            f"overloaded: requests arrived in {span:.0f} s ({given / span:.0f} input tokens/s) and took {seconds:.0f} s "
+            f"to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
+            "workload.rate, or add instances"
+        )
+    quarantined = sum(
+        (rank.value or {}).get("quarantined_pages", 0) for name, rank in outcome.ranks.items() if name.endswith(".0")
+    )
+    if quarantined:
+        found.append(
+            f"{quarantined} pages stayed in quarantine: writes to them failed and were never proven to be over"
+        )
+    sizes = job.shape.token_bytes(job.decode_tp)
+    found.append(f"KV: {sizes} bytes a token and decode rank, pages of {job.page_size} tokens")
+    return found

@@ -1,0 +1,55 @@
+"""Where the ranks of a serving job run, and how many pages of KV they have."""
+
+from __future__ import annotations
+
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Machine
+from pdsim.kv.layout import KvShape
+from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side
+from pdsim.transfer import Place
+from pdsim.units import format_size
+
+__all__ = ["pages", "places"]
+
+
+def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Place]]:
+    """Return the place of every prefill and every decode rank, instance by instance.
+
+    Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on if
+    that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
+    """
+    prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
+    if not machine.gpus:
+        hosts = [Place(index % machine.nodes) for index in range(prefill + decode)]
+        return hosts[:prefill], hosts[prefill:]
+    total = machine.nodes * machine.gpus
+    first = -(-prefill // machine.gpus) * machine.gpus  # the next node's first GPU
+    if first + decode > total:
+        first = prefill
+    if first + decode > total:
+        raise ConfigError(
+            f"parallel needs {prefill} + {decode} GPUs, hw={machine.name} has {total}; lower tp or instances"
+        )
+    gpus = [Place(index // machine.gpus, index % machine.gpus) for index in range(total)]
+    return gpus[:prefill], gpus[first : first + decode]
+
+
+def pages(side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, scheduler: Scheduler, ranks: int) -> int:
+    """Return how many pages a rank of *side* has: `kv.pool`, or what the weights leave of its memory.
+
+    On a machine without GPUs, whose hosts hold no weights, that is an equal share of the memory for each of *ranks*.
+    """
+    if kv.pool:
+        pool = float(kv.pool)
+    elif machine.gpu is not None and machine.gpus:
+        pool = machine.gpu.memory * scheduler.memory_fraction - model.parameters * model.dtype_bytes / side.tp
+    else:
+        pool = machine.host.memory * scheduler.memory_fraction / -(-ranks // machine.nodes)
+    page = kv.page_size * shape.token_bytes(side.tp)
+    count = int(pool // page)
+    if count < 1:
+        raise ConfigError(
+            f"a page of kv.page_size={kv.page_size} tokens takes {format_size(page)} a rank, and {format_size(pool)} "
+            f"are left for KV at tp={side.tp}; raise tp, kv.pool or scheduler.memory_fraction, or lower kv.page_size"
+        )
+    return count
