@@ -5,26 +5,33 @@ A rule is a function that yields one line for each violation: what was asked for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Machine
+from pdsim.serving.placement import places
 from pdsim.serving.settings import Side
+from pdsim.transfer import Place
 from pdsim.units import format_size
 
-__all__ = ["general", "refuse", "serving"]
+__all__ = ["SERVING", "check"]
+
+SERVING = ("serve",)
+"""The experiments that place prefill and decode instances; the others check for themselves what they place."""
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise a `ConfigError` with all *problems*, one a line, if there are any."""
-    lines = list(problems)
-    if lines:
-        raise ConfigError("\n".join(lines))
+def check(config: Config) -> None:
+    """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any."""
+    serves = config.experiment["name"] in SERVING
+    problems = [*_general(config), *(_serving(config) if serves else ())]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
-def general(config: Config) -> Iterator[str]:
+def _general(config: Config) -> Iterator[str]:
     """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
     yield from _vendor(config)
     yield from _paths(config)
@@ -32,17 +39,12 @@ def general(config: Config) -> Iterator[str]:
         yield from _real(config)
 
 
-def serving(config: Config) -> Iterator[str]:
-    """Yield what a serving run cannot do: the placement, the shape of the model, its memory and its workload."""
-    placement = [*_gpus(config), *_nodes(config)]
-    yield from placement
-    if not placement:
-        yield from _connections(config)
+def _serving(config: Config) -> Iterator[str]:
+    """Yield what a serving run cannot do: its placement, the shape of its model and the memory for it."""
+    yield from _placement(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
         yield from _heads(config, name, side)
         yield from _memory(config, name, side)
-    if config.workload.trace is not None and not Path(config.workload.trace).is_file():
-        yield f"workload.trace={config.workload.trace} is not a file; name one, or leave it out"
 
 
 # --- machine and engine ---------------------------------------------------------------------------------------------
@@ -104,55 +106,37 @@ def _gpus_here(vendor: str) -> int:
 # --- placement ------------------------------------------------------------------------------------------------------
 
 
-def _gpus(config: Config) -> Iterator[str]:
-    hw, prefill, decode = config.hw, config.parallel.prefill, config.parallel.decode
-    need, have = prefill.gpus + decode.gpus, hw.nodes * hw.gpus
-    if hw.gpus and need > have:
+def _placement(config: Config) -> Iterator[str]:
+    """Yield if there are too few GPUs, if an instance would lie on several nodes, or where the engine does not work."""
+    try:
+        prefill, decode = places(config.parallel, config.hw)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if config.hw.gpus:
+        yield from _split("prefill", config.parallel.prefill, prefill, config.hw)
+        yield from _split("decode", config.parallel.decode, decode, config.hw)
+    yield from _connections(config, {place.node for place in prefill}, {place.node for place in decode})
+
+
+def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterator[str]:
+    instances = [where[first : first + side.tp] for first in range(0, side.gpus, side.tp)]
+    if any(len({place.node for place in instance}) > 1 for instance in instances):
         yield (
-            f"parallel.prefill ({prefill.instances} x tp={prefill.tp}) and parallel.decode ({decode.instances} x "
-            f"tp={decode.tp}) need {need} GPUs, hw={hw.name} has {have}; lower tp or instances, or use a larger "
-            f"machine (pdsim list hw)"
+            f"parallel.{name}.tp={side.tp} would put one instance on several nodes of hw={hw.name} ({hw.gpus} GPUs "
+            f"each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes"
         )
 
 
-def _nodes(config: Config) -> Iterator[str]:
-    """Yield for each instance whose GPUs would lie on several nodes."""
-    per_node = config.hw.gpus
-    if not per_node:
-        return
-    for name, instance in _instances(config):
-        if instance[0] // per_node != instance[-1] // per_node:
-            yield (
-                f"{name} would have GPUs of several nodes (tp={len(instance)}, {per_node} GPUs a node): tensor "
-                f"parallelism is modelled within a node only; choose tp values that fill the nodes of "
-                f"hw={config.hw.name}"
-            )
-
-
-def _instances(config: Config) -> list[tuple[str, range]]:
-    """Return name and GPUs, counted over all nodes, of every instance: prefill first, then decode."""
-    found, first = [], 0
-    for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
-        for index in range(side.instances):
-            found.append((f"parallel.{name} instance {index}", range(first, first + side.tp)))
-            first += side.tp
-    return found
-
-
-def _connections(config: Config) -> Iterator[str]:
+def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterator[str]:
     """Yield if prefill and decode meet within a node, or across nodes, where the engine does not work."""
-    hw, backend = config.hw, config.backend
-    instances = _instances(config)
-    node = [gpus[0] // hw.gpus if hw.gpus else 0 for _, gpus in instances]
-    prefill, decode = node[: config.parallel.prefill.instances], node[config.parallel.prefill.instances :]
-    within = any(p == d for p in prefill for d in decode)
-    across = any(p != d for p in prefill for d in decode)
-    if within and backend.intra is None:
+    backend, nodes = config.backend, prefill | decode
+    if backend.intra is None and prefill & decode:
         yield f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(config)}"
-    if across and backend.inter is None:
+    if backend.inter is None and len(nodes) > 1:
         yield (
             f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
-            f"hw={hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
+            f"hw={config.hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
         )
 
 

@@ -124,7 +124,7 @@ def explain(error: BaseException) -> str | None:
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
     if isinstance(error, MissingConfigException):
-        return _missing(error.missing_cfg_file, error.options, str(error))
+        return _missing(error.missing_cfg_file, error.options)
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its own "
@@ -141,12 +141,13 @@ def explain(error: BaseException) -> str | None:
     return f"{text.replace('++', '')}{f' ({cause})' if cause and cause not in text else ''}; see pdsim run --help"
 
 
-def _missing(file: str | None, known: Sequence[str] | None, text: str) -> str:
+def _missing(file: str | None, known: Sequence[str] | None) -> str:
     if file is None or "/" not in file:
-        return f"{' '.join(text.split())}; name a file of --config-dir or leave --config-name out"
+        return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")
     if group.startswith("hydra/"):
-        plugin = f"pip install hydra-{name}-launcher, or " if group == "hydra/launcher" else ""
-        return f"{group}={name} is not installed; {plugin}choose one of {', '.join(known or ())}"
+        plugin = f"install hydra-{name}-launcher, or " if group == "hydra/launcher" else ""
+        hint = near(name, known or (), group + "={}") or plugin
+        return f"{group}={name} is not installed; {hint}choose one of {', '.join(known or ())}"
     known = known or options(group)
     return f"{group}={name} does not exist; {near(name, known, group + '={}')}There are {', '.join(known)}"

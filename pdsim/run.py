@@ -109,7 +109,9 @@ def _print(folder: Path, out: TextIO, *, json: bool, quiet: bool) -> None:
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
 def _point(composed: DictConfig) -> None:
     """Run one point.  Its error is kept, not raised: Hydra would print it and, in a sweep, stop."""
-    words = [word.lstrip("+") for word in HydraConfig.get().overrides.task]
+    asked = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    assert isinstance(asked, list)
+    words = [str(word).lstrip("+") for word in asked]
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         _point_of_sweep(composed, words, Path(HydraConfig.get().sweep.dir))
         return
@@ -144,9 +146,7 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, Mapping)
     config = configure.load({str(key): value for key, value in values.items()}, overrides.set_keys(words))
-    module = import_module(f"experiments.{config.experiment['name']}")
-    own = getattr(module, "check", None)
-    checks.refuse([*checks.general(config), *(own(config) if own else ())])
+    checks.check(config)
     return config
 
 
@@ -155,6 +155,7 @@ def _execute(config: Config, words: Sequence[str]) -> tuple[Path, bool]:
     experiment = import_module(f"experiments.{config.experiment['name']}")
     measure: Callable[[Config, Target, Callable[[float, str], None]], Result] = experiment.run
     target = _target(config)
+    fresh = not Path(config.output).exists()
     kept = Run(config, command=["pdsim", "run", *words], overrides=words)
     try:
         with kept, report.Progress(f"{config.experiment['name']} on {config.hw.name}") as bar:
@@ -162,6 +163,8 @@ def _execute(config: Config, words: Sequence[str]) -> tuple[Path, bool]:
             return kept.finish(result), bool(result.failures)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)
+        if fresh:
+            Path(config.output).rmdir()
         raise
     except Exception as error:
         error.add_note(f"what there is of the run is in {kept.folder}")

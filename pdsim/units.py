@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from fractions import Fraction
 from typing import Annotated
 
 __all__ = [
@@ -24,67 +26,71 @@ __all__ = [
     "parse_time",
 ]
 
-_PREFIX = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15} | {
-    f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGT", start=1)
-}
-_SIZE = {f"{prefix}B": factor for prefix, factor in _PREFIX.items()} | {"": 1.0}
+_DECIMAL = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_BYTES = _DECIMAL | _BINARY
+# Fractions, because 0.067 * 1e9 is no whole number and 0.1 * 1e-6 not the float that 100ns should be.
+_SIZE = {f"{prefix}B": Fraction(factor) for prefix, factor in _BYTES.items()} | {"": Fraction(1)}
 _RATE = (
-    {f"{prefix}B/s": factor for prefix, factor in _PREFIX.items()}
-    | {f"{prefix}bps": factor / 8 for prefix, factor in _PREFIX.items() if not prefix.endswith("i")}
-    | {f"{prefix}bit/s": factor / 8 for prefix, factor in _PREFIX.items() if not prefix.endswith("i")}
-    | {"": 1.0}
+    {f"{prefix}B/s": Fraction(factor) for prefix, factor in _BYTES.items()}
+    | {f"{prefix}{bits}": Fraction(factor, 8) for prefix, factor in _DECIMAL.items() for bits in ("bps", "bit/s")}
+    | {"": Fraction(1)}
 )
-_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-_FLOPS = {f"{prefix}FLOPS": factor for prefix, factor in _PREFIX.items() if not prefix.endswith("i")} | {"": 1.0}
-_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s\d]*)\s*")
+_TIME = {"": Fraction(1), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "ms": Fraction(1, 10**3)} | {
+    "us": Fraction(1, 10**6),
+    "\u00b5s": Fraction(1, 10**6),  # the micro sign
+    "\u03bcs": Fraction(1, 10**6),  # the Greek letter
+    "ns": Fraction(1, 10**9),
+}
+_FLOPS = {f"{prefix}FLOPS": Fraction(factor) for prefix, factor in _DECIMAL.items()} | {"": Fraction(1)}
+_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s\d]*)\s*", re.ASCII)
 
 
-def _parse(text: float | str, table: dict[str, float], what: str, example: str) -> float:
+def _parse(text: float | str, table: dict[str, Fraction], what: str, example: str) -> Fraction:
+    """Return the exact value of *text* in the base unit.  Raise a `ValueError` that says *what* it should be."""
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise ValueError(f"{text!r} is not a {what}; write a number or something like {example}")
-    if isinstance(text, str):
-        match = _NUMBER.fullmatch(text)
-        if match is None or match[2] not in table:
-            raise ValueError(f"{text!r} is not a {what}; write a number or something like {example}")
-        factor = table[match[2]]
-        # 11us is 1.1e-05, but 11 * 1e-06 is 1.1000000000000001e-05: divide by the whole number instead
-        value = float(match[1]) / round(1 / factor) if factor < 1 and factor != 0.125 else float(match[1]) * factor
-    else:
-        value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a finite {what}")
-    return value
+    if not isinstance(text, str):
+        if not abs(text) <= sys.float_info.max:  # nor not a number
+            raise ValueError(f"{text!r} is not a finite {what}; write a number or something like {example}")
+        return Fraction(text)
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in table:
+        raise ValueError(f"{text!r} is not a {what}; write a number or something like {example}")
+    number = float(match[1])
+    if not math.isfinite(number * float(table[match[2]])):
+        raise ValueError(f"{text!r} is not a finite {what}; write a number or something like {example}")
+    # the float decides what is nothing: a Fraction of 1e-999999999 would take forever
+    return Fraction(match[1]) * table[match[2]] if number else Fraction(0)
 
 
 def parse_size(text: float | str) -> int:
     """Return bytes: ``parse_size("64KiB") == 65536``.  Raise a `ValueError` unless they are a whole number."""
     size = _parse(text, _SIZE, "size", "64KiB or 1.5GB")
-    if not size.is_integer():
-        raise ValueError(f"{text!r} is not a whole number of bytes")
+    if size.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number of bytes; write one, or something like 64KiB or 1.5GB")
     return int(size)
 
 
 def parse_rate(text: float | str) -> float:
     """Return bytes per second: ``parse_rate("400Gbps") == 50e9``.  Raise a `ValueError` for anything else."""
-    return _parse(text, _RATE, "rate", "400Gbps or 50GB/s")
+    return float(_parse(text, _RATE, "rate", "400Gbps or 50GB/s"))
 
 
 def parse_time(text: float | str) -> float:
     """Return seconds: ``parse_time("1.5us") == 1.5e-6``.  Raise a `ValueError` for anything else."""
-    return _parse(text, _TIME, "time", "1.5us or 2ms")
+    return float(_parse(text, _TIME, "time", "1.5us or 2ms"))
 
 
 def parse_flops(text: float | str) -> float:
     """Return floating-point operations per second: ``parse_flops("148TFLOPS") == 148e12``."""
-    return _parse(text, _FLOPS, "rate of computation", "148TFLOPS")
+    return float(_parse(text, _FLOPS, "rate of computation", "148TFLOPS"))
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
-    for factor, unit in steps:
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {unit}"
-    factor, unit = steps[-1]
-    return f"{value / factor:.3g} {unit}"
+    factor, unit = next((step for step in steps if abs(value) >= 0.9995 * step[0]), steps[-1])
+    number = value / factor
+    return f"{number:.0f} {unit}" if 999.5 <= abs(number) < 1e6 else f"{number:.3g} {unit}"
 
 
 def format_size(size: float) -> str:
