@@ -236,8 +236,8 @@ class TransferRecord(NamedTuple):
     """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
 
     As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
-    (the engine has taken all descriptors), *tx* is ``completed - posted`` (bytes at the target, acknowledged).
-    ``seen - completed`` is what the poller added.
+    (the engine has taken all descriptors), *tx* is ``seen - posted``.  Of tx, ``completed - posted`` is the wire (bytes
+    at the target, acknowledged) and ``seen - completed`` what the poller added; nixlbench cannot tell them apart.
     """
 
     engine: str

@@ -50,7 +50,24 @@ TRANSFERS = (
     Column("bw_gbs", "float64", "GB/s", "nbytes / latency, 1 GB = 1e9 bytes; null unless status is ok"),
 )
 
-REQUESTS: tuple[Column, ...] = ()
+REQUESTS = (
+    Column("id", "int64", "", "its place in the workload, from 0"),
+    Column("arrival", "float64", "s", "when it arrived, from the start of the workload"),
+    Column("input", "int64", "tokens", "length of the prompt"),
+    Column("output", "int64", "tokens", "tokens that were asked for"),
+    Column("prefill", "string", "", "prefill instance that it was sent to"),
+    Column("decode", "string", "", "decode instance that it was sent to"),
+    Column("nbytes", "int64", "B", "KV cache and metadata handed over, to all decode ranks"),
+    Column("status", "string", "", "ok, or why it did not get all its tokens"),
+    Column("ttft", "float64", "s", "from arrival to the decode engine having the first token, which it then streams"),
+    Column("tpot", "float64", "s", "from the first token to the last, over output - 1; null for one token"),
+    Column("e2e", "float64", "s", "from arrival to the last token"),
+    Column("queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"),
+    Column("compute", "float64", "s", "in prefill forwards, from the first to the last, and in the decode batch"),
+    Column("handshake", "float64", "s", "from decode pages reserved to the prefill scheduler having their numbers"),
+    Column("transfer", "float64", "s", "from the end of its last prefill forward to its KV and metadata in place"),
+    Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
+)
 
 
 def _schema(columns: Sequence[Column]) -> pa.Schema:

@@ -41,3 +41,21 @@ def test_rows_or_none_the_types_are_the_same():
 def test_a_column_without_a_definition_is_refused():
     with pytest.raises(ValueError, match="requests has columns mood without type, unit and definition"):
         requests_table({"mood": ["good"]})
+
+
+def test_requests_keep_their_rows_and_what_is_left_out_is_null():
+    table = requests_table({"id": [0, 1], "ttft": [0.5, None], "status": ["ok", "PeerLost"]})
+    assert table.select(["id", "ttft", "status", "e2e"]).to_pylist() == [
+        {"id": 0, "ttft": 0.5, "status": "ok", "e2e": None},
+        {"id": 1, "ttft": None, "status": "PeerLost", "e2e": None},
+    ]
+
+
+def test_columns_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="columns of different lengths"):
+        requests_table({"id": [0, 1], "ttft": [0.5]})
+
+
+def test_a_value_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="requests column id does not hold int64"):
+        requests_table({"id": ["first"]})

@@ -1,0 +1,154 @@
+"""What people read: every number with its definition and evidence; what machines read: one JSON object."""
+
+import io
+import json
+import os
+import pty
+import time
+from dataclasses import replace
+
+import pytest
+
+from pdsim.results import report
+from pdsim.results.record import Table
+from pdsim.results.store import Run
+from tests.results.conftest import MACHINE, make_config, make_result
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def folder(config):
+    return Run(config, command=("pdsim", "run")).finish(make_result())
+
+
+def printed(folder, file=None):
+    file = io.StringIO() if file is None else file
+    report.show(folder, file)
+    return file.getvalue()
+
+
+def test_every_number_has_its_definition_beside_or_below_it(folder):
+    lines = printed(folder).splitlines()
+    assert [line.split() for line in lines if line.startswith("bw_gbs")] == [
+        ["bw_gbs", "5.250", "bytes", "over", "time"]
+    ]
+    assert "  B/W: GB/s" in lines
+    assert "  pattern: who sends to whom" in lines
+
+
+def test_what_was_not_measured_is_a_dash(folder):
+    lines = [line.split() for line in printed(folder).splitlines()]
+    assert ["incast", "-"] in lines
+    assert ["lat_p99_us", "-", "99th", "percentile"] in lines
+
+
+def test_the_weakest_evidence_is_named_with_what_it_rests_on(folder):
+    text = printed(folder)
+    assert "evidence: measured for backend.intra.call" in text
+    assert "so these numbers are no better than assumed:\n  hw.host.memory: as in the shop" in text
+
+
+def test_without_evidence_no_number_is_printed(tmp_path):
+    config = make_config(tmp_path, hw=replace(MACHINE, sources={}))
+    text = printed(Run(config).finish(make_result()))
+    assert "5.25" not in text
+    assert "evidence: none, so no number is printed" in text
+
+
+def test_notes_failures_and_the_folder_are_printed_as_they_are(config):
+    folder = Run(config).finish(make_result(failures=["rank1: PeerLost: gone"]))
+    text = printed(folder)
+    assert "note: the load [offered] is above capacity" in text
+    assert "failed: rank1: PeerLost: gone" in text
+    assert text.endswith(f"results: {folder}\n")
+
+
+def test_the_headline_names_the_engine_that_moved_the_bytes(folder):
+    first = printed(folder).splitlines()[0]
+    assert first == "transfer on toy with fast (model, bytes moved by toy-engine), seed 0"
+
+
+def test_what_is_not_a_terminal_gets_plain_text_in_whole_lines(config):
+    note = "long " * 100
+    text = printed(Run(config).finish(make_result(notes=[note.strip()])))
+    assert text.isascii()
+    assert f"note: {note.strip()}" in text.splitlines()
+
+
+def test_a_terminal_gets_colours(folder):
+    assert "\x1b[" in printed(folder, Terminal())
+
+
+def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
+    text = report.as_json(folder)
+    assert "\n" not in text
+    found = json.loads(text)
+    assert found["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time"}
+    assert found["evidence"]["weakest"] == "assumed"
+    assert found["folder"] == str(folder)
+    assert found["command"] == ["pdsim", "run"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (7, "7"),
+        (123456789, "123456789"),
+        (12.3456, "12.35"),
+        (123.456, "123.5"),
+        (0.123456, "0.1235"),
+        (-5.25, "-5.250"),
+        (1.5e-5, "1.500e-05"),
+        (2.5e9, "2.500e+09"),
+        ("ok", "ok"),
+    ],
+)
+def test_numbers_are_printed_with_four_digits_and_counts_in_full(value, text):
+    assert report.cell(value) == text
+
+
+def test_a_table_without_rows_is_a_table():
+    file = io.StringIO()
+    report.show_table(Table("Points", {"a": "first"}, []), file)
+    assert file.getvalue().split() == ["Points", "a", "a:", "first"]
+
+
+# --- progress -------------------------------------------------------------------------------------------------------
+
+
+def drawn(after: float) -> bytes:
+    """Return what a bar writes to a terminal that is shown three steps."""
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal:
+        with report.Progress("serving", terminal, after=after) as bar:
+            for step in range(3):
+                bar(step / 2, "rank0")
+                time.sleep(0.11)  # a bar is drawn ten times a second at most
+        terminal.write("end")
+        terminal.flush()
+        text = os.read(master, 65536)
+    os.close(master)
+    return text
+
+
+def test_a_terminal_gets_a_bar():
+    text = drawn(after=0.0)
+    assert b"serving rank0" in text
+    assert b"100%" in text
+
+
+def test_what_is_done_within_a_second_has_no_bar():
+    assert drawn(after=60.0) == b"end"
+
+
+def test_what_is_not_a_terminal_gets_no_bar():
+    file = io.StringIO()
+    with report.Progress("serving", file, after=0.0) as bar:
+        bar(0.5, "half")
+    assert file.getvalue() == ""
