@@ -51,7 +51,8 @@ def sender(rank: Rank, transfers: int, descriptors: int, inflight: int) -> Progr
     offset = np.arange(descriptors) * BLOCK
     batch = Batch(region, peer.regions["kv"], offset, offset, np.full(descriptors, BLOCK))
     for _ in range(transfers // inflight):
-        for transfer in [rank.endpoint.write(peer, batch, b"done") for _ in range(inflight)]:
+        flying = [rank.endpoint.write(peer, batch, b"done") for _ in range(inflight)]
+        for transfer in flying:  # noqa: UP028 SimPy sends the record back, which a list's iterator cannot take
             yield transfer
 
 

@@ -169,7 +169,8 @@ class SimEndpoint:
 
     def register(self, buffer: Buffer, name: str) -> Region:
         """Make *buffer* known to the engine as region *name*; the errors of `pdsim.transfer.Endpoint.register`."""
-        self._check_open()
+        if self.ended is not None:
+            raise RegistrationError(f"{self.name} has closed its endpoint; register before close()")
         if name in self._regions:
             raise RegistrationError(f"{self.name} has a region {name!r} already; take another name")
         if not isinstance(buffer, SimBuffer) or not self._device.owns(buffer):

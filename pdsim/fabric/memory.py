@@ -9,6 +9,7 @@ it is, and counts as used, until the last hold is released.
 
 from __future__ import annotations
 
+import mmap
 from bisect import insort
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ LAUNCH = 3e-6
 """Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's constant of a memory kernel."""
 
 POOLS = ("default", "symmetric", "nvlink")
+
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag, which Python has a name for from 3.13 on."""
 
 BASE = 1 << 32
 """The first address: not 0, so that an address that was never set is never a valid one."""
@@ -95,9 +99,9 @@ class SimBuffer:
             self._memory.reclaim(self)
 
     def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
-        contents = self.contents
         if self._freed:
             raise ValueError(f"{self!r} has been freed; read and write a buffer before that")
+        contents = self.contents
         if offset < 0 or size < 0 or offset + size > self.size:
             raise IndexError(f"[{offset}, {offset + size}) is outside a buffer of {self.size} bytes")
         return contents[offset : offset + size]
@@ -296,12 +300,11 @@ def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:
 
 
 def _zeros(size: int) -> npt.NDArray[np.uint8]:
-    try:
+    """Return bytes that the operating system commits where they are written, and reserves nowhere."""
+    if size < 1 << 20:
         return np.zeros(size, np.uint8)
-    except MemoryError:
-        raise OutOfMemory(
-            f"this machine cannot hold {format_size(size)} of contents; run memory=timing or a smaller machine"
-        ) from None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 def _check_pool(pool: str) -> None:

@@ -174,7 +174,7 @@ class _Job:
 
     def _kill(self, name: str) -> None:
         if name in self._live:
-            self._end(name, error=f"Killed: {name} was ended by force at {self._clock.now:g} s")
+            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked")
 
     def _fail(self, name: str, error: BaseException) -> None:
         if not isinstance(error, Exception):

@@ -1,0 +1,251 @@
+"""What posting, the wire, completion and the send queue cost.  All times are exact."""
+
+import pytest
+
+from pdsim.clock import Clock
+from pdsim.errors import SendQueueFull
+from pdsim.fabric.engine import Lane, Poster
+from pdsim.fabric.sharing import Network
+from pdsim.fabric.topology import Route
+from tests.fabric.machines import cost
+
+
+class Bench:
+    """One link of 100 bytes/s out and one in; `log` has (time, tag) of all completions."""
+
+    def __init__(self, way=0.0, **changes):
+        self.clock = Clock()
+        self.network = Network(self.clock)
+        self.out = Route((self.network.link("out", 100.0),), way)
+        self.into = Route((self.network.link("in", 100.0),), way)
+        self.model = cost(**changes)
+        self.poster = Poster()
+        self.lane = self.new_lane()
+        self.log = []
+
+    def new_lane(self, name="a>b"):
+        return Lane(self.network, self.poster, self.model, self.out, self.into, name)
+
+    def post(self, tag, nbytes=100, descriptors=4, inward=False, lane=None, at=None):
+        def now(_):
+            return (lane or self.lane).post(nbytes, descriptors, inward, self.done, tag)
+
+        return now(None) if at is None else self.clock.call_at(at, now, None)
+
+    def done(self, posting):
+        self.log.append((self.clock.now, posting.tag))
+
+    def run(self):
+        self.clock.run()
+        return self.log
+
+
+def test_without_overlap_the_times_add_up():
+    bench = Bench()
+    bench.post("a")  # call 1, 4 descriptors of 0.25, 100 bytes at 100 bytes/s, latency 0.5
+    assert bench.run() == [(3.5, "a")]
+
+
+def test_with_overlap_the_longer_stage_counts():
+    bench = Bench(overlap=True)
+    bench.post("wire", nbytes=300)
+    assert bench.run() == [(3.5, "wire")]
+    bench = Bench(overlap=True)
+    bench.post("posting", nbytes=100)
+    assert bench.run() == [(2.5, "posting")]
+
+
+def test_posting_ends_when_the_descriptors_are_taken():
+    bench = Bench()
+    assert bench.post("a").posted == 2.0
+
+
+def test_transfers_take_turns_at_the_poster():
+    bench = Bench()
+    assert [bench.post("a").posted, bench.post("b").posted] == [2.0, 4.0]
+    assert bench.run() == [(3.5, "a"), (5.5, "b")]
+
+
+def test_lanes_of_one_endpoint_share_its_poster():
+    bench = Bench()
+    assert [bench.post("a").posted, bench.post("b", lane=bench.new_lane("a>c")).posted] == [2.0, 4.0]
+
+
+def test_a_poster_that_was_idle_starts_when_it_is_asked():
+    bench = Bench()
+    bench.post("a")
+    bench.post("b", at=8.0)
+    assert bench.run() == [(3.5, "a"), (11.5, "b")]
+
+
+def test_with_overlap_the_wire_waits_for_the_turn_too():
+    bench = Bench(overlap=True)
+    bench.post("a", nbytes=400)  # wire 0 to 4, alone until 2
+    bench.post("b", nbytes=100)  # posting 2 to 4, and half of the wire from 2
+    assert bench.run() == [(4.5, "b"), (5.5, "a")]
+
+
+def test_flows_share_a_link():
+    bench = Bench(call=0.0, descriptor=0.0, latency=0.0)
+    bench.post("a", nbytes=100)
+    bench.post("b", nbytes=200)
+    assert bench.run() == [(2.0, "a"), (3.0, "b")]
+
+
+def test_the_rate_caps_a_transfer():
+    bench = Bench(rate=50.0)
+    bench.post("a")
+    assert bench.run() == [(4.5, "a")]
+
+
+def test_a_descriptor_occupies_the_wire():
+    bench = Bench(rate=50.0, wire_descriptor=0.5)  # 4 * 0.5 * 50 = 100 bytes more
+    bench.post("a")
+    assert bench.run() == [(6.5, "a")]
+
+
+def test_without_a_rate_a_descriptor_holds_up_the_narrowest_link():
+    bench = Bench(wire_descriptor=0.5)  # 4 * 0.5 * 100 = 200 bytes more
+    bench.post("a")
+    assert bench.run() == [(5.5, "a")]
+
+
+def test_queues_cap_all_transfers_to_a_peer_together():
+    bench = Bench(call=0.0, descriptor=0.0, latency=0.0, queues=2, queue_rate=25.0)
+    bench.post("a")
+    bench.post("b", inward=True)  # the other direction, but the same queues
+    assert bench.run() == [(4.0, "a"), (4.0, "b")]
+
+
+def test_queues_of_different_peers_are_not_shared():
+    bench = Bench(call=0.0, descriptor=0.0, latency=0.0, queues=2, queue_rate=25.0)
+    bench.post("a")
+    bench.post("b", lane=bench.new_lane("a>c"))
+    assert bench.run() == [(2.0, "a"), (2.0, "b")]
+
+
+def test_the_way_adds_its_latency_to_the_engine_s():
+    bench = Bench(way=2.0)
+    bench.post("a")
+    assert bench.run() == [(5.5, "a")]
+
+
+def test_inward_transfers_use_the_other_direction():
+    bench = Bench()
+    bench.post("a", inward=True)
+    bench.run()
+    assert (bench.out.links[0].carried, bench.into.links[0].carried) == (0.0, 100.0)
+
+
+class TestDepth:
+    """A send queue of bounded depth."""
+
+    def test_a_queue_that_refuses_takes_no_more_than_its_depth(self):
+        bench = Bench(depth=8, full="refuse")
+        bench.post("a", descriptors=4)
+        bench.post("b", descriptors=4)
+        with pytest.raises(SendQueueFull, match="1 descriptors on top of 8 outstanding on a>b: the engine takes 8"):
+            bench.post("c", descriptors=1)
+        assert bench.run() == [(3.5, "a"), (5.5, "b")]
+
+    def test_a_queue_that_refuses_has_room_again_after_completion(self):
+        bench = Bench(depth=4, full="refuse")
+        bench.post("a")
+        bench.post("b", at=3.75)
+        assert bench.run() == [(3.5, "a"), (7.25, "b")]
+
+    def test_a_batch_beyond_the_depth_is_always_refused(self):
+        with pytest.raises(SendQueueFull, match="5 descriptors on top of 0"):
+            Bench(depth=4, full="refuse").post("a", descriptors=5)
+
+    def test_a_refused_batch_takes_no_time_of_the_poster(self):
+        bench = Bench(depth=4, full="refuse")
+        with pytest.raises(SendQueueFull):
+            bench.post("a", descriptors=5)
+        bench.post("b")
+        assert bench.run() == [(3.5, "b")]
+
+    def test_a_queue_that_waits_lets_in_what_fits_after_completion(self):
+        bench = Bench(depth=4, full="wait")
+        bench.post("a")
+        assert bench.post("b").posted is None
+        assert bench.run() == [(3.5, "a"), (7.0, "b")]
+
+    def test_waiting_is_first_come_first_served(self):
+        bench = Bench(depth=4, full="wait")
+        bench.post("a", descriptors=2)  # posted at 1.5, complete at 3
+        bench.post("b", descriptors=4)
+        bench.post("c", descriptors=2)  # would fit at once, but b was here before
+        assert bench.run() == [(3.0, "a"), (6.5, "b"), (9.5, "c")]
+
+    def test_a_batch_beyond_the_depth_goes_alone(self):
+        bench = Bench(depth=4, full="wait")
+        bench.post("a", descriptors=8)
+        bench.post("b", descriptors=4)
+        assert bench.run() == [(4.5, "a"), (8.0, "b")]
+
+    def test_waiting_for_one_peer_does_not_keep_the_poster_from_another(self):
+        bench = Bench(depth=4, full="wait")
+        bench.post("a")
+        bench.post("b")
+        bench.post("c", lane=bench.new_lane("a>c"))  # posting 2 to 4
+        assert bench.run() == [(3.5, "a"), (5.5, "c"), (7.5, "b")]
+
+
+class TestAbort:
+    """What is aborted is never reported, and makes room."""
+
+    def test_in_the_queue(self):
+        bench = Bench(depth=4, full="wait")
+        bench.post("a")
+        bench.lane.abort(bench.post("b"))
+        bench.post("c")
+        assert bench.run() == [(3.5, "a"), (7.0, "c")]
+
+    def test_while_posting(self):
+        bench = Bench()
+        posting = bench.post("a")
+        bench.clock.call_at(1.0, bench.lane.abort, posting)
+        bench.post("b")
+        assert bench.run() == [(5.5, "b")]
+        assert bench.out.links[0].carried == 100.0
+
+    def test_on_the_wire(self):
+        bench = Bench()
+        posting = bench.post("a")
+        bench.clock.call_at(2.5, bench.lane.abort, posting)
+        assert bench.run() == []
+        assert bench.out.links[0].carried == 50.0
+        assert bench.lane.outstanding == 0
+
+    def test_between_the_wire_and_completion(self):
+        bench = Bench()
+        posting = bench.post("a")
+        bench.clock.call_at(3.25, bench.lane.abort, posting)
+        assert bench.run() == []
+
+    def test_makes_room_for_who_waits(self):
+        bench = Bench(depth=4, full="wait")
+        posting = bench.post("a")
+        bench.post("b")
+        bench.clock.call_at(2.5, bench.lane.abort, posting)
+        assert bench.run() == [(6.0, "b")]
+
+    def test_twice_is_once(self):
+        bench = Bench(depth=4, full="wait")
+        posting = bench.post("a")
+        bench.lane.abort(posting)
+        bench.lane.abort(posting)
+        assert bench.lane.outstanding == 0
+
+
+class TestEvents:
+    """The cost of a transfer in SimPy events does not depend on its descriptors."""
+
+    @pytest.mark.parametrize("descriptors", [1, 100_000])
+    @pytest.mark.parametrize(("overlap", "expected"), [(True, 3), (False, 4)])
+    def test_alone(self, descriptors, overlap, expected):
+        bench = Bench(overlap=overlap)
+        bench.post("a", descriptors=descriptors)
+        bench.run()
+        assert next(bench.clock._eid) == expected
