@@ -40,14 +40,11 @@ NOW = 1.0 + 1e-15
 ENDED = 1.0 + 1e-14
 """The same for the service of flows of one path."""
 
-REBASE = 1000
-"""How many flows end on a busy path before its counter of service starts anew, lest it lose digits."""
-
 
 class Flow:
     """Bytes on their way.  Made by `Network.start`."""
 
-    __slots__ = ("_begin", "_done", "_end", "path", "size", "tag")
+    __slots__ = ("_begin", "_done", "path", "size", "tag")
 
     def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
         self.path = path
@@ -55,7 +52,6 @@ class Flow:
         self.tag = tag
         self._done: Callable[[Any], None] | None = done  # None: called or aborted
         self._begin = 0.0
-        self._end = 0.0
 
     def __repr__(self) -> str:
         return f"<Flow of {self.size:g} bytes over {self.path!r}>"
@@ -143,11 +139,11 @@ class Network:
         self._advance(path)
         flow = Flow(path, size, done, tag)
         flow._begin = path._service
-        flow._end = path._service + size if path.links or path.cap < inf else path._service
         path.flows += 1
         path._begun += flow._begin
         self._flows += 1
-        heappush(path._flows, (flow._end, self._flows, flow))
+        end = path._service + size if path.links or path.cap < inf else path._service
+        heappush(path._flows, (end, self._flows, flow))
         self._change(path)
         return flow
 

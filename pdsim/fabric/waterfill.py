@@ -15,7 +15,7 @@ This module knows rates, not time: starting and ending flows is the business of 
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,9 @@ __all__ = ["Link", "Path", "Waterfill"]
 
 SAME = 1e-12
 """Two rates closer than this, relatively, are the same rate with different rounding."""
+
+REBASE = 1000
+"""How many flows end on a busy path before its counter of service starts from zero again."""
 
 UNSET = -1.0
 """The rate of a path that is being solved."""
@@ -112,8 +115,9 @@ class Link:
         return self._implied()
 
     def _resize(self, capacity: float) -> None:
-        self._free += capacity - self._capacity
-        self._capacity = capacity
+        for path in self._active:
+            path._release()
+        self._free = self._capacity = capacity  # a sum would lose the digits of the smaller of two capacities
         for link in (self, *self._covers):
             if not link._live and not link._implied():
                 link._promote()
@@ -197,6 +201,12 @@ class Path:
         """Whether there are as many flows as when the rate was solved."""
         return self.flows > 0 and self._active and self.flows * self._rate == self._load
 
+    def _release(self) -> None:
+        """Take the load off the links, until the rate is solved again at this instant."""
+        for link in self._live:
+            link._free += self._load
+        self._load = 0.0
+
     def _drop(self, begin: float, carried: float) -> None:
         """Count a flow out that began at *begin* and carried *carried* bytes."""
         self.flows -= 1
@@ -217,6 +227,20 @@ class Path:
             _, order, flow = heappop(flows)
             due.append((order, flow))
             self._drop(flow._begin, flow.size)
+            self._age += 1
+        if self._age > REBASE + 4 * len(flows):
+            self._rebase()
+
+    def _rebase(self) -> None:
+        """Count service from zero again: on a path that never empties it would grow until small flows drown in it."""
+        base = self._service
+        self._flows = [(end - base, order, flow) for end, order, flow in self._flows]
+        heapify(self._flows)
+        for _, _, flow in self._flows:
+            flow._begin -= base
+        self._begun = sum(flow._begin for _, _, flow in self._flows)
+        self._service = 0.0
+        self._age = 0
 
 
 class Waterfill:
