@@ -34,6 +34,7 @@ _ABOUT = (
     Column("backend", "string", "", "the engine that was asked for"),
     Column("target", "string", "", "model or real"),
     Column("seed", "int64", "", "of every random stream"),
+    Column("evidence", "string", "", "weakest kind of source that the point's numbers rest on; none: not to be used"),
 )
 
 
@@ -56,13 +57,23 @@ def collect(folder: Path) -> Path:
 
 
 def table(path: Path) -> Table:
-    """Return ``points.parquet`` at *path* as a table for people, without the columns that all points share."""
+    """Return ``points.parquet`` at *path* as a table for people.
+
+    Columns that all points share are left out, and so are the metrics of a point without evidence.
+    """
     import pyarrow.parquet as pq
 
     points = pq.read_table(path)
-    keep = [field for field in points.schema if field.name == "status" or _varies(points[field.name].to_pylist())]
-    columns = {field.name: (field.metadata or {}).get(b"definition", b"").decode() for field in keep}
-    values = [points[field.name].to_pylist() for field in keep]
+    proven = [kind != "none" for kind in points["evidence"].to_pylist()]
+    columns, values = {}, []
+    for field in points.schema:
+        metric = field.metadata[b"part"] == b"metric"
+        found = points[field.name].to_pylist()
+        if metric:
+            found = [value if proof else None for value, proof in zip(found, proven, strict=True)]
+        if field.name in ("status", "evidence") or _varies(found) or (metric and len(found) == 1):
+            columns[field.name] = field.metadata[b"definition"].decode()
+            values.append(found)
     return Table(f"{points.num_rows} points in {path.parent}", columns, list(zip(*values, strict=True)))
 
 
@@ -81,6 +92,7 @@ def _point(run: Path, sweep: Path) -> dict[str, Any]:
     if not whole and about["status"] not in ("failed", "interrupted"):
         about |= {"status": "killed", "error": "ended without a word: killed, or still running"}
     point = {column.name: about.get(column.name) for column in _ABOUT}
+    point["evidence"] = about.get("evidence", {}).get("weakest")
     point["overrides"] = dict(_override(text) for text in about["overrides"])
     point["metrics"] = about.get("metrics", {})
     return point
@@ -112,22 +124,22 @@ def _arrow(points: Sequence[dict[str, Any]]) -> pa.Table:
     reserved = {column.name for column in _ABOUT}
     fields, arrays = [], []
 
-    def add(column: Column, values: Sequence[Any]) -> None:
-        metadata = {"unit": column.unit, "definition": column.definition}
+    def add(part: str, column: Column, values: Sequence[Any]) -> None:
+        metadata = {"unit": column.unit, "definition": column.definition, "part": part}
         fields.append(pa.field(column.name, pa.type_for_alias(column.type), metadata=metadata))
         arrays.append(pa.array(values, type=fields[-1].type))
 
     for column in _ABOUT:
-        add(column, [point[column.name] for point in points])
+        add("about", column, [point[column.name] for point in points])
     for key in _keys(points, "overrides"):
         if key in reserved:
             continue
         kind, values = _typed([point["overrides"].get(key) for point in points])
-        add(Column(key, kind, "", f"override of {key}"), values)
+        add("override", Column(key, kind, "", f"override of {key}"), values)
     for name in _keys(points, "metrics"):
         metrics = [point["metrics"].get(name, {}) for point in points]
         definition = next(metric["definition"] for metric in metrics if metric)
-        add(Column(name, "float64", "", definition), [metric.get("value") for metric in metrics])
+        add("metric", Column(name, "float64", "", definition), [metric.get("value") for metric in metrics])
     return pa.table(arrays, schema=pa.schema(fields, metadata={"pdsim.schema": str(schema.VERSION)}))
 
 

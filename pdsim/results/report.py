@@ -96,11 +96,26 @@ def _show_metrics(console: Console, metrics: Mapping[str, Mapping[str, Any]]) ->
 def _show_table(console: Console, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> None:
     console.print()
     _say(console, title, style="bold")
-    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(columns))]
-    _grid(console, list(columns), [[cell(value) for value in row] for row in rows], numeric)
-    legend = [f"{heading}: {definition}" for heading, definition in columns.items() if definition]
-    for line in legend:
-        _say(console, f"  {line}", style="dim")
+    headings = list(columns)
+    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(headings))]
+    cells = [[cell(value) for value in row] for row in rows]
+    shown = _fitting(console, headings, cells)
+    _grid(console, headings[:shown], [row[:shown] for row in cells], numeric[:shown])
+    for heading in headings[:shown]:
+        if columns[heading]:
+            _say(console, f"  {heading}: {columns[heading]}", style="dim")
+    if shown < len(headings):
+        _say(console, f"  not shown, for want of width: {', '.join(headings[shown:])}", style="dim")
+
+
+def _fitting(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Return how many columns, from the left and at least one, the terminal is wide enough for."""
+    width = 0
+    for number, heading in enumerate(headings):
+        width += max(len(text) for text in (heading, *(row[number] for row in cells))) + 3
+        if width > console.width and number:
+            return number
+    return len(headings)
 
 
 def _show_evidence(console: Console, proof: Evidence) -> None:

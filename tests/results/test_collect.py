@@ -1,6 +1,7 @@
 """A sweep ends in one file and one table: one row a point, the failed and the killed ones included."""
 
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ from pdsim.errors import ConfigError, PeerLost
 from pdsim.results.collect import collect, table
 from pdsim.results.record import Metric
 from pdsim.results.store import INCOMPLETE, Run, refuse
-from tests.results.conftest import make_config, make_result
+from tests.results.conftest import MACHINE, make_config, make_result
 
 
 def point(output, rate, seed=0, **changes):
@@ -36,6 +37,7 @@ def test_a_row_has_the_overrides_the_seed_and_the_metrics_of_its_point(tmp_path)
         "backend": "fast",
         "target": "model",
         "seed": 7,
+        "evidence": "assumed",
         "workload.rate": 2.5,
         "bw_gbs": 2.5,
     }
@@ -98,8 +100,17 @@ def test_the_table_leaves_out_what_all_points_share(tmp_path):
     for rate in (1, 2):
         point(tmp_path, rate)
     found = table(collect(tmp_path))
-    assert list(found.columns) == ["folder", "status", "workload.rate", "bw_gbs"]
-    assert [row[1:] for row in found.rows] == [("ok", 1, 1.0), ("ok", 2, 2.0)]
+    assert list(found.columns) == ["folder", "status", "evidence", "workload.rate", "bw_gbs"]
+    assert [row[1:] for row in found.rows] == [("ok", "assumed", 1, 1.0), ("ok", "assumed", 2, 2.0)]
+
+
+def test_the_table_has_no_numbers_without_evidence(tmp_path):
+    point(tmp_path, 1)
+    Run(make_config(tmp_path, hw=replace(MACHINE, sources={}))).finish(make_result())
+    found = table(collect(tmp_path))
+    shown = list(found.columns)
+    by_evidence = {row[shown.index("evidence")]: row[shown.index("bw_gbs")] for row in found.rows}
+    assert by_evidence == {"assumed": 1.0, "none": None}
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):

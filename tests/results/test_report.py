@@ -83,6 +83,15 @@ def test_a_terminal_gets_colours(folder):
     assert "\x1b[" in printed(folder, Terminal())
 
 
+def test_a_narrow_terminal_gets_the_columns_that_fit_and_the_names_of_the_others(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    file = Terminal()
+    report.show_table(Table("Points", {f"column{n}": f"number {n}" for n in range(6)}, [[1.5] * 6]), file)
+    assert "column3: number 3" in file.getvalue()
+    assert "column4: " not in file.getvalue()
+    assert "not shown, for want of width: column4, column5" in file.getvalue()
+
+
 def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
     text = report.as_json(folder)
     assert "\n" not in text
