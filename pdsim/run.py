@@ -65,11 +65,9 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int
     global _state
     _state = _State(quiet=quiet or json)
     ConfigStore.instance().store(name="_defaults", node=configure.defaults())
-    sys.argv = ["pdsim run", *overrides.rewrite(words)]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here instead of being printed
     with _only_json(json) as out:
         try:
-            _point()
+            _hydra(overrides.rewrite(words))
         finally:
             _finish_sweep(out, json=json, quiet=quiet)
         if _state.error is not None:
@@ -77,6 +75,19 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int
         if _state.folder is not None:
             _print(_state.folder, out, json=json, quiet=quiet)
     return 1 if _state.failed else 0
+
+
+def _hydra(words: Sequence[str]) -> None:
+    """Have Hydra compose and run the points that *words* ask for; it reads them from the process's command line."""
+    kept = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["pdsim run", *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here instead of being printed
+    try:
+        _point()
+    finally:
+        sys.argv = kept[0]
+        if kept[1] is None:
+            del os.environ["HYDRA_FULL_ERROR"]
 
 
 @contextmanager

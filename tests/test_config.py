@@ -1,0 +1,239 @@
+"""Plain mappings become frozen dataclasses, or one line for each mistake."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import pytest
+
+from pdsim.config import Config
+from pdsim.configure import ON_THE_COMMAND_LINE, UNSAID, build, defaults, load
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Engine, EngineModel, Machine, Nic
+from pdsim.serving.settings import Kv, Parallel, Workload
+from pdsim.units import Rate, Seconds, Size
+
+MACHINE = {
+    "name": "box",
+    "vendor": "nvidia",
+    "nodes": 1,
+    "gpus": 2,
+    "gpu": {"name": "G", "memory": "80GB", "memory_rate": "2TB/s", "compute": "312TFLOPS", "pcie": "25GB/s"},
+    "interconnect": {"kind": "switch", "rate": "240GB/s"},
+    "nic": {"count": 1, "rate": "400Gbps", "latency": "2us"},
+    "host": {"memory": "1TB", "memory_rate": 2e11, "tcp_rate": "10Gbps", "tcp_latency": "50us"},
+    "sources": {"gpu": "datasheet: G", "nodes, gpus": "assumed: two", "nic.rate": "measured: here"},
+}
+ENGINE = {
+    "name": "engine",
+    "implementation": "engine",
+    "vendors": ["nvidia"],
+    "intra": {"path": "nvlink", "call": "1us", "descriptor": "2us", "overlap": True, "latency": 0},
+    "inter": None,
+}
+MODEL = {
+    "name": "m", "parameters": 1e9, "active": 1e9, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16,
+}  # fmt: skip
+CONFIG = {
+    "target": "model",
+    "experiment": {"name": "transfer"},
+    "hw": MACHINE,
+    "backend": ENGINE,
+    "model": MODEL,
+    "parallel": {"prefill": {"tp": 1}, "decode": {"tp": 1}},
+}
+
+
+def changed(values, key, value):
+    """Return a copy of *values* with the dotted *key* set."""
+    head, _, rest = key.partition(".")
+    return {**values, head: changed(values[head], rest, value) if rest else value}
+
+
+def refusal(cls, values, at=""):
+    with pytest.raises(ConfigError) as caught:
+        build(cls, values, at)
+    return str(caught.value)
+
+
+# --- what is understood
+
+
+def test_units_become_numbers_and_missing_keys_take_their_defaults():
+    nic = build(Nic, {"count": 4, "rate": "400Gbps"}, "hw.nic")
+    assert nic == Nic(count=4, rate=50e9, latency=0.0)
+
+
+def test_nested_dataclasses_lists_and_nothing_are_built():
+    engine = build(Engine, ENGINE, "backend")
+    assert engine.vendors == ("nvidia",)
+    assert engine.inter is None
+    assert engine.intra == EngineModel(path="nvlink", call=1e-6, descriptor=2e-6, overlap=True, latency=0.0)
+    assert engine.timeout == 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everything:
+    size: tuple[Size, ...] = ()
+    deadline: Seconds | None = None
+    mode: Literal["write", "read"] = "write"
+    options: Mapping[str, str] = field(default_factory=dict)
+    verify: bool = True
+    share: float = 0.5
+    count: int = 1
+    rate: Rate = 0.0
+
+
+def test_each_kind_of_annotation_is_converted():
+    built = build(
+        Everything,
+        {
+            "size": ["64KiB", 1],
+            "deadline": "5ms",
+            "mode": "read",
+            "options": {"A": 1, "B": "x"},
+            "share": 1,
+            "count": 2.0,
+        },
+    )
+    assert built == Everything(
+        size=(65536, 1), deadline=0.005, mode="read", options={"A": "1", "B": "x"}, share=1.0, count=2
+    )
+    assert isinstance(built.count, int)
+    assert isinstance(built.share, float)
+
+
+def test_one_value_stands_for_a_list_of_one():
+    assert build(Everything, {"size": "64KiB"}).size == (65536,)
+
+
+def test_null_is_nothing_where_nothing_is_allowed():
+    assert build(Everything, {"deadline": None}).deadline is None
+
+
+# --- what is refused
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_and_all_known_keys():
+    assert refusal(Kv, {"pol": 1}, "kv") == "unknown key kv.pol; did you mean kv.pool? kv has page_size, pool"
+
+
+def test_all_mistakes_are_told_at_once_one_a_line():
+    values = changed(changed(changed(CONFIG, "hw.gpuss", 1), "hw.nic.rate", "fast"), "kvv", {})
+    lines = refusal(Config, values).splitlines()
+    assert [line.split(";")[0] for line in lines] == [
+        "unknown key kvv",
+        "unknown key hw.gpuss",
+        "hw.nic.rate: 'fast' is not a rate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hw.gpus", "abc", "hw.gpus must be a whole number, got 'abc'"),
+        ("hw.gpus", 1.5, "hw.gpus must be a whole number, got 1.5"),
+        ("hw.gpus", True, "hw.gpus must be a whole number, got True"),
+        ("hw.name", ["a"], "hw.name must be text, got ['a']"),
+        ("backend.intra.overlap", 1, "backend.intra.overlap must be true or false, got 1"),
+        ("model.parameters", float("inf"), "model.parameters must be a finite number, got inf"),
+        ("hw.nic", 3, "hw.nic must have keys of its own (count, rate, latency), got 3"),
+        (
+            "hw.gpu.memory",
+            "80Gb",
+            "hw.gpu.memory: '80Gb' is not a size; write a number or something like 64KiB or 1.5GB",
+        ),
+        ("backend.vendors", ["nvidia", 1.5], "backend.vendors[1] must be text, got 1.5"),
+        (
+            "hw.sources",
+            "none",
+            "hw.sources must be a mapping of keys to values, got 'none'; write hw.sources={key: value}",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, message):
+    assert refusal(Config, changed(CONFIG, key, value)) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("hw.nic.rate", -1, "hw.nic.rate must be > 0, got -1.0"),
+        ("hw.gpus", -1, "hw.gpus must be >= 0, got -1"),
+        ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
+        ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
+        ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
+        ("target", "rael", "target must be one of model, real, got 'rael'"),
+        ("seed", -1, "seed must be >= 0, got -1"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, value, rule):
+    assert refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
+
+
+def test_a_missing_key_says_what_to_set():
+    values = {**MACHINE, "nic": {"count": 1}}
+    assert refusal(Machine, values, "hw") == "hw.nic.rate is missing and has no default; set hw.nic.rate=VALUE"
+
+
+def test_an_experiment_that_does_not_exist_is_answered_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"experiment.name=transfr does not exist; did you mean transfer\? There are"):
+        load(changed(CONFIG, "experiment.name", "transfr"))
+
+
+def test_the_options_of_an_experiment_are_its_own():
+    with pytest.raises(ConfigError, match=r"unknown key experiment.sizes; did you mean experiment.size\?"):
+        load(changed(CONFIG, "experiment.sizes", [1]))
+
+
+# --- what is complete
+
+
+def test_the_options_of_an_experiment_are_typed_and_completed():
+    experiment = load(changed(CONFIG, "experiment.size", ["64KiB", "1MiB"])).experiment
+    assert experiment["size"] == (65536, 1048576)
+    assert {"name", "patterns", "blocks", "repeat"} <= set(experiment)
+
+
+def test_the_defaults_are_those_of_the_dataclasses():
+    plain = defaults()
+    assert plain["kv"] == asdict(Kv())
+    assert plain["workload"] == asdict(Workload())
+    assert "hw" not in plain
+
+
+def test_what_is_stored_of_a_configuration_builds_it_again():
+    config = load(CONFIG)
+    assert build(Parallel, asdict(config.parallel), "parallel") == config.parallel
+    assert build(Machine, asdict(config.hw), "hw") == config.hw
+
+
+# --- where numbers come from
+
+
+def test_a_number_without_a_source_is_assumed():
+    sources = load(CONFIG).hw.sources
+    assert sources["interconnect.rate"] == UNSAID
+    assert sources["nodes, gpus"] == "assumed: two"
+    assert "gpu.memory" not in sources  # "gpu" speaks for it
+
+
+def test_what_the_command_line_sets_is_assumed_and_the_rest_keeps_its_source():
+    sources = load(CONFIG, ["hw.nic.rate", "hw.gpus", "hw.gpu.memory", "backend.options.X", "hw.name"]).hw.sources
+    assert sources["nic.rate"] == ON_THE_COMMAND_LINE
+    assert sources["gpus"] == ON_THE_COMMAND_LINE
+    assert sources["nodes"] == "assumed: two"
+    assert sources["gpu"] == "datasheet: G"
+    assert sources["gpu.memory"] == ON_THE_COMMAND_LINE
+    assert "name" not in sources
+
+
+def test_setting_a_whole_part_covers_the_sources_below_it():
+    sources = load(CONFIG, ["hw.nic"]).hw.sources
+    assert sources["nic"] == ON_THE_COMMAND_LINE
+    assert "nic.rate" not in sources
+
+
+def test_a_source_of_no_known_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"hw.sources.gpu: 'a guess' must begin with one of measured, published"):
+        load(changed(CONFIG, "hw.sources", {"gpu": "a guess"}))
