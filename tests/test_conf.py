@@ -1,0 +1,167 @@
+"""Every file under conf/ can be run, says what it is, and says of each of its numbers where it comes from."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+import conf
+import experiments.transfer
+from pdsim import checks, configure
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import EVIDENCE
+from pdsim.fabric.world import Model
+from pdsim.overrides import describe, groups, options
+
+FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
+CHOICES = [(group, option) for group in groups() for option in options(group)]
+TRANSFER = {"name": "transfer", "patterns": ("pair",), "size": (65536,), "blocks": (4,), "repeat": 2, "warmup": 0}
+
+
+@cache
+def composed(*words: str) -> Config:
+    """Return the configuration that *words* choose."""
+    ConfigStore.instance().store(name="_defaults", node=configure.defaults())
+    with initialize_config_module("conf", version_base="1.3"):
+        values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
+    return configure.load(values)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_file_has_at_most_twenty_lines_and_begins_with_what_it_is(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 20
+    assert any(line.startswith("# ") and not line.startswith("# @") for line in lines[:2])
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES, ids=lambda word: word)
+def test_every_option_composes_into_a_typed_configuration_of_that_name(group, option):
+    config = composed(f"{group}={option}")
+    assert describe(group, option)
+    if group in ("hw", "backend", "model"):
+        assert getattr(config, group).name == option
+    if group == "experiment":
+        assert config.experiment["name"] == option
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [choice for choice in CHOICES if choice[0] in ("hw", "backend", "model")],
+    ids=lambda word: word,
+)
+def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(group, option):
+    part = getattr(composed(f"{group}={option}"), group)
+    numbers = set(configure.numbers(part))
+    assert numbers
+    for keys, text in part.sources.items():
+        kind, _, reason = text.partition(": ")
+        assert kind in EVIDENCE
+        assert reason
+        assert text != configure.UNSAID, f"{keys} has no source"
+        for key in keys.split(", "):
+            assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
+
+
+@pytest.mark.parametrize("hw", options("hw"))
+def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
+    config = composed(f"hw={hw}")
+    checks.check(config)
+    assert config.hw.vendor in config.backend.vendors
+
+
+@pytest.mark.parametrize(
+    ("hw", "backend", "prefill", "decode"),
+    [
+        ("8xh20", "mooncake_nvlink", 4, 4),
+        ("4xh200", "mooncake_nvlink", 2, 2),
+        ("2xh200", "mooncake_nvlink", 1, 1),
+        ("2x8xh20", "mooncake", 8, 8),
+        ("8x8xh200", "mooncake", 32, 32),
+        ("8xmi300x", "mori", 4, 4),
+        ("loopback", "mooncake_tcp", 1, 1),
+    ],
+)
+def test_the_machine_decides_what_is_not_said(hw, backend, prefill, decode):
+    config = composed(f"hw={hw}")
+    assert (config.backend.name, config.parallel.prefill.gpus, config.parallel.decode.gpus) == (
+        backend,
+        prefill,
+        decode,
+    )
+
+
+def test_the_command_line_wins_over_the_machine():
+    config = composed("hw=2x8xh20", "backend=nixl", "parallel=tp4", "model=qwen3-8b")
+    assert (config.backend.name, config.parallel.prefill.tp, config.model.name) == ("nixl", 4, "qwen3-8b")
+
+
+def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
+    config = composed()
+    assert (config.target, config.experiment["name"], config.hw.name, config.model.name, config.workload.arrivals) == (
+        "model", "serve", "8xh20", "llama-3.1-70b", "embedded",
+    )  # fmt: skip
+
+
+ON_AMD = {"mooncake", "mooncake_tcp", "mori", "nixl_tcp"}
+ON_NVIDIA = {"mooncake", "mooncake_nvlink", "mooncake_tcp", "nixl", "nixl_tcp"}
+ON_HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
+
+
+def refusal(config: Config) -> str:
+    """Return why *config* cannot be run, or nothing."""
+    try:
+        checks.check(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("hw", options("hw"))
+def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw):
+    machine = composed(f"hw={hw}")
+    works = set()
+    for backend in options("backend"):
+        engine = composed(f"backend={backend}").backend
+        config = replace(machine, backend=engine, experiment=TRANSFER)
+        refused = refusal(config)
+        if refused:
+            assert f"backend={backend}" in refused
+            continue
+        result = experiments.transfer.run(config, Model(config.hw, engine), lambda fraction, text: None)
+        assert not result.failures
+        assert [record.nbytes for record in result.transfers] == [4 * 65536] * 2
+        works.add(backend)
+    assert works == {"nvidia": ON_NVIDIA, "amd": ON_AMD, "cpu": ON_HOST}[machine.hw.vendor]
+
+
+def modelled(config: Config, backend: str, blocks: int, size: int) -> float:
+    """Return the seconds that one transfer between two GPUs of one node takes."""
+    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1}
+    config = replace(config, backend=composed(f"backend={backend}").backend, experiment=point)
+    result = experiments.transfer.run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    (record,) = result.transfers
+    return record.completed - record.submitted
+
+
+@pytest.mark.parametrize(
+    ("backend", "blocks", "size", "measured", "within"),
+    [
+        ("mooncake_nvlink", 1, 4096, 13e-6, 0.03),
+        ("mooncake_nvlink", 1, 2**20, 13.5e-6, 0.2),  # small blocks hide part of the wire behind the launch
+        ("mooncake_nvlink", 1, 2**28, 689e-6, 0.03),
+        ("mooncake_nvlink", 1024, 16384, 2290e-6, 0.03),
+        ("mooncake_nvlink", 256, 2**20, 1285e-6, 0.03),
+        ("nixl", 1, 4096, 19e-6, 0.03),
+        ("nixl", 1, 2**20, 20e-6, 0.06),
+        ("nixl", 1, 2**28, 728e-6, 0.03),
+        ("nixl", 1024, 16384, 5120e-6, 0.03),
+        ("nixl", 256, 2**20, 1314e-6, 0.03),
+    ],
+)
+def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, blocks, size, measured, within):
+    assert modelled(composed("hw=2xh200"), backend, blocks, size) == pytest.approx(measured, rel=within)
