@@ -28,7 +28,7 @@ class Options:
     """What to sweep over, and how each point is measured: `conf/experiment/transfer.yaml`."""
 
     patterns: tuple[str, ...] = PATTERNS
-    blocks: tuple[int, ...] = (1, 64)  # descriptors of a transfer
+    blocks: tuple[int, ...] = (1, 16)  # descriptors of a transfer
     size: tuple[Size, ...] = (4096, 65536, 1048576)  # bytes of a descriptor
     concurrency: tuple[int, ...] = (1,)  # transfers that an initiator keeps in flight to each of its peers
     ranks: int = 4  # of incast, fanout and alltoall; the other patterns take two

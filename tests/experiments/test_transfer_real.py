@@ -1,0 +1,72 @@
+"""`experiment=transfer` on the real engines: the same programs, real bytes, and a rank that is really killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.transfer import run
+from pdsim.config import Config
+from pdsim.fabric.machine import Host, Interconnect
+from pdsim.transfer import Outcome, RankSpec, Target
+from tests.conformance.conftest import REAL, engine, make_target
+from tests.experiments.test_transfer import rows
+from tests.results.conftest import MACHINE, make_config
+
+LOOPBACK = replace(
+    MACHINE,
+    name="loopback",
+    vendor="cpu",
+    gpus=0,
+    gpu=None,
+    interconnect=Interconnect(kind="none", rate=0.0),
+    host=Host(memory=1 << 30, memory_rate=20e9, tcp_rate=3e9, tcp_latency=50e-6),
+)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])
+def name(request):
+    return request.param
+
+
+def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
+    sizes = {"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3}
+    experiment = {"name": "transfer", **sizes, **options}
+    backend = replace(engine(name), timeout=timeout)
+    return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
+
+
+@pytest.mark.parametrize(("operation", "layout"), [("write", "contiguous"), ("read", "scattered")])
+def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
+    options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
+    result = run(configured(name, **options), make_target(name), lambda fraction, text: None)
+    assert [(row["verified"], row["status"]) for row in rows(result)] == [("12/12", "ok")]
+    assert len(result.transfers) == 6 * 20
+    assert all(r.submitted <= r.prepared <= r.posted <= r.completed <= r.seen for r in result.transfers)
+    assert {record.engine for record in result.transfers} == {rank.engine for rank in result.outcome.ranks.values()}
+
+
+class Killing:
+    """A target that kills a rank , half a second after the start."""
+
+    def __init__(self, target: Target, victim: str) -> None:
+        self.target = target
+        self.kill: Mapping[str, float] = {victim: 0.5}
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        kill, self.kill = self.kill, {}
+        return self.target.run(ranks, kill)
+
+
+@pytest.mark.parametrize("victim", ["rank0", "rank1"])
+def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
+    many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
+    config = configured(name, timeout=2.0, **many)
+    target = Killing(make_target(name), victim)
+    result = run(config, target, lambda fraction, text: None)
+    assert [row["status"] for row in rows(result)] == ["PeerLost"]
+    assert any(f" {victim}: " in failure for failure in result.failures)
