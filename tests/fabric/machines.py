@@ -13,7 +13,7 @@ from pdsim.transfer import Outcome, Place, Program, RankSpec
 def machine(
     kind: str = "switch", nodes: int = 2, gpus: int = 4, cards: int = 2, vendor: str = "nvidia", latency: float = 0.0
 ) -> Machine:
-    """Return nodes of GPUs: memory 1000 bytes/s, ports 100, PCIe 50, cards 20; host memory 400, TCP 8 bytes/s."""
+    """Return nodes of GPUs: memory 1000 bytes/s, ports 100, PCIe 50, cards 20; host memory 400, TCP 1000 bytes/s."""
     return Machine(
         name="test",
         vendor=vendor,
@@ -22,7 +22,7 @@ def machine(
         gpu=Gpu(name="G", memory=4096, memory_rate=1000.0, compute=1.0, pcie=50.0) if gpus else None,
         interconnect=Interconnect(kind=kind, rate=100.0, latency=latency),
         nic=Nic(count=cards, rate=20.0, latency=latency),
-        host=Host(memory=1 << 20, memory_rate=400.0, tcp_rate=8.0, tcp_latency=0.5),
+        host=Host(memory=1 << 20, memory_rate=400.0, tcp_rate=1000.0, tcp_latency=0.5),
     )
 
 

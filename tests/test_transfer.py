@@ -1,0 +1,114 @@
+"""The rules of a batch: what no engine may be given is refused where it is made."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdsim.clock import Clock
+from pdsim.errors import InvalidBatch
+from pdsim.transfer import Batch, Region, Transfer
+
+SOURCE = Region("prefill0", "kv", 1000, 0, "gpu0")
+TARGET = Region("decode0", "pool", 500, 0, "gpu1")
+
+
+def batch(source_offset, target_offset, size):
+    return Batch(SOURCE, TARGET, source_offset, target_offset, size)
+
+
+class TestMakes:
+    def test_int64_arrays_of_lists(self):
+        made = batch([0, 10], [20, 0], [5, 7])
+        for array in (made.source_offset, made.target_offset, made.size):
+            assert array.dtype == np.int64
+            assert array.flags.c_contiguous
+        assert (len(made), made.nbytes) == (2, 12)
+
+    def test_no_copy_of_int64_arrays(self):
+        offset = np.arange(0, 400, 4)
+        made = batch(offset, offset, np.full(100, 4))
+        assert made.source_offset is offset
+
+    def test_contiguous_arrays_of_views(self):
+        made = batch(np.arange(10)[::2], np.arange(10)[::2], np.ones(5, np.int32))
+        assert made.source_offset.flags.c_contiguous
+        assert made.source_offset.tolist() == [0, 2, 4, 6, 8]
+
+    def test_its_name_for_people(self):
+        assert repr(batch([0], [0], [8])) == "<Batch of 1 descriptors, 8 bytes, prefill0/kv -> decode0/pool>"
+
+    def test_room_for_the_last_byte(self):
+        assert batch([999], [499], [1]).nbytes == 1
+
+    def test_targets_that_touch(self):
+        assert batch([0, 0, 0], [20, 0, 10], [10, 10, 10]).nbytes == 30
+
+    def test_sources_that_overlap(self):
+        assert batch([0, 5], [0, 10], [10, 10]).nbytes == 20
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("source_offset", "target_offset", "size", "message"),
+        [
+            ([], [], [], "an empty batch"),
+            ([0, 1], [0], [1], "2 source offsets, 1 target offsets and 1 sizes"),
+            ([0], [0], [0], r"size\[0\]=0: sizes must be positive"),
+            ([0, 1], [0, 1], [1, -1], r"size\[1\]=-1: sizes must be positive"),
+            ([993], [0], [8], r"source descriptor 0 covers \[993, 1001\) of region prefill0/kv, which has 1000 bytes"),
+            ([0, 8], [0, 493], [8, 8], r"target descriptor 1 covers \[493, 501\) of region decode0/pool"),
+            ([-1], [0], [1], r"source descriptor 0 covers \[-1, 0\)"),
+            ([0], [-8], [8], r"target descriptor 0 covers \[-8, 0\)"),
+            ([2**63 - 1], [0], [1], "source descriptor 0 covers"),
+            ([0], [0], [2**63 - 1], "source descriptor 0 covers"),
+            ([0, 0], [0, 9], [10, 10], "targets of descriptors 0 and 1 overlap"),
+            ([0, 0, 0], [100, 9, 0], [10, 10, 10], "targets of descriptors 2 and 1 overlap"),
+            ([0, 0], [0, 0], [10, 10], "targets of descriptors 0 and 1 overlap"),
+            ([0.0], [0], [1], "source_offset must be a one-dimensional array of integers, got float64"),
+            ([[0]], [0], [1], "source_offset must be a one-dimensional array"),
+            ([0], [0], 1, r"size must be a one-dimensional array of integers, got int64 of \(\)"),
+            ([True], [0], [1], "source_offset must be a one-dimensional array of integers, got bool"),
+        ],
+    )
+    def test_a_batch_that_breaks_a_rule(self, source_offset, target_offset, size, message):
+        with pytest.raises(InvalidBatch, match=message):
+            batch(source_offset, target_offset, size)
+
+    def test_offsets_that_no_int64_holds(self):
+        with pytest.raises(InvalidBatch):
+            batch(np.array([2**64 - 1], np.uint64), [0], [1])
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
+    def test_exactly_the_overlapping_targets(self, spans):
+        taken = [place for offset, size in spans for place in range(offset, offset + size)]
+        offset, size = zip(*spans, strict=True)
+        if len(set(taken)) < len(taken):
+            with pytest.raises(InvalidBatch, match="overlap"):
+                batch([0] * len(spans), offset, size)
+        else:
+            assert batch([0] * len(spans), offset, size).nbytes == len(taken)
+
+
+class TestOver:
+    def test_other_regions_keeps_the_descriptors(self):
+        made = batch([0], [8], [16])
+        other = Region("decode1", "pool", 500, 0, "gpu2")
+        moved = made.over(SOURCE, other)
+        assert (moved.target, moved.nbytes, len(moved)) == (other, 16, 1)
+        assert moved.target_offset is made.target_offset
+
+    def test_smaller_regions_is_refused(self):
+        small = Region("decode1", "pool", 499, 0, "gpu2")
+        with pytest.raises(InvalidBatch, match="regions of 1000 and 499 bytes cannot stand for 1000 and 500"):
+            batch([0], [8], [16]).over(SOURCE, small)
+
+
+def test_a_transfer_that_fails_unseen_does_not_end_the_run():
+    clock = Clock()
+    transfer = Transfer(clock, batch([0], [0], [1]), "label")
+    transfer.fail(ValueError("nobody looks"))
+    clock.run()
+    assert not transfer.ok
+    assert not transfer.settled.triggered
