@@ -173,8 +173,8 @@ def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
     given = float(sum(table["input"]))
     if span and seconds > 1.5 * span and seconds - span > 10 * float(np.median(_values(table, "compute"))):
         found.append(
-            f"overloaded: requests arrived in {span:.0f} s ({given / span:.0f} input tokens/s) and took {seconds:.0f} s "
-            f"to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
+            f"overloaded: requests arrived in {span:.0f} s ({given / span:.0f} input tokens/s) and took "
+            f"{seconds:.0f} s to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
             "workload.rate, or add instances"
         )
     quarantined = sum(

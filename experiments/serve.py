@@ -112,6 +112,12 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
 
 
 def _check_fits(what: Job, requests: Sequence[Request]) -> None:
+    sizes = sorted((what.prefill_tp, what.decode_tp))
+    if sizes[1] % sizes[0]:
+        raise ConfigError(
+            f"parallel.prefill.tp={what.prefill_tp} and parallel.decode.tp={what.decode_tp}: one must be a multiple of "
+            "the other, or the heads of a rank have no one place on the other side; use powers of two"
+        )
     for number, request in enumerate(requests):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),

@@ -22,6 +22,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Forward",
+    "Gone",
     "Message",
     "MessageError",
     "Ping",
@@ -80,6 +81,13 @@ class Ping(Message, frozen=True):
 
 class Pong(Message, frozen=True):
     """Every rank to the router: still here."""
+
+
+class Gone(Message, frozen=True):
+    """A prefill rank to the router: this instance cannot be reached; the router to prefill ranks: do not wait."""
+
+    instance: str
+    reason: str
 
 
 class Stop(Message, frozen=True):
@@ -217,6 +225,7 @@ _Any = (
     | Ready
     | Ping
     | Pong
+    | Gone
     | Stop
     | Submit
     | Destination

@@ -75,14 +75,10 @@ class KvSender:
         """Return the number of rooms that are not over."""
         return len(self._rooms)
 
-    @property
-    def connected(self) -> int:
-        """Decode ranks that this rank can write to."""
-        return sum(map(len, self._targets.values()))
-
-    def expected(self, decode_tp: int, instances: int) -> int:
-        """Return how many decode ranks will register."""
-        return instances * len(readers(self.layout.shape, self.layout.tp, decode_tp, self._tp_rank))
+    def connected(self, instance: str, decode_tp: int) -> bool:
+        """Return whether this rank can write to all ranks of *instance*, which has *decode_tp*, that it has to."""
+        needed = readers(self.layout.shape, self.layout.tp, decode_tp, self._tp_rank)
+        return len(self._targets.get(instance, ())) == len(needed)
 
     def connect(self, message: Register) -> None:
         """Connect to the decode rank that sent *message*.

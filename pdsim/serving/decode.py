@@ -172,6 +172,7 @@ class Leader(Worker):
         elif room.ranks < self.job.decode_tp and not room.aborted:
             room.aborted = True
             self.send(leader(room.request.prefill), Abort(message.room))
+            self._wake()  # if all that is left is in quarantine, nobody waits for pages any more
 
     def _released(self, _: str, message: Released) -> None:
         room = self._rooms.get(message.room)

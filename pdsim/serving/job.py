@@ -90,6 +90,13 @@ class Job:
         """The pool of a decode rank."""
         return KvLayout(self.shape, self.decode_tp, self.page_size, self.decode_pages, self.slots)
 
+    def longest(self, given: int, wanted: int) -> float:
+        """Return how long a request of *given* and *wanted* tokens can take that is first in every queue."""
+        chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
+        tokens = self.decode_pages * self.page_size
+        step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
+        return sum(self.prefill_time.prefill([chunk]) for chunk in chunks) + wanted * step
+
     def page_count(self, tokens: int) -> int:
         """Return how many pages hold *tokens* tokens."""
         return -(-tokens // self.page_size)

@@ -9,13 +9,14 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.errors import PdsimError
+from pdsim.errors import PdsimError, PeerLost
 from pdsim.kv.messages import (
     Abort,
     Chunk,
     Destination,
     Failed,
     Forward,
+    Gone,
     Message,
     Prefilled,
     Ready,
@@ -48,12 +49,18 @@ class Worker(Member):
         super().__init__(rank, job)
         self.instance = instance
         self.sender = KvSender(rank, job.prefill_layout, tp_rank, self.conclude)
-        self.handlers |= {Register: self._register, Forward: self._forward, Abort: self._abort}
+        self._missing = set(job.decodes)  # instances not connected yet
+        self.handlers |= {
+            Register: self._register,
+            Gone: self._gone,
+            Forward: self._forward,
+            Abort: self._abort,
+        }
 
     def run(self) -> Program:
         """As `Member.run`; a rank that no decode rank needs is ready at once."""
-        if not self._missing():
-            self.ready()
+        for instance in self.job.decodes:
+            self._found(instance)
         return (yield from super().run())
 
     def ready(self) -> None:
@@ -76,13 +83,23 @@ class Worker(Member):
         for chunk in message.chunks:
             self.sender.send(chunk)
 
-    def _missing(self) -> int:
-        return self.sender.expected(self.job.decode_tp, self.job.decode_instances) - self.sender.connected
-
     def _register(self, _: str, message: Register) -> None:
-        self.sender.connect(message)
-        if not self._missing():
-            self.ready()
+        try:
+            self.sender.connect(message)
+        except PeerLost as error:
+            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
+            return
+        self._found(message.instance)
+
+    def _gone(self, _: str, message: Gone) -> None:
+        self._found(message.instance, gone=True)
+
+    def _found(self, instance: str, gone: bool = False) -> None:
+        """Be ready once every instance is connected, or known to be gone."""
+        if instance in self._missing and (gone or self.sender.connected(instance, self.job.decode_tp)):
+            self._missing.remove(instance)
+            if not self._missing:
+                self.ready()
 
     def _forward(self, _: str, message: Forward) -> None:
         self.compute(message)

@@ -8,7 +8,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.kv.messages import Abort, Failed, Finished, Message, Ping, Pong, Prefilled, Ready, Stop, Submit
+from pdsim.kv.messages import Abort, Failed, Finished, Gone, Message, Ping, Pong, Prefilled, Ready, Stop, Submit
 from pdsim.serving.job import Job, instance_of, leader
 from pdsim.serving.member import Handler, Member
 from pdsim.transfer import Program, Rank
@@ -70,7 +70,8 @@ class Router(Member):
     """The rank that requests arrive at.
 
     It pings every rank; an instance with a rank that has been silent for `Job.deadline` seconds, or that a peer's
-    engine reports lost, gets no more requests, and those that depend on it fail.
+    engine reports lost, gets no more requests, and those that depend on it fail.  Should everybody answer and yet no
+    request get anywhere, for that long and twice as long as the longest request can take, all that are open fail.
     """
 
     def __init__(self, rank: Rank, job: Job, requests: Sequence[Sequence[float]]) -> None:
@@ -83,6 +84,10 @@ class Router(Member):
         self.not_ready = set(instances)
         self.start = 0.0
         self._next = 0  # the request that arrives next
+        given = max((request.input for request in self.requests), default=1)
+        wanted = max((request.output for request in self.requests), default=1)
+        self._patience = job.deadline + 2 * job.longest(given, wanted)
+        self._moved = 0.0  # when a request last got somewhere
         self._open = len(self.requests)
         handlers: dict[type[Message], Handler] = {
             Ready: self._ready,
@@ -90,6 +95,7 @@ class Router(Member):
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
+            Gone: lambda _, message: self._lose(message.instance, message.reason),
         }
         self.handlers |= handlers
 
@@ -106,6 +112,14 @@ class Router(Member):
             silent = [name for name, at in self.last_heard.items() if self.clock.now - at > self.job.deadline]
             for instance in dict.fromkeys(map(instance_of, silent)):
                 self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
+            if self.clock.now - self._moved > self._patience:
+                self.guard(self._give_up)
+
+    def _give_up(self) -> None:
+        for room, request in enumerate(self.requests[: self._next], start=1):
+            if not request.status:
+                self._close(request, f"Stalled: no request got anywhere for {self._patience:g} s")
+                self._abort(room, request)
 
     def _handle(self, sender: str, payload: bytes) -> None:
         if sender in self.last_heard:
@@ -144,6 +158,7 @@ class Router(Member):
         request.prefill, request.decode = prefill, decode
         self.prefills.add(prefill, request.input)
         self.decodes.add(decode, request.input + request.output)
+        self._moved = self.clock.now
         message = Submit(room, request.input, request.output, prefill, decode)
         self.send(leader(decode), message)
         self.send(leader(prefill), message)
@@ -151,6 +166,7 @@ class Router(Member):
     def _prefilled(self, _: str, message: Prefilled) -> None:
         request = self.requests[message.room - 1]
         request.nbytes = message.nbytes
+        self._moved = self.clock.now
         if not request.prefilled:
             request.prefilled = True
             self.prefills.add(request.prefill, -request.input)
@@ -177,6 +193,7 @@ class Router(Member):
     def _close(self, request: _Request, status: str) -> None:
         """End *request* with *status*, for good."""
         request.status = status
+        self._moved = self.clock.now
         self._open -= 1
         if request.prefill:
             if not request.prefilled:
@@ -208,6 +225,10 @@ class Router(Member):
             if needed and not request.status:
                 self._close(request, reason)
                 self._abort(room, request)
+        if side is self.decodes:
+            for prefill in self.prefills.load:
+                for name in self.job.ranks(prefill):
+                    self.send(name, Gone(instance, reason))
         self.not_ready.discard(instance)
         self._begin()
 
