@@ -170,11 +170,12 @@ def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
     """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
     found = []
     span, seconds = max(table["arrival"], default=0.0), _makespan(table)
-    given = float(sum(table["input"]))
-    if span and seconds > 1.5 * span and seconds - span > 10 * float(np.median(_values(table, "compute"))):
+    waits, works = _values(table, "queueing"), _values(table, "compute")
+    if span and seconds > 1.5 * span and waits.sum() > works.sum():
+        given = float(sum(table["input"]))
         found.append(
-            f"overloaded: requests arrived in {span:.0f} s ({given / span:.0f} input tokens/s) and took "
-            f"{seconds:.0f} s to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
+            f"overloaded: requests arrived in {span:.3g} s ({given / span:.0f} input tokens/s) and took {seconds:.3g} s "
+            f"to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
             "workload.rate, or add instances"
         )
     quarantined = sum(

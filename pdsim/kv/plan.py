@@ -16,13 +16,15 @@ from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.pages import Pages
 from pdsim.transfer import Batch, Region
 
-__all__ = ["Runs", "cut", "descriptors", "group", "grouped", "pair", "sliced"]
+__all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]
 
 Int64s = npt.NDArray[np.int64]
 Offsets = tuple[Int64s, Int64s, Int64s]  # source, target, size
 
 Runs = tuple[tuple[int, int, int], ...]
 """Source page, target page, count: pages that are neighbours on both sides."""
+
+_AUX_SIZES = np.array(AUX_ROWS, np.int64)
 
 
 def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
@@ -41,70 +43,72 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
     return tuple(zip(source_pages[starts].tolist(), target_pages[starts].tolist(), counts.tolist(), strict=True))
 
 
-def grouped(source: KvLayout, target: KvLayout, runs: Runs) -> Offsets:
-    """Return one descriptor a run and plane: ranks that keep the same heads, or latent rows."""
-    columns = np.array(runs, np.int64).reshape(-1, 3)
-    planes = np.arange(source.shape.planes, dtype=np.int64)[:, None]
-    source_offset = planes * source.plane + columns[:, 0] * source.item
-    target_offset = planes * target.plane + columns[:, 1] * target.item
-    size = np.broadcast_to(columns[:, 2] * source.item, source_offset.shape)
-    return source_offset.ravel(), target_offset.ravel(), size.ravel()
+class Planner:
+    """Makes the batches that one kind of rank writes to another kind.
 
-
-def sliced(source: KvLayout, target: KvLayout, runs: Runs, heads: HeadSlice) -> Offsets:
-    """Return one descriptor a token and plane: ranks that keep different heads."""
-    columns = np.array(runs, np.int64).reshape(-1, 3)
-    within = np.arange(columns[:, 2].sum()) - np.repeat(np.cumsum(columns[:, 2]) - columns[:, 2], columns[:, 2])
-    source_page = np.repeat(columns[:, 0], columns[:, 2]) + within
-    target_page = np.repeat(columns[:, 1], columns[:, 2]) + within
-    planes = np.arange(source.shape.planes, dtype=np.int64)[:, None, None]
-    tokens = np.arange(source.page_size, dtype=np.int64)
-    head_bytes = source.shape.head_bytes
-
-    def offsets(layout: KvLayout, pages: Int64s, first_head: int) -> Int64s:
-        rows = planes * layout.plane + pages[:, None] * layout.item + tokens * layout.row
-        return np.asarray(rows + first_head * head_bytes).ravel()
-
-    source_offset = offsets(source, source_page, heads.source)
-    size = np.full(len(source_offset), heads.heads * head_bytes, np.int64)
-    return source_offset, offsets(target, target_page, heads.target), size
-
-
-def _build(
-    source: KvLayout, target: KvLayout, runs: Runs, heads: HeadSlice | None, slots: tuple[int, int] | None
-) -> Batch:
-    parts = []
-    if runs:
-        parts.append(grouped(source, target, runs) if heads is None else sliced(source, target, runs, heads))
-    if slots is not None:
-        rows = np.array(AUX_ROWS, np.int64)
-        parts.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), rows))
-    offsets = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Batch(_nameless(source), _nameless(target), *offsets)
-
-
-@lru_cache(maxsize=64)
-def _nameless(layout: KvLayout) -> Region:
-    return Region(owner="", name="", size=layout.size, address=0, device="")
-
-
-_few = lru_cache(maxsize=256)(_build)  # 2 * layers * runs descriptors each
-_many = lru_cache(maxsize=8)(_build)  # one a token and plane: up to tens of megabytes each
-
-
-def descriptors(
-    source: KvLayout,
-    target: KvLayout,
-    runs: Runs,
-    heads: HeadSlice | None = None,
-    slots: tuple[int, int] | None = None,
-) -> Batch:
-    """Return the batch that moves *runs* and, with *slots*, the first-token metadata from one slot to the other.
-
-    The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is nothing to move or if a page or slot
-    lies outside its pool.
+    *heads* is what `pdsim.kv.mapping.head_slice` says: None where both keep the same rows, so that a run of pages is one
+    descriptor a plane; otherwise there is one descriptor a token and plane.
     """
-    return (_few if heads is None else _many)(source, target, runs, heads, slots)
+
+    def __init__(self, source: KvLayout, target: KvLayout, heads: HeadSlice | None = None) -> None:
+        self._source = _Side(source, heads.source if heads else 0)
+        self._target = _Side(target, heads.target if heads else 0)
+        self._sliced = heads is not None
+        self._row = heads.heads * source.shape.head_bytes if heads else source.row
+        # a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
+        self.batch = lru_cache(maxsize=8 if heads else 256)(self._batch)
+
+    def _batch(self, runs: Runs, slots: tuple[int, int] | None = None) -> Batch:
+        """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
+
+        The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is nothing to move or if a page or
+        slot lies outside its pool.
+        """
+        source_offset, target_offset, size = (self._by_token if self._sliced else self._by_run)(runs)
+        if slots is not None:
+            source_offset = np.concatenate((source_offset, self._source.layout.aux_offsets(slots[0])))
+            target_offset = np.concatenate((target_offset, self._target.layout.aux_offsets(slots[1])))
+            size = np.concatenate((size, _AUX_SIZES))
+        return Batch(self._source.region, self._target.region, source_offset, target_offset, size)
+
+    def _by_run(self, runs: Runs) -> Offsets:
+        source, target = self._source, self._target
+        item, planes = source.layout.item, len(source.planes)
+        if len(runs) == 1:
+            ((first, second, count),) = runs
+            size = np.full(planes, count * item)
+            return source.planes + first * item, target.planes + second * item, size
+        columns = np.array(runs, np.int64).reshape(-1, 3) * item
+        source_offset = source.planes[:, None] + columns[:, 0]
+        target_offset = target.planes[:, None] + columns[:, 1]
+        return source_offset.ravel(), target_offset.ravel(), np.tile(columns[:, 2], planes)
+
+    def _by_token(self, runs: Runs) -> Offsets:
+        first, second, counts = np.array(runs, np.int64).reshape(-1, 3).T
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        source_offset = self._source.tokens(np.repeat(first, counts) + within)
+        target_offset = self._target.tokens(np.repeat(second, counts) + within)
+        return source_offset, target_offset, np.full(len(source_offset), self._row)
+
+
+class _Side:
+    """A layout and where its planes start, in a region without a name."""
+
+    def __init__(self, layout: KvLayout, first_head: int) -> None:
+        self.layout = layout
+        self.planes = np.arange(layout.shape.planes, dtype=np.int64) * layout.plane
+        self.region = Region(owner="", name="", size=layout.size, address=0, device="")
+        self._first = first_head * layout.shape.head_bytes
+
+    def tokens(self, pages: Int64s) -> Int64s:
+        """Return where the slice of every token of *pages* starts, plane by plane."""
+        layout = self.layout
+        rows = np.arange(layout.page_size, dtype=np.int64) * layout.row + self._first
+        return np.asarray(self.planes[:, None, None] + (pages[:, None] * layout.item + rows)).ravel()
+
+
+planner = lru_cache(maxsize=64)(Planner)
+"""Return the `Planner` of these arguments, the same for all ranks in one process."""
 
 
 def pair(source: Pages, target: Pages) -> Runs:

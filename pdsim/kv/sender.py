@@ -12,9 +12,9 @@ from simpy.events import Event
 from pdsim.errors import PeerLost, TransferError
 from pdsim.kv.contents import fill, fill_aux
 from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.kv.mapping import HeadSlice, head_slice, owned_heads, readers, writers
+from pdsim.kv.mapping import head_slice, owned_heads, readers, writers
 from pdsim.kv.messages import Arrival, Chunk, MessageError, Register, Sent, Settled, encode
-from pdsim.kv.plan import descriptors
+from pdsim.kv.plan import Planner, planner
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Peer, Rank, Region, Transfer
 
@@ -29,8 +29,7 @@ class _Target(NamedTuple):
 
     peer: Peer
     region: Region
-    layout: KvLayout
-    heads: HeadSlice | None
+    planner: Planner
     carries_aux: bool  # one writer carries the metadata, not each
 
 
@@ -95,11 +94,11 @@ class KvSender:
             )
         layout = KvLayout(shape, message.tp, message.page_size, message.pages, message.slots)
         peer = self._rank.endpoint.connect(message.address)
+        heads = head_slice(shape, self.layout.tp, message.tp, self._tp_rank, message.tp_rank)
         target = _Target(
             peer,
             peer.regions[REGION],
-            layout,
-            head_slice(shape, self.layout.tp, message.tp, self._tp_rank, message.tp_rank),
+            planner(self.layout, layout, heads),
             writers(shape, self.layout.tp, message.tp, message.tp_rank)[0] == self._tp_rank,
         )
         self._targets.setdefault(message.instance, []).append(target)
@@ -150,8 +149,7 @@ class KvSender:
         label = f"{chunk.room}/{chunk.index}"
         for target in self._targets.get(chunk.decode, ()):
             slots = chunk.slots if chunk.last and target.carries_aux else None
-            plan = descriptors(self.layout, target.layout, chunk.runs, target.heads, slots)
-            batch = plan.over(self._region, target.region)
+            batch = target.planner.batch(chunk.runs, slots).over(self._region, target.region)
             try:
                 transfer = self._rank.endpoint.write(target.peer, batch, notice, label=label)
             except TransferError as error:
