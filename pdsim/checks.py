@@ -6,12 +6,11 @@ A rule is a function that yields one line for each violation: what was asked for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Machine
+from pdsim.fabric.machine import Engine, Machine
 from pdsim.serving.placement import places
 from pdsim.serving.settings import Side
 from pdsim.transfer import Place
@@ -83,17 +82,27 @@ def _real(config: Config) -> Iterator[str]:
     hw, backend = config.hw, config.backend
     if config.memory != "timing":
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
-    if backend.implementation not in {entry.name for entry in entry_points(group="pdsim.backends")}:
-        yield (
-            f"backend={backend.name} with target=real needs the engine {backend.implementation!r}, which is not "
-            f"installed; use target=model, or see pdsim doctor"
-        )
+    yield from _engine(backend)
     if hw.gpus:
         wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
         here = _gpus_here(hw.vendor)
         enough = hw.nodes == 1 and here >= hw.gpus
         lack = "no engine of this version moves GPU memory" if enough else f"this machine has {here or 'none'}"
         yield f"target=real on hw={hw.name} needs {wanted}, but {lack}; use hw=loopback for real bytes, or target=model"
+
+
+def _engine(backend: Engine) -> Iterator[str]:
+    from backends import registry
+
+    if backend.name in registry.engines():
+        found = registry.diagnose(backend.name)
+        if not found.works:
+            yield f"backend={backend.name} does not work on this machine: {found.reason}; {found.remedy}"
+    elif backend.implementation not in registry.names():
+        yield (
+            f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
+            f"choose one of {', '.join(registry.engines())} (pdsim doctor)"
+        )
 
 
 def _gpus_here(vendor: str) -> int:

@@ -59,18 +59,22 @@ def near(word: str, known: Iterable[str], template: str = "{}") -> str:
 
 
 def rewrite(words: Sequence[str]) -> list[str]:
-    """Return the command line for Hydra.  Raise a `ConfigError` for what is neither an override nor a flag."""
+    """Return the command line for Hydra, flags first, for it does not find overrides on both sides of a flag.
+
+    Raise a `ConfigError` for what is neither an override nor a flag.
+    """
+    flags: list[str] = []
     ready: list[str] = []
     values = 0  # of the flag before
     for word in words:
         if values or word.startswith("-"):
             values = values - 1 if values else _values_of(word)
-            ready.append(word)
+            flags.append(word)
         else:
             ready.append(_override(word))
     if values:
-        raise ConfigError(f"{words[-1]} needs a value after it; see pdsim run --help")
-    return ready
+        raise ConfigError(f"{flags[-1]} needs a value after it; see pdsim run --help")
+    return flags + ready
 
 
 def set_keys(overrides: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from json import dumps
@@ -30,8 +30,13 @@ from pdsim.results import report
 from pdsim.results.record import Result
 from pdsim.results.store import Run, refuse
 from pdsim.transfer import Target
+from pdsim.units import format_time
 
 __all__ = ["Sweep", "run"]
+
+
+_QUIET = "PDSIM_QUIET"
+"""An environment variable, because the points of a sweep may run in processes of a launcher's making."""
 
 
 @dataclass
@@ -43,6 +48,7 @@ class _State:
     failed: bool = False
     error: BaseException | None = None
     sweep: Path | None = None
+    fresh: bool = False  # whether the sweep's parent was made for it
 
 
 _state = _State()
@@ -54,6 +60,7 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Remember the folder of the sweep that begins."""
         _state.sweep = Path(config.hydra.sweep.dir)
+        _state.fresh = not _state.sweep.parent.exists()
 
 
 def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
@@ -79,15 +86,17 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int
 
 def _hydra(words: Sequence[str]) -> None:
     """Have Hydra compose and run the points that *words* ask for; it reads them from the process's command line."""
-    kept = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    argv, environment = sys.argv, dict(os.environ)
     sys.argv = ["pdsim run", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here instead of being printed
+    os.environ[_QUIET] = "1" if _state.quiet else ""
     try:
         _point()
     finally:
-        sys.argv = kept[0]
-        if kept[1] is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+        sys.argv = argv
+        for name in ("HYDRA_FULL_ERROR", _QUIET):
+            os.environ.pop(name)
+            os.environ |= {name: environment[name]} if name in environment else {}
 
 
 @contextmanager
@@ -124,7 +133,7 @@ def _point(composed: DictConfig) -> None:
     assert isinstance(asked, list)
     words = [str(word).lstrip("+") for word in asked]
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        _point_of_sweep(composed, words, Path(HydraConfig.get().sweep.dir))
+        _point_of_sweep(composed, words, Path(HydraConfig.get().sweep.dir) / str(HydraConfig.get().job.num))
         return
     try:
         config = _load(composed, words)
@@ -133,13 +142,13 @@ def _point(composed: DictConfig) -> None:
         _state.error = error
 
 
-def _point_of_sweep(composed: DictConfig, words: Sequence[str], sweep: Path) -> None:
+def _point_of_sweep(composed: DictConfig, words: Sequence[str], output: Path) -> None:
     """Run one point, perhaps in a process of its own; what goes wrong is a row of the sweep's table."""
     name = ", ".join(words)
     try:
-        _, failed = _execute(replace(_load(composed, words), output=str(sweep)), words)
+        _, failed = _execute(replace(_load(composed, words), output=str(output)), words)
     except ConfigError as error:
-        refuse(sweep, error, command=["pdsim", "run", *words], overrides=words)
+        refuse(output, error, command=["pdsim", "run", *words], overrides=words)
         _say(f"{name}: refused: {error}")
     except Exception as error:
         _say(f"{name}: {type(error).__name__}: {error}")
@@ -148,7 +157,7 @@ def _point_of_sweep(composed: DictConfig, words: Sequence[str], sweep: Path) -> 
 
 
 def _say(line: str) -> None:
-    if not _state.quiet:
+    if not os.environ.get(_QUIET):  # of the parent, too
         sys.stderr.write(" ".join(line.split()) + "\n")
 
 
@@ -163,37 +172,60 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
 
 def _execute(config: Config, words: Sequence[str]) -> tuple[Path, bool]:
     """Run the experiment, keep its result, return the folder and whether something failed."""
-    experiment = import_module(f"experiments.{config.experiment['name']}")
-    measure: Callable[[Config, Target, Callable[[float, str], None]], Result] = experiment.run
-    target = _target(config)
+    name = str(config.experiment["name"])
+    measure: Callable[[Config, Target, Callable[[float, str], None]], Result]
+    measure = import_module(f"experiments.{name}").run
     fresh = not Path(config.output).exists()
     kept = Run(config, command=["pdsim", "run", *words], overrides=words)
     try:
-        with kept, report.Progress(f"{config.experiment['name']} on {config.hw.name}") as bar:
-            result = measure(config, target, _silent if _state.quiet else bar)
+        with kept, report.Progress(f"{name} on {config.hw.name}") as bar:
+            meter = _Meter(None if _state.quiet else bar)
+            result = measure(config, _target(config, meter), meter)
             return kept.finish(result), bool(result.failures)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)
         if fresh:
-            Path(config.output).rmdir()
+            _remove_if_empty(Path(config.output))
         raise
     except Exception as error:
         error.add_note(f"what there is of the run is in {kept.folder}")
         raise
 
 
-def _silent(fraction: float, text: str = "") -> None:
-    """Show nothing of *fraction* and *text*."""
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # another run may have begun to use it
+        folder.rmdir()
 
 
-def _target(config: Config) -> Target:
+class _Meter:
+    """Shows how far the experiment says it is, and between two such words the time on the virtual clock."""
+
+    def __init__(self, bar: report.Progress | None) -> None:
+        self._bar = bar
+        self._share = 0.0
+        self._text = ""
+
+    def __call__(self, fraction: float, text: str = "") -> None:
+        self._share, self._text = fraction, text
+        self._show(text)
+
+    def at(self, now: float) -> None:
+        """Show the virtual time *now*."""
+        self._show(f"{self._text} ({format_time(now)} simulated)")
+
+    def _show(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar(self._share, text)
+
+
+def _target(config: Config, meter: _Meter) -> Target:
     if config.target == "model":
         from pdsim.fabric.world import Model
 
-        return Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
+        return Model(config.hw, config.backend, memory=config.memory, seed=config.seed, progress=meter.at)
     from backends.launch import Processes
 
-    return Processes(config.backend)
+    return Processes(config.backend, device_capacity=config.hw.host.memory)
 
 
 # --- all points -----------------------------------------------------------------------------------------------------
@@ -209,6 +241,8 @@ def _finish_sweep(out: TextIO, *, json: bool, quiet: bool) -> None:
     if not any(path.is_dir() for path in sweep.iterdir()):  # Hydra refused the sweep: leave nothing
         (sweep / "multirun.yaml").unlink(missing_ok=True)
         sweep.rmdir()
+        if _state.fresh:
+            _remove_if_empty(sweep.parent)
         return
     path = collect(sweep)
     import pyarrow.parquet as pq

@@ -1,0 +1,380 @@
+"""The command line: what is typed is run, or answered in one line that says what to type instead."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import experiments.transfer
+import pdsim
+from pdsim.cli import main
+
+ROOT = Path(pdsim.__file__).parent.parent
+QUICK = (
+    "experiment=transfer",
+    "experiment.patterns=[pair]",
+    "experiment.size=4KiB",
+    "experiment.blocks=1",
+    "experiment.repeat=2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PDSIM_DEBUG", raising=False)
+
+
+@pytest.fixture
+def pdsim_says(capfd):
+    """Return a function that runs a command line and returns exit status, standard output and standard error."""
+
+    def say(*words):
+        status = main(words)
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return say
+
+
+def started(*words, python=(), **options):
+    command = [sys.executable, *python, "-m", "pdsim", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def answer(*words, python=(), **options):
+    """Return exit status, standard output and standard error of a process of its own."""
+    process = started(*words, python=python, **options)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+# --- help
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("run", "--help"), ("run", "hw=8xh20", "-h"), ("--version",)])
+def test_help_answers_without_importing_what_only_a_run_needs(words):
+    status, out, err = answer(*words, python=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip() for line in err.splitlines()}
+    assert status == 0
+    assert out
+    assert not imported & {"hydra", "omegaconf", "numpy", "simpy", "pyarrow", "rich", "zmq", "msgspec"}
+
+
+def test_help_of_run_lists_what_can_be_chosen(pdsim_says):
+    status, out, _ = pdsim_says("run", "--help")
+    assert status == 0
+    for word in (
+        "8x8xh200",
+        "loopback",
+        "mooncake_nvlink",
+        "qwen3-235b-a22b",
+        "target=model|real",
+        "--multirun",
+        "--json",
+    ):
+        assert word in out
+
+
+def test_version_is_that_of_the_package(pdsim_says):
+    assert pdsim_says("--version") == (0, f"pdsim {pdsim.__version__}\n", "")
+
+
+def test_list_says_in_one_line_what_each_choice_is(pdsim_says):
+    status, out, _ = pdsim_says("list", "hw")
+    assert status == 0
+    assert re.search(r"^  2x8xh20 +2 nodes of 8 x H20", out, re.MULTILINE)
+    assert "@package" not in out
+    assert "backend=" in pdsim_says("list")[1]
+
+
+def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
+    status, out, _ = pdsim_says("doctor")
+    assert status == 0
+    for engine in ("mooncake_tcp", "nixl_tcp", "nixl_shm", "mooncake_nvlink", "mori"):
+        assert re.search(rf"^  {engine} +(works  .|no     .+; .)", out, re.MULTILINE)
+
+
+# --- refusals: exit status 2, one line for each mistake, nothing written
+
+REFUSALS = [
+    (("rnu",), "unknown command 'rnu'; did you mean run?"),
+    (("serve",), "'serve' is no command; did you mean pdsim run experiment=serve?"),
+    (("hw=8xh20", "seed=1"), "did you mean pdsim run hw=8xh20 seed=1?"),
+    (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
+    (("doctor", "now"), "doctor takes no arguments, got 'now'"),
+    (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
+    (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 2x8xh100,"),
+    (("run", "fast"), "'fast' is not KEY=VALUE, such as hw=8xh20"),
+    (("run", "--jsn"), "unknown option --jsn; "),
+    (("run", "--cfg"), "--cfg needs a value after it"),
+    (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 2x8xh100,"),
+    (("run", "hw="), "hw= chooses nothing; there are 2x8xh100,"),
+    (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; add -m to run one point for each"),
+    (("run", "hw=[8xh20,8xh200]"), "hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20,"),
+    (("run", "hww=8xh20"), "unknown key hww; did you mean hw? a configuration has target,"),
+    (("run", "hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
+    (("run", "+hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
+    (("run", "+x.y=1"), "unknown key x; a configuration has target,"),
+    (("run", "hw.gpus=many"), "hw.gpus must be a whole number, got 'many'"),
+    (("run", "hw.nic.rate=400Gbs"), "hw.nic.rate: '400Gbs' is not a rate; write a number or something like 400Gbps"),
+    (("run", "hw.nic.rate=-1"), "hw.nic.rate must be > 0, got -1.0; leave hw.nic.rate out"),
+    (("run", "~hw.nic"), "hw.nic is missing and has no default; set hw.nic=VALUE"),
+    (("run", "target=reel"), "target must be one of model, real, got 'reel'"),
+    (
+        ("run", "experiment.sizes=1", "experiment=transfer"),
+        "unknown key experiment.sizes; did you mean experiment.size?",
+    ),
+    (("run", "experiment.name=srve"), "experiment.name=srve does not exist; did you mean serve? There are"),
+    (
+        ("run", "workload.trace=a{b"),
+        "workload.trace=a{b: a value with blanks, commas, brackets, quotes or = needs quotes",
+    ),
+    (("run", "workload.trace=none.jsonl"), "workload.trace=none.jsonl cannot be read: No such file or directory;"),
+    (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
+    (("run", "--config-dir", "nowhere"), "Additional config directory '"),
+    (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
+    (
+        ("run", "hydra/launcher=slrum"),
+        "hydra/launcher=slrum is not installed; install hydra-slrum-launcher, or choose one of",
+    ),
+    (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
+    (("run", "parallel.prefill.tp=8"), "8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances"),
+    (
+        ("run", "parallel=tp2", "parallel.prefill.tp=3"),
+        "tp=3 does not divide the 64 heads of model=llama-3.1-70b; use one",
+    ),
+    (("run", "model=qwen3-8b", "kv.pool=95GB"), "of weights exceed the"),
+    (("run", "hw=2xh200", "model=llama-3.1-70b"), "puts 132 GiB of weights on each GPU at parallel.prefill.tp=1, and"),
+    (
+        ("run", "hw=2x8xh20", "backend=mooncake_nvlink"),
+        "works within a node only, but prefill and decode lie on different",
+    ),
+    (("run", "hw=2x8xh100", "parallel.prefill.tp=4", "parallel.prefill.instances=1", "parallel.decode.tp=16"), "GPUs"),
+    (("run", "backend=mori"), "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out"),
+    (
+        ("run", "backend=mori", "target=real"),
+        "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out",
+    ),
+    (("run", "hw.nic.count=0", "backend=mooncake"), "moves bytes over rdma, but hw=8xh20 has no network cards"),
+    (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
+    (
+        ("run", "target=real", "hw=loopback", "backend=mooncake_nvlink"),
+        "moves bytes over nvlink, but hw=loopback has no",
+    ),
+    (
+        ("run", "experiment=transfer", "experiment.ranks=9"),
+        "experiment.ranks=9: 9 ranks take a GPU each and hw=8xh20 has 8; set",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), REFUSALS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_what_cannot_be_run_is_refused_in_lines_that_say_why_and_nothing_is_written(
+    pdsim_says, tmp_path, words, message
+):
+    status, out, err = pdsim_says(*words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert all(line.startswith("pdsim: ") for line in err.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once(pdsim_says):
+    status, _, err = pdsim_says("run", "hw.gpuss=1", "kv.pol=1", "slo.ttft=0")
+    assert status == 2
+    assert [line.split(";")[0] for line in err.splitlines()] == [
+        "pdsim: unknown key hw.gpuss",
+        "pdsim: unknown key kv.pol",
+        "pdsim: slo.ttft must be > 0, got 0.0",
+    ]
+
+
+def test_a_file_that_is_not_yaml_is_named(pdsim_says, tmp_path):
+    (tmp_path / "mine" / "hw").mkdir(parents=True)
+    (tmp_path / "mine" / "hw" / "box.yaml").write_text("name: [")
+    status, _, err = pdsim_says("run", "--config-dir", "mine", "hw=box")
+    assert status == 2
+    assert re.match(r"pdsim: a configuration file is not YAML: .*box\.yaml", err)
+
+
+@pytest.mark.parametrize("package", ["conf", "backends", "experiments"])
+def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    status, _, err = answer("--help", cwd=tmp_path)
+    assert status == 2
+    assert f"the package '{package}' of pdsim is hidden by {tmp_path / package}; use the command pdsim" in err
+
+
+# --- runs
+
+
+def test_a_run_prints_its_table_and_keeps_one_complete_folder(pdsim_says, tmp_path):
+    status, out, err = pdsim_says("run", *QUICK)
+    (folder,) = (tmp_path / "results").iterdir()
+    assert (status, err) == (0, "")
+    assert "transfer on 8xh20 with mooncake_nvlink (model" in out
+    assert f"results/{folder.name}" in out
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "run.json", "summary.json", "transfers.parquet"}
+    assert {path.name for path in tmp_path.iterdir()} == {"results"}  # nothing of Hydra's
+
+
+def test_the_default_is_to_serve_a_trace(pdsim_says):
+    status, out, _ = pdsim_says("run", "workload.count=3")
+    assert status == 0
+    assert "serve on 8xh20 with mooncake_nvlink" in out
+    assert re.search(r"requests_ok +3 ", out)
+
+
+def test_json_is_all_that_is_on_standard_output(pdsim_says):
+    status, out, err = pdsim_says("run", *QUICK, "--json", "seed=7")
+    run = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (run["experiment"], run["seed"], run["status"]) == ("transfer", 7, "ok")
+    assert run["overrides"][-1] == "seed=7"
+
+
+def test_quiet_prints_nothing(pdsim_says):
+    assert pdsim_says("run", *QUICK, "--quiet", "output=elsewhere") == (0, "", "")
+    assert len(list(Path("elsewhere").iterdir())) == 1
+
+
+def test_units_and_lists_are_understood_on_the_command_line(pdsim_says):
+    words = ("experiment.size=[4KiB,64KiB]", "hw.nic.rate=400Gbps", "backend.timeout=5s", "kv.pool=20GiB")
+    _, out, _ = pdsim_says("run", *QUICK, *words, "--json")
+    kept = Path(json.loads(out)["folder"], "config.yaml").read_text()
+    assert "timeout: 5.0" in kept
+    assert "rate: 50000000000.0" in kept
+    assert re.search(r"size:\n\s+- 4096\n\s+- 65536", kept)
+    assert f"pool: {20 * 2**30}" in kept
+
+
+def test_a_number_set_on_the_command_line_is_called_assumed(pdsim_says):
+    _, out, _ = pdsim_says("run", *QUICK, "backend.intra.call=3us", "--json")
+    sources = json.loads(out)["evidence"]["sources"]
+    assert sources["backend.intra.call"] == "assumed: set on the command line"
+    assert sources["backend.intra"].startswith("measured: 2 x H200")
+
+
+def test_a_machine_of_ones_own_comes_from_a_folder_of_ones_own(pdsim_says, tmp_path):
+    (tmp_path / "mine" / "hw").mkdir(parents=True)
+    (tmp_path / "mine" / "hw" / "box.yaml").write_text("defaults: [8xh200, _self_]\nname: box\ngpus: 6\n")
+    status, out, _ = pdsim_says("run", *QUICK, "--config-dir", "mine", "hw=box")
+    assert status == 0
+    assert "transfer on box" in out
+
+
+def test_the_composed_configuration_shows_every_key_there_is(pdsim_says, tmp_path):
+    status, out, _ = pdsim_says("run", "--cfg", "job")
+    assert status == 0
+    for key in ("page_size:", "memory_fraction:", "flops_share:", "ttft:", "burst_length:", "seed:"):
+        assert key in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_under_way_is_one_line_and_a_marked_folder(pdsim_says, tmp_path, monkeypatch):
+    def fail(config, target, progress):
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr("experiments.transfer.run", fail)
+    status, out, err = pdsim_says("run", *QUICK)
+    (folder,) = (tmp_path / "results").iterdir()
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith("pdsim: RuntimeError: the disk is full (what there is of the run is in results/transfer-")
+    assert folder.name.endswith(".incomplete")
+    _, _, err = pdsim_says("run", *QUICK, "--debug")
+    assert 'raise RuntimeError("the disk is full")' in err
+
+
+def test_a_run_with_failures_ends_with_status_one(pdsim_says, monkeypatch):
+    whole = experiments.transfer.run
+    monkeypatch.setattr(
+        "experiments.transfer.run",
+        lambda *arguments: replace(whole(*arguments), failures=["rank1: PeerLost: rank0 is gone"]),
+    )
+    status, out, _ = pdsim_says("run", *QUICK)
+    assert status == 1
+    assert "failed: rank1: PeerLost: rank0 is gone" in out
+
+
+def test_ctrl_c_ends_a_run_with_130_one_line_and_a_marked_folder(tmp_path):
+    process = started("run", "workload=poisson", "workload.count=200000", cwd=tmp_path)
+    results = tmp_path / "results"
+    deadline = time.monotonic() + 30
+    while not (results.is_dir() and list(results.glob("*/run.json"))):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    (folder,) = results.iterdir()
+    assert (process.returncode, out) == (130, "")
+    assert err == "pdsim: interrupted; a run that had begun is marked incomplete\n"
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_nothing_heavy_is_imported_by_a_simulation():
+    status, _, err = answer("run", *QUICK, "--quiet", python=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}
+    assert status == 0
+    assert not imported & {"torch", "matplotlib", "scipy", "plotly", "mooncake", "nixl_cu13", "zmq"}
+
+
+# --- sweeps
+
+
+def test_a_sweep_ends_in_one_table_and_one_file_with_its_refused_points(pdsim_says, tmp_path):
+    import pyarrow.parquet as pq
+
+    status, out, err = pdsim_says("run", "-m", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
+    (sweep,) = (tmp_path / "results").iterdir()
+    points = pq.read_table(sweep / "points.parquet").to_pylist()
+    assert status == 1
+    assert [(row["hw"] or "8xmi300x", row["status"]) for row in points] == [
+        ("8xh20", "ok"), ("8xh20", "ok"), ("8xmi300x", "failed"), ("8xmi300x", "ok"),
+    ]  # fmt: skip
+    assert "4 points in" in out
+    assert len(err.splitlines()) == 4
+    assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in err
+
+
+def test_a_sweep_in_processes_of_a_launcher_gives_the_same_points(pdsim_says):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs hydra-joblib-launcher")
+    words = ("run", "-m", *QUICK, "hw=8xh20,8xh200", "--json")
+    here = json.loads(pdsim_says(*words)[1])["rows"]
+    there = json.loads(pdsim_says(*words, "hydra/launcher=joblib")[1])["rows"]
+    assert [{**row, "folder": ""} for row in there] == [{**row, "folder": ""} for row in here]
+    assert [row["hw"] for row in here] == ["8xh20", "8xh200"]
+
+
+# --- real engines
+
+
+@pytest.mark.mooncake
+def test_the_same_experiment_runs_on_a_real_engine(pdsim_says):
+    pytest.importorskip("mooncake.engine", reason="needs mooncake-transfer-engine", exc_type=ImportError)
+    status, out, _ = pdsim_says("run", *QUICK, "target=real", "hw=loopback", "--json")
+    run = json.loads(out)
+    assert (status, run["status"], run["target"]) == (0, "ok", "real")
+    assert run["engine"][0].startswith("mooncake 0.")
+
+
+def test_the_console_script_is_the_same_program(tmp_path):
+    script = Path(sys.executable).with_name("pdsim")
+    if not script.exists():
+        pytest.skip("pdsim is not installed beside this interpreter")
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, timeout=30, cwd=tmp_path, env=dict(os.environ)
+    )
+    assert (done.returncode, done.stdout) == (0, f"pdsim {pdsim.__version__}\n")
