@@ -70,8 +70,8 @@ def check(config: Config) -> Iterator[str]:
             f"set experiment.ranks={gpus} or less, or take a larger machine"
         )
         return
-    for point in options.points():
-        yield from _too_large(config, options, point)
+    problems = [problem for point in options.points() for problem in _too_large(config, options, point)]
+    yield from [line for _, line in sorted(problems, reverse=True)[:1]]  # the greediest says what there is to say
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
@@ -155,8 +155,8 @@ def _place(config: Config, options: Options, index: int) -> Place:
     return Place(index // hw.gpus, index % hw.gpus) if hw.gpus else Place(0)
 
 
-def _too_large(config: Config, options: Options, point: Point) -> Iterator[str]:
-    """Yield if there is a place whose memory cannot hold what *point* needs there."""
+def _too_large(config: Config, options: Options, point: Point) -> Iterator[tuple[int, str]]:
+    """Yield bytes and a line if there is a place whose memory cannot hold what *point* needs there."""
     pairs = flows(point.pattern, options.ranks)
     area = area_bytes(point.blocks, point.size, point.concurrency, options.layout == "scattered")
     needs: dict[Place, int] = {}
@@ -165,11 +165,12 @@ def _too_large(config: Config, options: Options, point: Point) -> Iterator[str]:
     place, need = max(needs.items(), key=lambda item: item[1])
     room, what = _room(config, place)
     if need > room:
-        yield (
+        line = (
             f"{point.label} needs {need} bytes ({format_size(need)}) on {what}, which has {room} "
             f"({format_size(room)}): each end of a flow holds blocks x size x concurrency bytes, twice that if "
             "scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
         )
+        yield need, line
 
 
 def _room(config: Config, place: Place) -> tuple[int, str]:

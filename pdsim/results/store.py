@@ -40,6 +40,13 @@ __all__ = ["FILES", "INCOMPLETE", "Run", "load", "refuse"]
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
 
+_HYDRA = """\
+# A run, complete; to repeat it: pdsim run --config-path FOLDER --config-name config, FOLDER being this file's, absolute
+defaults: [_self_, {override hydra/hydra_logging: none}, {override hydra/job_logging: none}]
+hydra: {output_subdir: null, run: {dir: .}}
+"""
+"""What makes the file a primary configuration of Hydra's, and keeps Hydra from writing files of its own."""
+
 
 class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
@@ -157,13 +164,13 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def config_yaml(config: Config) -> str:
-    """Return *config* as YAML that gives the same `Config` again.
+    """Return *config* as YAML that gives the same `Config` again, alone or as the primary configuration of `pdsim run`.
 
     An infinite rate is left out: it is the default, and no quantity that a configuration could state.
     """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    return _HYDRA + OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def plain(value: Any) -> Any:

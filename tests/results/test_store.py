@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -83,9 +84,15 @@ def test_numbers_that_json_lacks_become_null(config):
     assert about["metrics"]["x"]["value"] is None
 
 
+def configuration(folder: Path) -> Any:
+    """Return what `config.yaml` says, without what it says to Hydra."""
+    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    return {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
+
+
 def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(config):
     folder = Run(config).finish(make_result())
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    values = configuration(folder)
     assert values["experiment"] == {"name": "transfer", "size": [4096, 65536]}
     assert values["backend"]["intra"]["call"] == 5e-6
     assert "rate" not in values["backend"]["intra"]  # infinite, as by default
@@ -96,7 +103,7 @@ def test_the_configuration_gives_the_same_configuration_again(tmp_path):
 
     config = make_config(tmp_path, experiment={"name": "transfer"})
     first = load(store.plain(config))
-    again = load(OmegaConf.to_container(OmegaConf.load(Run(first).finish(make_result()) / "config.yaml")))
+    again = load(configuration(Run(first).finish(make_result())))
     assert again == first
 
 
