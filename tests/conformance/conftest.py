@@ -32,7 +32,8 @@ Job = Callable[..., Outcome]
 
 def engine(name: str) -> Engine:
     """Return the engine *name* with its own defaults; the model's costs are those of no engine in particular."""
-    return Engine(name=name, implementation=name, vendors=("nvidia", "cpu"), intra=ENGINE_MODEL, inter=ENGINE_MODEL)
+    kind = name.partition("_")[0]
+    return Engine(name=name, implementation=kind, vendors=("nvidia", "cpu"), intra=ENGINE_MODEL, inter=ENGINE_MODEL)
 
 
 def make_target(name: str) -> Target:

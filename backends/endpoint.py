@@ -1,0 +1,515 @@
+"""What every real endpoint has in common; an engine adds seven methods (`RealEndpoint`, below).
+
+Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out or
+get them wrong: no engine's time-out or cancel stops the data, NIXL has no time-out at all and goes on writing into
+memory that its owner deregistered, and neither tells a rejected transfer from a dead peer.
+
+The rules:
+
+- A transfer is *moving* until the engine itself says that it is complete, or that it never started.
+- The regions of a moving transfer cannot be deregistered, so their memory cannot be freed.
+- An owner that deregisters a region tells all who know it.  They refuse new transfers to it, and return it when none is
+  moving; until all have, the owner holds the memory.  So even where an engine would still write, nothing else is there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from simpy.events import Event
+
+from backends.host import HostBuffer, HostDevice
+from backends.link import Card, Line, Link
+from pdsim.clock import Mailbox, WallClock
+from pdsim.errors import (
+    InvalidBatch,
+    PeerLost,
+    RegistrationError,
+    TransferError,
+    TransferFailed,
+    TransferTimeout,
+)
+from pdsim.fabric.machine import Engine
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
+
+__all__ = ["Entry", "Flight", "PeerState", "RealEndpoint"]
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
+
+GRACE = 0.25
+"""Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes the
+engine's connections and ours at the same time, but they are looked at by different threads."""
+
+_NOTIFY, _WITHDRAW, _RETURN = b"notify", b"withdraw", b"return"
+_FORMAT = "pdsim/1"
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations."""
+
+    format: str
+    kind: str
+    card: Card
+    epoch: int
+    regions: list[tuple[str, int, int, str]]  # name, size, address, device
+    engine: bytes
+
+
+@dataclass(eq=False)
+class Entry:
+    """A region of this endpoint."""
+
+    region: Region
+    buffer: HostBuffer
+    moving: int = 0  # transfers that have not settled
+    handle: Any = None  # the engine's own
+
+
+@dataclass(eq=False)
+class PeerState:
+    """All that is known of one other endpoint; what `Peer.handle` holds."""
+
+    line: Line
+    handle: Any  # the engine's own
+    epoch: int = -1
+    withdrawn: set[str] = field(default_factory=set)  # regions
+    moving: Counter[str] = field(default_factory=Counter)  # transfers that have not settled, by region
+    owed: list[tuple[str, int]] = field(default_factory=list)  # withdrawn regions to be returned: name, epoch
+
+    @property
+    def name(self) -> str:
+        """The peer's rank."""
+        return self.line.name
+
+
+class Flight(Transfer):
+    """A transfer and where it stands."""
+
+    def __init__(
+        self, clock: WallClock, batch: Batch, label: str, operation: str, peer: PeerState, local: Entry, remote: Region
+    ) -> None:
+        super().__init__(clock, batch, label)
+        self.operation = operation
+        self.peer = peer
+        self.local = local
+        self.remote = remote
+        self.notify = b""
+        self.submitted = self.prepared = self.posted = clock.now
+        self.timeout = 0.0
+        self.handle: Any = None  # the engine's own
+
+
+class RealEndpoint:
+    """The engine-independent part of an `Endpoint`.
+
+    An engine implements `_attach`, `_pin`, `_unpin`, `_describe`, `_meet`, `_post` and `_detach`, and calls
+    `_complete`, `_break` and `_stopped` as its transfers end, on the clock's thread.  Its constructor arguments are those of
+    this class.  *device* is the memory that buffers come from, *bind* the address that sockets listen on.
+    """
+
+    kind = ""  # endpoints of different kinds cannot connect
+
+    def __init__(
+        self,
+        *,
+        rank: str,
+        clock: WallClock,
+        device: HostDevice,
+        engine: Engine,
+        recorder: Recorder,
+        bind: str = "127.0.0.1",
+    ) -> None:
+        self.rank = rank
+        self.clock = clock
+        self.device = device
+        self.settings = engine
+        self.recorder = recorder
+        self.bind = bind
+        self.notifications = Mailbox(clock)
+        self._entries: dict[str, Entry] = {}
+        self._peers: dict[bytes, PeerState] = {}  # by token
+        self._flights: dict[Flight, None] = {}  # neither complete nor failed
+        self._quarantine: dict[Flight, None] = {}  # failed and moving
+        self._lent: dict[tuple[str, int], tuple[HostBuffer, set[bytes]]] = {}  # withdrawn regions: who may still write
+        self._deadlines: list[tuple[float, int, Flight]] = []
+        self._sequence = count()
+        self._next_check = float("inf")
+        self._epoch = 0
+        self._closed = False
+        self.link = Link(clock, rank, bind, self._handlers(), self._on_lost)
+        try:
+            self.engine = self._attach()
+        except BaseException:
+            self.link.close(clean=True)
+            raise
+
+    # --- for engines ------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> str:
+        """Start the engine; return what it is, as it reports itself.  Raise `BackendUnavailable` if it cannot work."""
+        raise NotImplementedError
+
+    def _pin(self, buffer: HostBuffer) -> Any:
+        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`."""
+        raise NotImplementedError
+
+    def _unpin(self, entry: Entry) -> None:
+        """Undo `_pin`."""
+        raise NotImplementedError
+
+    def _describe(self) -> bytes:
+        """Return what the engine's side of a peer needs to know of this one."""
+        raise NotImplementedError
+
+    def _meet(self, description: bytes, known: PeerState | None) -> Any:
+        """Return the engine's handle of the peer that *description* describes; *known* if it was met before."""
+        raise NotImplementedError
+
+    def _post(self, flight: Flight) -> None:
+        """Hand *flight* to the engine.  Raise a `TransferError` if it was not taken and nothing moves."""
+        raise NotImplementedError
+
+    def _detach(self, idle: bool) -> None:
+        """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
+        raise NotImplementedError
+
+    def _handlers(self) -> dict[bytes, Any]:
+        return {_NOTIFY: self._on_notify, _WITHDRAW: self._on_withdraw, _RETURN: self._on_return}
+
+    # --- Endpoint: memory -------------------------------------------------------------------------------------------
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers that failed and may still move bytes."""
+        return len(self._quarantine)
+
+    def register(self, buffer: Buffer, name: str) -> Region:
+        """Make *buffer* known to the engine; see `pdsim.transfer.Endpoint.register`."""
+        self._check_open()
+        if name in self._entries:
+            raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
+        if not isinstance(buffer, HostBuffer) or buffer.freed:
+            raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated host memory of {self.rank}")
+        if buffer.registered:
+            raise RegistrationError(f"region {name!r}: the buffer is registered already under another name")
+        region = Region(self.rank, name, buffer.size, buffer.address, self.device.name)
+        self._entries[name] = Entry(region, buffer, handle=self._pin(buffer))
+        buffer.registered = True
+        self._epoch += 1
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`."""
+        self._check_open()
+        entry = self._own(region)
+        if entry.moving:
+            raise RegistrationError(
+                f"region {region.name!r} of {self.rank}: {entry.moving} transfers over it have not settled; "
+                f"wait for Transfer.settled"
+            )
+        self._unpin(entry)
+        del self._entries[region.name]
+        entry.buffer.registered = False
+        self._epoch += 1
+        lines = self.link.lines
+        if lines:
+            self._lent[region.name, self._epoch] = (entry.buffer, {line.card.token for line in lines})
+            self.device.hold(entry.buffer)
+        for line in lines:
+            self.link.send(line, _WITHDRAW, region.name.encode(), str(self._epoch).encode())
+
+    def _own(self, region: Region) -> Entry:
+        entry = self._entries.get(region.name)
+        if entry is None or entry.region != region:
+            raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.rank}")
+        return entry
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RegistrationError(f"the endpoint of {self.rank} is closed")
+
+    # --- Endpoint: peers --------------------------------------------------------------------------------------------
+
+    def address(self) -> bytes:
+        """Return what a peer needs to reach this endpoint and the regions registered so far."""
+        self._check_open()
+        regions = [entry.region for entry in self._entries.values()]
+        rows = [(region.name, region.size, region.address, region.device) for region in regions]
+        return msgspec.msgpack.encode(
+            Address(_FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe())
+        )
+
+    def connect(self, address: bytes) -> Peer:
+        """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
+        self._check_open()
+        try:
+            where = msgspec.msgpack.decode(address, type=Address)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise TransferFailed(f"{len(address)} bytes that are not the address of an endpoint: {error}") from None
+        if (where.format, where.kind) != (_FORMAT, self.kind):
+            raise TransferFailed(
+                f"the address is of a {where.format} {where.kind} endpoint; this one is {_FORMAT} {self.kind}"
+            )
+        line = self.link.reach(where.card, CONNECT_TIMEOUT)
+        state = self._peers.get(where.card.token)
+        if state is None or where.epoch > state.epoch:
+            handle = self._meet(where.engine, state)
+            if state is None:
+                state = self._peers[where.card.token] = PeerState(line, handle)
+            state.handle, state.epoch = handle, where.epoch
+            state.withdrawn.difference_update(name for name, *_ in where.regions)
+        regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
+        return Peer(state.name, MappingProxyType(regions), state)
+
+    # --- Endpoint: transfers ----------------------------------------------------------------------------------------
+
+    def write(
+        self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
+    ) -> Transfer:
+        """Start to move *batch* to *peer*; see `pdsim.transfer.Endpoint.write`."""
+        return self._start("write", peer, batch, batch.source, batch.target, notify, timeout, label)
+
+    def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
+        """Start to move *batch* from *peer*; see `pdsim.transfer.Endpoint.read`."""
+        return self._start("read", peer, batch, batch.target, batch.source, b"", timeout, label)
+
+    def _start(
+        self,
+        operation: str,
+        peer: Peer,
+        batch: Batch,
+        local: Region,
+        remote: Region,
+        notify: bytes,
+        timeout: float | None,
+        label: str,
+    ) -> Flight:
+        self._check_open()
+        state = self._checked(operation, peer, local, remote)
+        flight = Flight(self.clock, batch, label, operation, state, self._own(local), remote)
+        flight.notify = notify
+        flight.timeout = self.settings.timeout if timeout is None else timeout
+        if flight.timeout <= 0:
+            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+        self._flights[flight] = None
+        flight.local.moving += 1
+        state.moving[remote.name] += 1
+        self.link.poll()  # a withdrawal or a loss that is known already must not be missed
+        if flight.triggered:  # by a loss that was just noticed
+            self._stopped(flight)
+        elif state.line.lost:
+            self._break(flight, PeerLost(f"{state.name} {state.line.lost}"), moving=False)
+        elif remote.name in state.withdrawn:
+            error = TransferFailed(f"{state.name} has withdrawn region {remote.name!r}; connect to a newer address")
+            self._break(flight, error, moving=False)
+        else:
+            self._watch_deadline(flight)
+            try:
+                self._post(flight)
+            except TransferError as error:
+                self._break(flight, error, moving=False)
+        return flight
+
+    def _checked(self, operation: str, peer: Peer, local: Region, remote: Region) -> PeerState:
+        state = peer.handle
+        if not isinstance(state, PeerState) or self._peers.get(state.line.card.token) is not state:
+            raise InvalidBatch(f"{peer.name} was not connected by this endpoint of {self.rank}")
+        if local.owner != self.rank:
+            side = "source" if operation == "write" else "target"
+            raise InvalidBatch(f"a {operation}'s {side} must be a region of {self.rank}, got one of {local.owner}")
+        if peer.regions.get(remote.name) != remote:
+            raise InvalidBatch(
+                f"region {remote.owner}/{remote.name} is not one of peer {peer.name}, which has "
+                f"{', '.join(sorted(peer.regions)) or 'none'}; a region registered later needs a newer address"
+            )
+        return state
+
+    # --- how transfers end ------------------------------------------------------------------------------------------
+
+    def _complete(self, flight: Flight, at: float) -> None:
+        """Note that the engine reported *flight* complete at the time *at*."""
+        if flight.triggered:
+            self._stopped(flight)
+        elif at - flight.submitted > flight.timeout:
+            self._break(flight, self._too_late(flight), moving=False, at=at)
+        else:
+            self._end(flight, "ok", at)
+            if flight.notify:
+                self._announce(flight)
+            self._settle(flight)
+
+    def _break(self, flight: Flight, error: TransferError, *, moving: bool, at: float | None = None) -> None:
+        """Fail *flight* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
+        if not flight.triggered:
+            self._end(flight, error, self.clock.now if at is None else at)
+            self._quarantine[flight] = None
+        if not moving:
+            self._stopped(flight)
+
+    def _refused(self, flight: Flight, text: str) -> None:
+        """Note that the engine reported a failure without saying whose fault it is, and proved nothing."""
+
+        def decide(_: Event) -> None:
+            lost = flight.peer.line.lost
+            error = PeerLost(f"{flight.peer.name} {lost}; {text}") if lost else TransferFailed(text)
+            self._break(flight, error, moving=True)
+
+        if flight.peer.line.lost:
+            decide(flight)
+        else:
+            self._call_at(self.clock.now + GRACE, decide)
+
+    def _stopped(self, flight: Flight) -> None:
+        """Note that no byte of a failed *flight* moves any more."""
+        if flight in self._quarantine:
+            del self._quarantine[flight]
+            self._settle(flight)
+
+    def _end(self, flight: Flight, result: str | TransferError, at: float) -> None:
+        del self._flights[flight]
+        status = result if isinstance(result, str) else type(result).__name__
+        batch = flight.batch
+        record = TransferRecord(
+            engine=self.engine,
+            operation=flight.operation,
+            source=batch.source.owner,
+            target=batch.target.owner,
+            nbytes=batch.nbytes,
+            descriptors=len(batch),
+            submitted=flight.submitted,
+            prepared=flight.prepared,
+            posted=flight.posted,
+            completed=max(at, flight.posted),
+            seen=max(self.clock.now, at),
+            status=status,
+            label=flight.label,
+        )
+        self.recorder.transfer(record)
+        if isinstance(result, str):
+            flight.succeed(record)
+        else:
+            flight.fail(result)
+
+    def _settle(self, flight: Flight) -> None:
+        flight.settled.succeed()
+        flight.local.moving -= 1
+        peer = flight.peer
+        peer.moving[flight.remote.name] -= 1
+        self._return_withdrawn(peer)
+
+    def _announce(self, flight: Flight) -> None:
+        """Deliver the notification of a transfer that is complete.  Engines with notifications of their own override."""
+        self.link.send(flight.peer.line, _NOTIFY, flight.notify)
+
+    # --- deadlines --------------------------------------------------------------------------------------------------
+
+    def _watch_deadline(self, flight: Flight) -> None:
+        at = flight.submitted + flight.timeout
+        heapq.heappush(self._deadlines, (at, next(self._sequence), flight))
+        if at < self._next_check:
+            self._next_check = at
+            self._call_at(at, self._check_deadlines)
+
+    def _check_deadlines(self, _: Event) -> None:
+        self._next_check = float("inf")
+        while self._deadlines:
+            at, _sequence, flight = self._deadlines[0]
+            if not flight.triggered and at > self.clock.now:
+                self._next_check = at
+                self._call_at(at, self._check_deadlines)
+                return
+            heapq.heappop(self._deadlines)
+            if not flight.triggered:
+                self._break(flight, self._too_late(flight), moving=True)
+
+    def _too_late(self, flight: Flight) -> TransferTimeout:
+        return TransferTimeout(
+            f"{flight.operation} of {flight.batch.nbytes} bytes with {flight.peer.name}: not complete after "
+            f"{flight.timeout:g} s; bytes may still move until Transfer.settled"
+        )
+
+    def _call_at(self, at: float, function: Any) -> None:
+        event = self.clock.at(at)
+        assert event.callbacks is not None
+        event.callbacks.append(function)
+
+    # --- what peers say ---------------------------------------------------------------------------------------------
+
+    def _on_notify(self, line: Line, body: list[bytes]) -> None:
+        self.notifications.put(Notification(line.name, body[0]))
+
+    def _on_withdraw(self, line: Line, body: list[bytes]) -> None:
+        name, epoch = body[0].decode(), int(body[1])
+        state = self._peers.get(line.card.token)
+        if state is None:
+            self.link.send(line, _RETURN, *body)
+            return
+        if epoch > state.epoch:
+            state.withdrawn.add(name)
+        state.owed.append((name, epoch))
+        self._return_withdrawn(state)
+
+    def _return_withdrawn(self, state: PeerState) -> None:
+        for name, epoch in tuple(state.owed):
+            if not state.moving[name]:
+                state.owed.remove((name, epoch))
+                self.link.send(state.line, _RETURN, name.encode(), str(epoch).encode())
+
+    def _on_return(self, line: Line, body: list[bytes]) -> None:
+        self._take_back((body[0].decode(), int(body[1])), line)
+
+    def _take_back(self, key: tuple[str, int], line: Line) -> None:
+        buffer, holders = self._lent[key]
+        holders.discard(line.card.token)
+        if not holders:
+            del self._lent[key]
+            self.device.release(buffer)
+
+    def _on_lost(self, line: Line) -> None:
+        if line.closed:  # it left in order: nothing of its transfers is under way
+            for key, (_, holders) in tuple(self._lent.items()):
+                if line.card.token in holders:
+                    self._take_back(key, line)
+        for flight in tuple(self._flights):
+            if flight.peer.line is line:
+                self._break(flight, PeerLost(f"{line.name} {line.lost}"), moving=True)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give everything back; see `pdsim.transfer.Endpoint.close`.
+
+        Memory of transfers that have not settled is never given back: the engine may still use it.
+        """
+        if self._closed:
+            return
+        for flight in tuple(self._flights):
+            self._break(flight, TransferFailed(f"the endpoint of {self.rank} was closed"), moving=True)
+        idle = not self._quarantine
+        for entry in self._entries.values():
+            if entry.moving:
+                self.device.hold(entry.buffer)
+            else:
+                self._unpin(entry)
+            entry.buffer.registered = False
+        self._closed = True
+        self._entries.clear()
+        self._detach(idle)
+        self.link.close(clean=idle)
+        if idle:  # the engine is gone, and nobody can write through it any more
+            for buffer, _ in self._lent.values():
+                self.device.release(buffer)
+            self._lent.clear()
+
+    @property
+    def peers(self) -> Mapping[bytes, PeerState]:
+        """What is known of other endpoints, by token."""
+        return MappingProxyType(self._peers)

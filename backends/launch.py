@@ -1,0 +1,268 @@
+"""Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
+
+Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed on
+the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is spoken to
+over a socket pair, and its output goes to a file that has no name.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO
+
+from backends import wire
+from pdsim import errors
+from pdsim.errors import PdsimError, TransferError, TransferTimeout
+from pdsim.fabric.machine import Engine
+from pdsim.transfer import Outcome, RankResult, RankSpec
+
+__all__ = ["Processes"]
+
+TAIL = 2000
+"""Characters of a rank's output that go into the error of a rank that died."""
+
+
+class Processes:
+    """A `Target` on this machine.  Where a rank's `Place` is makes no difference: all memory is the host's.
+
+    *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
+    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank may allocate.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deadline: float = 3600.0,
+        bind: str = "127.0.0.1",
+        device_capacity: int = 4 << 30,
+        startup: float = 60.0,
+    ) -> None:
+        for name, value in (("deadline", deadline), ("device_capacity", device_capacity), ("startup", startup)):
+            if value <= 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+        self.engine = engine
+        self.deadline = deadline
+        self.bind = bind
+        self.device_capacity = device_capacity
+        self.startup = startup
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
+
+        Raise `BackendUnavailable` or a `ConfigError` if a rank cannot start because the engine or the configuration does
+        not let it, and another `TransferError` if it cannot start otherwise.
+        """
+        names = [spec.name for spec in ranks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"ranks must have names of their own, got {', '.join(names)}")
+        unknown = set(kill or {}) - set(names)
+        if unknown:
+            raise ValueError(f"kill names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
+        with _stoppable(), _Job() as job:
+            for spec in ranks:
+                job.start(self._describe(spec, names))
+            job.until_ready(time.monotonic() + self.startup, self.startup)
+            origin = job.go()
+            job.until_done(origin, self.deadline, dict(kill or {}))
+            return job.outcome()
+
+    def _describe(self, spec: RankSpec, names: Sequence[str]) -> wire.Start:
+        return wire.Start(
+            name=spec.name,
+            program=spec.program,
+            arguments=spec.arguments,
+            peers=[name for name in names if name != spec.name],
+            implementation=self.engine.implementation,
+            engine=self.engine.name,
+            timeout=self.engine.timeout,
+            options=dict(self.engine.options),
+            bind=self.bind,
+            capacity=self.device_capacity,
+        )
+
+
+class _Child:
+    """One rank's process, from the supervisor's side."""
+
+    def __init__(self, start: wire.Start) -> None:
+        self.name = start.name
+        self.uri = ""
+        self.done: wire.Done | None = None
+        self.error = ""
+        self.ended = False
+        self.seconds = 0.0
+        self._decoder = wire.Decoder()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
+        self.connection, other = socket.socketpair()
+        path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "backends.worker", str(other.fileno())],
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
+            )
+        wire.send(self.connection, start)
+
+    def receive(self) -> list[wire.Message]:
+        """Return the messages that have arrived; note the end of the process when its socket closes."""
+        try:
+            piece = self.connection.recv(1 << 20)
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            self.ended = True
+            return []
+        return self._decoder.feed(piece)
+
+    def kill(self) -> None:
+        """End the process by SIGKILL, which also ends one that is stopped."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def stop(self) -> None:
+        """Make sure that nothing of the process is left."""
+        self.kill()
+        self.process.wait()
+        self.connection.close()
+        self._output.close()
+
+    def tail(self) -> str:
+        """Return the end of what the process printed, on lines of its own."""
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - TAIL))
+        text = self._output.read().decode(errors="replace").strip()
+        return f"\n{text}" if text else ""
+
+    def result(self) -> RankResult:
+        """Return how the rank ended."""
+        code = self.process.wait()
+        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+        if self.done is None:
+            error = self.error or f"{died or 'ended without a result'}{self.tail()}"
+            return RankResult(self.name, error=error)
+        error = self.done.error
+        if error and error.partition(":")[0] not in errors.__all__:  # not one of ours: the traceback is in the output
+            error += self.tail()
+        elif not error and died:
+            error = f"{died} after its program had ended{self.tail()}"
+        return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers)
+
+
+class _Job:
+    """All children of one run."""
+
+    def __init__(self) -> None:
+        self._children: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.stop()
+        self._selector.close()
+
+    def start(self, start: wire.Start) -> None:
+        child = _Child(start)
+        self._children.append(child)
+        self._selector.register(child.connection, selectors.EVENT_READ, child)
+
+    def until_ready(self, deadline: float, seconds: float) -> None:
+        """Wait until all children are ready; raise what kept one from it."""
+        while not all(child.uri for child in self._children):
+            for child, message in self._messages(deadline - time.monotonic()):
+                if isinstance(message, wire.Ready):
+                    child.uri = message.uri
+                elif isinstance(message, wire.Failed):
+                    raise _rebuilt(child, message)
+            for child in self._children:
+                if child.ended:
+                    raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
+            if time.monotonic() >= deadline:
+                late = ", ".join(child.name for child in self._children if not child.uri)
+                raise TransferTimeout(f"not ready after {seconds:g} s: {late}; give Processes a longer startup")
+
+    def go(self) -> float:
+        """Let all children run; return the job's zero on the monotonic clock."""
+        uris = {child.name: child.uri for child in self._children}
+        origin = time.monotonic()
+        for child in self._children:
+            wire.send(child.connection, wire.Go(origin, {n: uri for n, uri in uris.items() if n != child.name}))
+        return origin
+
+    def until_done(self, origin: float, deadline: float, kill: dict[str, float]) -> None:
+        """Wait until all children have ended; kill those in *kill* at their time, and all at the *deadline*."""
+        while not all(child.ended for child in self._children):
+            now = time.monotonic() - origin
+            for child in self._children:
+                if child.name in kill and kill[child.name] <= now:
+                    del kill[child.name]
+                    child.kill()
+                if not child.ended and now >= deadline:
+                    child.error = f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}"
+                    child.kill()
+            wake = min([deadline, *kill.values()]) if now < deadline else now + 1.0
+            for child, message in self._messages(wake - now):
+                if isinstance(message, wire.Done):
+                    child.done = message
+                    child.seconds = time.monotonic() - origin
+
+    def outcome(self) -> Outcome:
+        """Return how the job ended."""
+        results = {child.name: child.result() for child in self._children}
+        done = [child.done for child in self._children if child.done is not None]
+        pools = {name: peak for message in done for name, peak in message.pools.items()}
+        seconds = max((child.seconds for child in self._children), default=0.0)
+        return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
+
+    def _messages(self, timeout: float) -> Iterator[tuple[_Child, wire.Message]]:
+        for key, _ in self._selector.select(max(0.0, timeout)):
+            child: _Child = key.data
+            for message in child.receive():
+                yield child, message
+            if child.ended:
+                child.seconds = child.seconds or 0.0
+                self._selector.unregister(child.connection)
+
+
+def _rebuilt(child: _Child, message: wire.Failed) -> PdsimError:
+    """Return the exception that kept *child* from starting, as the class that it was."""
+    kind = getattr(errors, message.kind, None)
+    if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
+        return kind(message.message)
+    return TransferError(f"rank {child.name!r} did not start: {message.kind}: {message.message}{child.tail()}")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Turn SIGTERM into an exception while ranks run, so that they are ended on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

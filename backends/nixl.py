@@ -1,0 +1,257 @@
+"""NIXL over UCX, on host memory: ``nixl_tcp`` over TCP and ``nixl_shm`` over shared memory and cross-memory attach.
+
+What it does about the engine's ways:
+
+- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would spin
+  on a whole core for each endpoint.  Instead, an endpoint that starts to transfer tells its peer so over `backends.link`,
+  and the clock polls the engine of both while anything is under way; every `BEAT` they are polled in any case.
+- Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.link` does: the kernel
+  closes the peer's connection.
+- It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer has
+  ended by the engine's own account, and never touched again.
+- It writes into deregistered memory.  `backends.endpoint` keeps that memory until all peers have returned it.
+- Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
+- Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from simpy.events import Event
+
+from backends.endpoint import Entry, Flight, PeerState, RealEndpoint
+from backends.environment import captured_stderr, prepare
+from backends.host import HostBuffer
+from backends.link import Line
+from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
+from pdsim.transfer import Notification
+
+__all__ = ["NixlEndpoint"]
+
+INSTALL = "pip install 'pdsim[nixl]'"
+BEAT = 0.02
+"""Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
+
+_ACTIVE, _IDLE = b"active", b"idle"
+_VARIANTS: Mapping[str, tuple[dict[str, str], str, set[str]]] = {
+    # environment, error handling of UCX, transports that may be reported
+    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, "peer", {"tcp", "self"}),
+    "nixl_shm": ({"UCX_TLS": "posix,cma,self"}, "none", {"posix", "cma", "self"}),
+}
+
+
+class NixlEndpoint(RealEndpoint):
+    """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`."""
+
+    kind = "nixl"
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> str:
+        if self.settings.name not in _VARIANTS:
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r} moves GPU memory, which target=real does not do yet; "
+                f"use backend=nixl_tcp or nixl_shm"
+            )
+        variant, error_handling, allowed = _VARIANTS[self.settings.name]
+        defaults = {
+            "UCX_NET_DEVICES": "lo",  # or it also listens on the other interfaces, and advertises them
+            "UCX_MODULES": "^ib",  # its libnl and the system's in one process crash at exit
+            "UCX_LOG_LEVEL": "info",
+            "UCX_LOG_FILE": "stderr",
+        }
+        prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
+        self._posted: dict[Flight, None] = {}
+        self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
+        self._inbound: set[Line] = set()  # peers that we poll for
+        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
+        self._agent, log = self._start_agent(error_handling)
+        transports = _transports(log)
+        if not transports or not transports <= allowed:
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r}: UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
+                f"only {', '.join(sorted(allowed))} are meant by that name"
+            )
+        self.clock.watch(self)
+        self._call_at(self.clock.now + BEAT, self._beat)
+        return f"nixl {version('nixl-cu13')} ucx {'+'.join(sorted(transports))}"
+
+    def _start_agent(self, error_handling: str) -> tuple[Any, str]:
+        try:
+            from nixl_cu13 import _api, _bindings
+        except ImportError as error:
+            raise BackendUnavailable(f"NIXL cannot be imported ({error}): {INSTALL}") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
+        self._errors = _bindings
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        try:
+            with captured_stderr() as log:
+                agent = _api.nixl_agent(f"{self.rank}/{self.link.card.token.hex()}", config)
+                agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
+        except Exception as error:
+            raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
+        return agent, log()
+
+    def _detach(self, idle: bool) -> None:
+        self.clock.unwatch(self)
+        if idle:
+            for peer in self._peers.values():
+                if not peer.line.lost:
+                    self._agent.remove_remote_agent(peer.handle)
+            del self._agent
+
+    # --- memory and peers -------------------------------------------------------------------------------------------
+
+    def _pin(self, buffer: HostBuffer) -> Any:
+        try:
+            return self._agent.register_memory([(buffer.address, buffer.size, 0, "")], "DRAM")
+        except Exception as error:
+            raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
+
+    def _unpin(self, entry: Entry) -> None:
+        self._agent.deregister_memory(entry.handle)
+
+    def _describe(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def _meet(self, description: bytes, known: PeerState | None) -> str:
+        del known  # metadata of an agent that is known replaces what was known of it
+        try:
+            name: bytes = self._agent.add_remote_agent(description)
+        except Exception as error:
+            raise TransferFailed(f"NIXL did not take the peer's metadata: {error}") from error
+        return name.decode()
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, flight: Flight) -> None:
+        peer, batch = flight.peer, flight.batch
+        if peer not in self._announced:
+            self.link.send(peer.line, _ACTIVE)
+        self._announced[peer] = self.clock.now
+        near, far = (
+            (batch.source_offset, batch.target_offset)
+            if flight.operation == "write"
+            else (batch.target_offset, batch.source_offset)
+        )
+        try:
+            flight.handle = self._agent.initialize_xfer(
+                flight.operation.upper(),
+                self._agent.get_xfer_descs(_rows(near, flight.local.region.address, batch.size), "DRAM"),
+                self._agent.get_xfer_descs(_rows(far, flight.remote.address, batch.size), "DRAM"),
+                peer.handle,
+                flight.notify,
+            )
+            flight.prepared = flight.posted = self.clock.now
+            state = self._agent.transfer(flight.handle)
+        except self._errors.nixlRemoteDisconnectError as error:
+            raise PeerLost(f"{peer.name} is gone: {error}") from error
+        except Exception as error:
+            raise TransferFailed(f"NIXL did not take a {flight.operation} of {batch.nbytes} bytes: {error}") from error
+        flight.posted = self.clock.now
+        self._posted[flight] = None
+        if state != "PROC":
+            self._ended(flight, state)
+
+    def _ended(self, flight: Flight, state: str) -> None:
+        del self._posted[flight]
+        self._announced[flight.peer] = self.clock.now
+        self._release(flight)
+        if state == "DONE":
+            self._complete(flight, self.clock.now)
+        else:
+            self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
+
+    def _release(self, flight: Flight) -> None:
+        self._agent.release_xfer_handle(flight.handle)
+        flight.handle = None
+
+    def _announce(self, flight: Flight) -> None:
+        """Do nothing: the engine has delivered the notification."""
+
+    # --- Source -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Let the engine progress while there is anything to progress."""
+        return self.busy() and self._progress()
+
+    def fileno(self) -> None:
+        """Return None: the engine has no descriptor."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether transfers are under way, here or at a peer that writes to or reads from this endpoint."""
+        return bool(self._posted or self._inbound)
+
+    def _progress(self) -> bool:
+        found = False
+        for flight in tuple(self._posted):
+            state = self._state_of(flight)
+            if state != "PROC":
+                self._ended(flight, state)
+                found = True
+            elif flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[flight]
+                self._stuck[flight] = None
+        for agent, payloads in self._agent.get_new_notifs().items():
+            for payload in payloads:
+                self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
+                found = True
+        return found
+
+    def _state_of(self, flight: Flight) -> str:
+        try:
+            return str(self._agent.check_xfer_state(flight.handle))
+        except self._errors.nixlRemoteDisconnectError as error:
+            self._break(flight, PeerLost(f"{flight.peer.name} is gone: {error}"), moving=True)
+            return "ERR"
+        except Exception as error:
+            return f"ERR {error}"
+
+    def _beat(self, _: Event) -> None:
+        if self._closed:
+            return
+        self._posted.update(self._stuck)
+        self._stuck.clear()
+        self._progress()
+        moving = {flight.peer for flight in self._posted}
+        for peer, used in tuple(self._announced.items()):
+            if peer not in moving and self.clock.now - used > BEAT:
+                del self._announced[peer]
+                self.link.send(peer.line, _IDLE)
+        self._call_at(self.clock.now + BEAT, self._beat)
+
+    # --- what peers say ---------------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[bytes, Any]:
+        return {**super()._handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
+
+    def _on_active(self, line: Line, _: list[bytes]) -> None:
+        self._inbound.add(line)
+
+    def _on_idle(self, line: Line, _: list[bytes]) -> None:
+        self._inbound.discard(line)
+
+    def _on_lost(self, line: Line) -> None:
+        self._inbound.discard(line)
+        super()._on_lost(line)
+
+
+def _rows(offset: npt.NDArray[np.int64], address: int, size: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return descriptors as NIXL takes them: address, length, device; shape (n, 3)."""
+    rows = np.zeros((len(size), 3), np.uint64)
+    rows[:, 0] = offset + address
+    rows[:, 1] = size
+    return rows
+
+
+def _transports(log: str) -> set[str]:
+    """Return the transports that UCX's log names for its connection to itself: ``cfg#0 rma_am(tcp/lo) am(tcp/lo)``."""
+    return set(re.findall(r"\((\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

@@ -1,0 +1,118 @@
+"""One rank's process: ``python -m backends.worker FD``, started by `backends.launch` and by nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from backends import wire
+from backends.channel import ZmqChannel
+from backends.host import HostDevice
+from backends.registry import load
+from pdsim.clock import WallClock
+from pdsim.errors import ConfigError, PdsimError
+from pdsim.fabric.machine import Engine, EngineModel
+from pdsim.transfer import Rank, TransferRecord
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)  # a real engine has no use for it
+
+
+class Records:
+    """A `Recorder` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.transfers: list[TransferRecord] = []
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*."""
+        self.transfers.append(record)
+
+
+def main() -> None:
+    """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil."""
+    _die_with(os.getppid())
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    start = wire.receive(connection, wire.Start)
+    try:
+        clock, rank, records, program = _prepare(start)
+        wire.send(connection, wire.Ready(rank.channel.uri))  # type: ignore[attr-defined]
+    except BaseException as error:
+        traceback.print_exc()
+        wire.send(connection, wire.Failed(type(error).__name__, str(error)))
+        _leave(1)
+    go = wire.receive(connection, wire.Go)
+    clock.origin = go.origin
+    rank.channel.open(go.uris)  # type: ignore[attr-defined]
+    wire.send(connection, _run(clock, rank, records, program, start))
+    try:
+        rank.endpoint.close()
+        rank.channel.close()
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the supervisor dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
+    module, _, function = start.program.partition(":")
+    engine = Engine(
+        name=start.engine,
+        implementation=start.implementation,
+        vendors=("cpu",),
+        intra=_NO_MODEL,
+        inter=None,
+        timeout=start.timeout,
+        options=start.options,
+    )
+    clock, records = WallClock(), Records()
+    device = HostDevice(clock, start.capacity)
+    endpoint_class = load(start.implementation)
+    endpoint = endpoint_class(
+        rank=start.name, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
+    )
+    program = getattr(importlib.import_module(module), function, None)
+    if program is None:
+        raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
+    channel = ZmqChannel(clock, start.name, start.bind)
+    return clock, Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers)), records, program
+
+
+def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: wire.Start) -> wire.Done:
+    value, error = None, ""
+    try:
+        value = clock.run(clock.process(program(rank, **start.arguments)))
+        wire.check_plain(value)
+    except PdsimError as exception:
+        value, error = None, f"{type(exception).__name__}: {exception}"
+    except BaseException as exception:
+        traceback.print_exc()
+        value, error = None, f"{type(exception).__name__}: {exception}"
+    device = rank.device
+    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}  # type: ignore[attr-defined]
+    return wire.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid))
+
+
+if __name__ == "__main__":
+    main()
