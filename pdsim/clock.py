@@ -105,8 +105,8 @@ class _Getter(Event):
 
     def __init__(self, clock: Clock, unclaimed: Callable[[Event], None]) -> None:
         super().__init__(clock)
+        self.callbacks.append(unclaimed)
         self.waiters = self.callbacks  # SimPy takes the list away before it calls what is in it
-        self.waiters.append(unclaimed)
 
     @property
     def given_up(self) -> bool:

@@ -30,6 +30,7 @@ from pdsim.errors import (
 )
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import Lane, Poster, Posting
+from pdsim.fabric.flight import Connection, Flight, Registration
 from pdsim.fabric.memory import SimBuffer, copy_bytes
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
@@ -68,66 +69,6 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: list[Region]
 
 
-class _Registration:
-    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
-
-    __slots__ = ("buffer", "region", "unsettled")
-
-    def __init__(self, region: Region, buffer: SimBuffer) -> None:
-        self.region = region
-        self.buffer = buffer
-        self.unsettled = 0
-
-
-class _Connection:
-    """From one endpoint to a peer."""
-
-    __slots__ = ("lane", "owner", "remote")
-
-    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, lane: Lane) -> None:
-        self.owner = owner
-        self.remote = remote
-        self.lane = lane
-
-
-class _Flight:
-    """One transfer from its call until it has settled."""
-
-    __slots__ = ("connection", "held", "local", "notify", "posting", "remote", "submitted", "transfer", "write")
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        connection: _Connection,
-        write: bool,
-        local: _Registration,
-        remote: Region,
-        notify: bytes,
-        submitted: float,
-    ) -> None:
-        self.transfer = transfer
-        self.connection = connection
-        self.write = write
-        self.local = local
-        self.remote = remote
-        self.notify = notify
-        self.submitted = submitted
-        self.posting: Posting | None = None
-        there = connection.remote.registration(remote)
-        self.held = None if there is None else there.buffer
-        if self.held is not None:
-            self.held.hold()
-        local.unsettled += 1
-        local.buffer.hold()
-
-    def release(self) -> None:
-        """Let go of the memory on both sides."""
-        self.local.unsettled -= 1
-        self.local.buffer.release()
-        if self.held is not None:
-            self.held.release()
-
-
 class SimEndpoint:
     """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
 
@@ -144,9 +85,9 @@ class SimEndpoint:
         self._engine = f"model:{fabric.engine.name}"
         self._notifications = Mailbox(clock)
         self._poster = Poster()
-        self._regions: dict[str, _Registration] = {}
-        self._connections: dict[str, _Connection] = {}
-        self._flights: dict[int, _Flight] = {}  # by number; those that have not settled
+        self._regions: dict[str, Registration] = {}
+        self._connections: dict[str, Connection] = {}
+        self._flights: dict[int, Flight] = {}  # by number; those that have not settled
         self._number = 0
         self._quarantined = 0
         self._deadlines = Deadlines(fabric.clock, self._flights, self._expire)
@@ -180,7 +121,7 @@ class SimEndpoint:
         if buffer.registered:
             raise RegistrationError(f"{buffer!r} is registered already, as {buffer.registered!r}")
         region = Region(self.name, name, buffer.size, buffer.address, self._device.name)
-        self._regions[name] = _Registration(region, buffer)
+        self._regions[name] = Registration(region, buffer)
         buffer.registered = name
         return region
 
@@ -196,7 +137,7 @@ class SimEndpoint:
         registration.buffer.registered = ""
         del self._regions[region.name]
 
-    def registration(self, region: Region) -> _Registration | None:
+    def registration(self, region: Region) -> Registration | None:
         """Return what is registered here as *region*, if it still is."""
         found = self._regions.get(region.name)
         return found if found is not None and (found.region is region or found.region == region) else None
@@ -222,7 +163,7 @@ class SimEndpoint:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
         if connection is None:
-            connection = self._connections[there.rank] = _Connection(self, remote, self._lane(remote))
+            connection = self._connections[there.rank] = Connection(self, remote, self._lane(remote))
         return Peer(there.rank, {region.name: region for region in there.regions}, connection)
 
     def write(
@@ -266,7 +207,7 @@ class SimEndpoint:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._fabric.clock.now
         transfer = Transfer(self._clock, batch, label)
-        flight = _Flight(transfer, connection, write, local, remote, notify, now)
+        flight = Flight(transfer, connection, write, local, remote, notify, now)
         self._number += 1
         self._flights[self._number] = flight
         if connection.remote.ended is not None:
@@ -313,7 +254,7 @@ class SimEndpoint:
             self._record(flight, error)
             fire(flight.transfer, error, ok=False)
 
-    def _lose(self, number: int, flight: _Flight) -> None:
+    def _lose(self, number: int, flight: Flight) -> None:
         """Fail *flight* once the end of its peer is noticed."""
         clock, remote = self._fabric.clock, flight.connection.remote
         assert remote.ended is not None
@@ -325,12 +266,12 @@ class SimEndpoint:
             error = PeerLost(f"{flight.connection.remote.name} is gone")
             self._end(flight, self._land(number, flight, error), error)
 
-    def _refuse(self, number: int, flight: _Flight, error: TransferError) -> None:
+    def _refuse(self, number: int, flight: Flight, error: TransferError) -> None:
         self._land(number, flight, error)
         flight.transfer.fail(error)
         flight.transfer.settled.succeed()
 
-    def _land(self, number: int, flight: _Flight, error: TransferError | None) -> TransferRecord | None:
+    def _land(self, number: int, flight: Flight, error: TransferError | None) -> TransferRecord | None:
         """Nothing of *flight* moves any more: forget it.  Return its record, or None if it had failed before."""
         del self._flights[number]
         flight.release()
@@ -339,13 +280,13 @@ class SimEndpoint:
         self._quarantined -= 1
         return None
 
-    def _end(self, flight: _Flight, record: TransferRecord | None, error: TransferError | None) -> None:
+    def _end(self, flight: Flight, record: TransferRecord | None, error: TransferError | None) -> None:
         """Tell whoever waits."""
         fire(flight.transfer.settled)
         if record is not None:
             fire(flight.transfer, record if error is None else error, ok=error is None)
 
-    def _record(self, flight: _Flight, error: TransferError | None) -> TransferRecord:
+    def _record(self, flight: Flight, error: TransferError | None) -> TransferRecord:
         now, posting, batch = self._fabric.clock.now, flight.posting, flight.transfer.batch
         posted = now if posting is None or posting.posted is None else min(posting.posted, now)
         record = TransferRecord(
@@ -366,7 +307,7 @@ class SimEndpoint:
         self._recorder.transfer(record)
         return record
 
-    def _break(self) -> list[_Flight]:
+    def _break(self) -> list[Flight]:
         """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
         if self.ended is not None:
             return []
@@ -398,7 +339,7 @@ class SimEndpoint:
         if self.ended is not None:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
 
-    def _check_local(self, region: Region) -> _Registration:
+    def _check_local(self, region: Region) -> Registration:
         if region.owner != self.name:
             raise InvalidBatch(f"region {region.owner}/{region.name} is not one of {self.name}, which posts the batch")
         registration = self.registration(region)
@@ -406,9 +347,9 @@ class SimEndpoint:
             raise RegistrationError(f"region {region.owner}/{region.name} is not registered; register it and try again")
         return registration
 
-    def _check_peer(self, peer: Peer, region: Region) -> _Connection:
+    def _check_peer(self, peer: Peer, region: Region) -> Connection:
         connection: Any = peer.handle
-        if not isinstance(connection, _Connection) or connection.owner is not self:
+        if not isinstance(connection, Connection) or connection.owner is not self:
             raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
         known = peer.regions.get(region.name)
         if known is not region and known != region:

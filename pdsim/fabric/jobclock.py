@@ -7,7 +7,7 @@ whose event it was, and to end a rank by force is to drop its events.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from heapq import heappop
 from typing import TYPE_CHECKING
 
@@ -55,15 +55,15 @@ class JobClock(Clock):
         self.events = 0
         """Events processed until now."""
 
-    def turn(self, limit: int, until: Callable[[], bool], crashed: Callable[[RankClock, BaseException], None]) -> None:
-        """Process at most *limit* events, until ``until()`` is true.
+    def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
+        """Process at most *limit* events, until *live* is empty.
 
         Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
         raised.  Raise `EmptySchedule` if nothing is scheduled any more.
         """
         queue = self._queue
         for _ in range(limit):
-            if until():
+            if not live:
                 return
             if not queue:
                 raise EmptySchedule

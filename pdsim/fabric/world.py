@@ -91,11 +91,14 @@ class _Member:
         self.channel = channel
         self.records = records
 
-    def end(self) -> None:
+    def end(self, by_force: bool) -> None:
         """Give back what the rank had, as the end of a process does."""
         self.clock.stop()
         self.channel.close()
-        self.endpoint.close()
+        if by_force:
+            self.endpoint.kill()
+        else:
+            self.endpoint.close()
         self.device.close()
 
 
@@ -125,15 +128,12 @@ class _Job:
         clock, progress = self._clock, self._model.progress
         while self._live:
             try:
-                clock.turn(STRIDE, self._over, self._on_crash)
+                clock.turn(STRIDE, self._live, self._on_crash)
             except EmptySchedule:
                 self._deadlock()
             if progress is not None:
                 progress(clock.now)
         return self._outcome()
-
-    def _over(self) -> bool:
-        return not self._live
 
     def _member(self, spec: RankSpec) -> _Member:
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
@@ -174,7 +174,7 @@ class _Job:
 
     def _kill(self, name: str) -> None:
         if name in self._live:
-            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked")
+            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
 
     def _fail(self, name: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
@@ -182,9 +182,9 @@ class _Job:
         _log.debug("rank %s ended with an error", name, exc_info=error)
         self._end(name, error=f"{type(error).__name__}: {error}")
 
-    def _end(self, name: str, value: Any = None, error: str = "") -> None:
+    def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
         member = self._live.pop(name)
-        member.end()
+        member.end(by_force)
         self._results[name] = RankResult(name, value, error, member.endpoint.engine, member.records.transfers)
 
     def _deadlock(self) -> None:

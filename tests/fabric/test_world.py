@@ -230,6 +230,10 @@ class TestKill:
         assert outcome.ranks["source"].error == "PeerLost: sink is gone"
         assert outcome.seconds == 5.0 + DETECTION
 
+    def test_reports_no_transfer_that_was_under_way(self):
+        outcome = run((source, {"count": 9}), sink, kill={"source": 5.0})
+        assert [record.status for record in outcome.ranks["source"].transfers] == ["ok"]
+
     def test_gives_the_memory_back(self):
         outcome = run(hog, heir, places=(Place(0, 0), Place(0, 0)), kill={"hog": 3.0})
         assert outcome.ranks["heir"].value == 0

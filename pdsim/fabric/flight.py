@@ -1,0 +1,73 @@
+"""What an endpoint keeps of its regions, its peers and its transfers.  The rules are in `pdsim.fabric.endpoint`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdsim.fabric.endpoint import SimEndpoint
+    from pdsim.fabric.engine import Lane, Posting
+    from pdsim.fabric.memory import SimBuffer
+    from pdsim.transfer import Region, Transfer
+
+__all__ = ["Connection", "Flight", "Registration"]
+
+
+class Registration:
+    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
+
+    __slots__ = ("buffer", "region", "unsettled")
+
+    def __init__(self, region: Region, buffer: SimBuffer) -> None:
+        self.region = region
+        self.buffer = buffer
+        self.unsettled = 0
+
+
+class Connection:
+    """From one endpoint to a peer."""
+
+    __slots__ = ("lane", "owner", "remote")
+
+    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, lane: Lane) -> None:
+        self.owner = owner
+        self.remote = remote
+        self.lane = lane
+
+
+class Flight:
+    """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
+
+    __slots__ = ("connection", "held", "local", "notify", "posting", "remote", "submitted", "transfer", "write")
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        connection: Connection,
+        write: bool,
+        local: Registration,
+        remote: Region,
+        notify: bytes,
+        submitted: float,
+    ) -> None:
+        self.transfer = transfer
+        self.connection = connection
+        self.write = write
+        self.local = local
+        self.remote = remote
+        self.notify = notify
+        self.submitted = submitted
+        self.posting: Posting | None = None
+        there = connection.remote.registration(remote)
+        self.held = None if there is None else there.buffer
+        if self.held is not None:
+            self.held.hold()
+        local.unsettled += 1
+        local.buffer.hold()
+
+    def release(self) -> None:
+        """Let go of the memory on both sides."""
+        self.local.unsettled -= 1
+        self.local.buffer.release()
+        if self.held is not None:
+            self.held.release()
