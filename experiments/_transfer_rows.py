@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.transfer import Outcome, TransferRecord
 from pdsim.units import format_size
 
-__all__ = ["Point", "Row", "metrics", "row", "tables"]
+__all__ = ["Point", "Row", "merged", "metrics", "row", "tables"]
 
 
 class Point(NamedTuple):
@@ -102,6 +102,22 @@ def row(point: Point, outcome: Outcome, flows: int, *, verify: bool) -> Row:
     if status == "ok" and verified is not None and verified < slots:
         status = "corrupt"
     return Row(point, flows, records, status, slots, verified)
+
+
+def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Return the outcomes of all points, by label, as one; each rank, link and pool is named with its point."""
+
+    def of_all(part: str) -> dict[str, Any]:
+        items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
+        return {f"{label} {name}": value for label, values in items for name, value in values.items()}
+
+    return Outcome(
+        ranks=of_all("ranks"),
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        links=of_all("links"),
+        pools=of_all("pools"),
+        events=sum(outcome.events for outcome in outcomes.values()),
+    )
 
 
 def tables(rows: Sequence[Row]) -> tuple[Table, Table]:

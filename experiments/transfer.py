@@ -5,22 +5,21 @@ Every point is a job of its own, so that a rank that is lost takes one row with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from experiments._exchange import area_bytes
-from experiments._transfer_rows import Point, Row, metrics, row, tables
+from experiments._transfer_layout import PATTERNS, flows, names, place, shortage
+from experiments._transfer_rows import Point, Row, merged, metrics, row, tables
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.results.record import Result
 from pdsim.transfer import Outcome, Place, RankResult, RankSpec, Target
-from pdsim.units import Size, format_size
+from pdsim.units import Size
 
-__all__ = ["PATTERNS", "Options", "check", "flows", "run"]
-
-PATTERNS = ("pair", "bidirectional", "incast", "fanout", "alltoall")
+__all__ = ["Options", "check", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +60,43 @@ class Options:
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield one line for each thing that cannot be: more ranks than GPUs, more bytes than memory."""
-    options = _options(config)
-    gpus, need = config.hw.gpus * config.hw.nodes, max(_ranks(pattern, options) for pattern in options.patterns)
+    """Yield what cannot be: more ranks than GPUs, or more bytes than memory, of which the worst point is named."""
+    options, hw = _options(config), config.hw
+    gpus = hw.gpus * hw.nodes
+    need = max(len(names(flows(pattern, options.ranks))) for pattern in options.patterns)
     if gpus and need > gpus:
         yield (
-            f"experiment.ranks={options.ranks}: {need} ranks take a GPU each and hw={config.hw.name} has {gpus}; "
+            f"experiment.ranks={options.ranks}: {need} ranks take a GPU each and hw={hw.name} has {gpus}; "
             f"set experiment.ranks={gpus} or less, or take a larger machine"
         )
         return
-    problems = [problem for point in options.points() for problem in _too_large(config, options, point)]
-    yield from [line for _, line in sorted(problems, reverse=True)[:1]]  # the greediest says what there is to say
+    (need, line), point = max((_shortage(config, options, point), point) for point in options.points())
+    if need:
+        yield (
+            f"{point.label} needs {line}: each end of a flow holds blocks x size x concurrency bytes, twice that if "
+            "scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
+        )
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
-    """Run every point and return its rows.  Raise a `ConfigError` before the first if `check` finds anything."""
-    problems = list(check(config))
-    if problems:
+    """Run every point and return its rows.
+
+    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+    """
+    if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
     options = _options(config)
     points = options.points()
     rows: list[Row] = []
-    ranks: dict[str, RankResult] = {}
-    merged = Outcome(ranks={}, seconds=0.0)
+    outcomes: dict[str, Outcome] = {}
     for number, point in enumerate(points):
         progress(number / len(points), point.label)
-        outcome = target.run(_specs(config, options, point))
+        outcome = _attempt(target, _specs(config, options, point), first=not rows)
         rows.append(row(point, outcome, len(flows(point.pattern, options.ranks)), verify=options.verify))
-        ranks |= {f"{point.label} {name}": rank for name, rank in outcome.ranks.items()}
-        merged = _merged(merged, outcome, point.label)
+        outcomes[point.label] = outcome
     progress(1.0, "")
-    failures = [f"{name}: {rank.error}" for name, rank in ranks.items() if rank.error]
+    whole = merged(outcomes)
+    failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
     failures += [f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in rows if row.wrong]
     return Result(
         summary=metrics(rows),
@@ -99,35 +104,38 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         transfers=[record for row in rows for record in row.records],
         failures=failures,
         notes=_notes(config, options),
-        outcome=replace(merged, ranks=ranks),
+        outcome=whole,
     )
+
+
+def _attempt(target: Target, specs: Sequence[RankSpec], first: bool) -> Outcome:
+    """Run a point; a job that cannot be started is an outcome too, unless no job ever could."""
+    try:
+        return target.run(specs)
+    except TransferError as error:
+        if first and isinstance(error, BackendUnavailable):
+            raise
+        return Outcome({"job": RankResult("job", error=f"{type(error).__name__}: {error}")}, seconds=0.0)
 
 
 def _options(config: Config) -> Options:
     return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
-def _ranks(pattern: str, options: Options) -> int:
-    return len({name for flow in flows(pattern, options.ranks) for name in flow})
+def _places(config: Config, options: Options, pattern: str) -> dict[str, Place]:
+    ranks = names(flows(pattern, options.ranks))
+    return {name: place(config.hw, index, options.placement == "spread") for index, name in enumerate(ranks)}
 
 
-def flows(pattern: str, ranks: int) -> list[tuple[str, str]]:
-    """Return the rank that sends and the rank that receives of every flow of *pattern*."""
-    names = [f"rank{index}" for index in range(ranks)]
-    first, others = names[0], names[1:]
-    return {
-        "pair": [(first, names[1])],
-        "bidirectional": [(first, names[1]), (names[1], first)],
-        "incast": [(other, first) for other in others],
-        "fanout": [(first, other) for other in others],
-        "alltoall": [(one, other) for one in names for other in names if one != other],
-    }[pattern]
+def _shortage(config: Config, options: Options, point: Point) -> tuple[int, str]:
+    area = area_bytes(point.blocks, point.size, point.concurrency, options.layout == "scattered")
+    pairs = flows(point.pattern, options.ranks)
+    return shortage(config.hw, _places(config, options, point.pattern), pairs, area, here=config.target == "real")
 
 
 def _specs(config: Config, options: Options, point: Point) -> list[RankSpec]:
-    pairs = flows(point.pattern, options.ranks)
     arguments = {
-        "flows": [list(pair) for pair in pairs],
+        "flows": [list(flow) for flow in flows(point.pattern, options.ranks)],
         "blocks": point.blocks,
         "size": point.size,
         "concurrency": point.concurrency,
@@ -140,56 +148,8 @@ def _specs(config: Config, options: Options, point: Point) -> list[RankSpec]:
         "timeout": config.backend.timeout,
         "label": point.label,
     }
-    names = sorted({name for pair in pairs for name in pair}, key=lambda name: int(name.removeprefix("rank")))
-    return [
-        RankSpec(name, "experiments._exchange:exchange", _place(config, options, index), arguments)
-        for index, name in enumerate(names)
-    ]
-
-
-def _place(config: Config, options: Options, index: int) -> Place:
-    """Return where rank *index* runs: GPUs in order, packed or one node after the other; hosts if there are none."""
-    hw = config.hw
-    if options.placement == "spread":
-        return Place(index % hw.nodes, index // hw.nodes if hw.gpus else None)
-    return Place(index // hw.gpus, index % hw.gpus) if hw.gpus else Place(0)
-
-
-def _too_large(config: Config, options: Options, point: Point) -> Iterator[tuple[int, str]]:
-    """Yield bytes and a line if there is a place whose memory cannot hold what *point* needs there."""
-    pairs = flows(point.pattern, options.ranks)
-    area = area_bytes(point.blocks, point.size, point.concurrency, options.layout == "scattered")
-    needs: dict[Place, int] = {}
-    for spec in _specs(config, options, point):
-        needs[spec.place] = needs.get(spec.place, 0) + area * sum(spec.name in pair for pair in pairs)
-    place, need = max(needs.items(), key=lambda item: item[1])
-    room, what = _room(config, place)
-    if need > room:
-        line = (
-            f"{point.label} needs {need} bytes ({format_size(need)}) on {what}, which has {room} "
-            f"({format_size(room)}): each end of a flow holds blocks x size x concurrency bytes, twice that if "
-            "scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
-        )
-        yield need, line
-
-
-def _room(config: Config, place: Place) -> tuple[int, str]:
-    if place.gpu is not None and config.hw.gpu is not None:
-        return config.hw.gpu.memory, f"GPU {place.gpu} of node {place.node}"
-    return config.hw.host.memory, f"the host of node {place.node}"
-
-
-def _merged(total: Outcome, one: Outcome, label: str) -> Outcome:
-    def named(values: Mapping[str, float]) -> dict[str, float]:
-        return {f"{label} {name}": value for name, value in values.items()}
-
-    return Outcome(
-        ranks={},
-        seconds=total.seconds + one.seconds,
-        links=dict(total.links) | named(one.links),
-        pools=dict(total.pools) | named(one.pools),
-        events=total.events + one.events,
-    )
+    places = _places(config, options, point.pattern)
+    return [RankSpec(name, "experiments._exchange:exchange", where, arguments) for name, where in places.items()]
 
 
 def _notes(config: Config, options: Options) -> Sequence[str]:

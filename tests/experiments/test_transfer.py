@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer import Options, check, flows, run
+from experiments._transfer_layout import flows
+from experiments.transfer import Options, check, run
 from pdsim.config import Config
-from pdsim.errors import ConfigError
+from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.fabric.machine import Machine, Nic
 from pdsim.fabric.world import Model
 from pdsim.results.record import Result
@@ -186,6 +187,34 @@ def test_what_had_succeeded_before_the_loss_is_kept():
     of_the_lost = [record for record in result.transfers if record.label == "pair 2x100000 c1"]
     assert {record.status for record in of_the_lost} == {"ok", "PeerLost"}
     assert rows(result)[1]["B/W GB/s"] > 0
+
+
+class Failing(Model):
+    """A model whose second job cannot be started."""
+
+    jobs = 0
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        type(self).jobs += 1
+        if self.jobs == 2:
+            raise TransferFailed("rank1 was not ready within 60 s")
+        return super().run(ranks, kill)
+
+
+def test_a_job_that_cannot_be_started_is_a_row_among_the_others():
+    target = type("Target", (Failing,), {})(EIGHT, ENGINE)
+    result = run(configured(blocks=(1, 2, 4)), target, lambda fraction, text: None)
+    assert [row["status"] for row in rows(result)] == ["ok", "TransferFailed", "ok"]
+    assert result.failures == ["pair 2x4096 c1 job: TransferFailed: rank1 was not ready within 60 s"]
+
+
+def test_an_engine_that_does_not_work_at_all_ends_the_run():
+    class Unavailable(Model):
+        def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+            raise BackendUnavailable("no such library")
+
+    with pytest.raises(BackendUnavailable):
+        run(configured(), Unavailable(EIGHT, ENGINE), lambda fraction, text: None)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
