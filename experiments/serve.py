@@ -26,7 +26,7 @@ class Options:
     """What is particular to serving: `conf/experiment/serve.yaml`."""
 
     router: str = "least_tokens"  # or "round_robin"
-    deadline: Seconds = 120.0  # of silence, after which a rank counts as gone
+    deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
         if self.router not in POLICIES:

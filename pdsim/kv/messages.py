@@ -116,11 +116,10 @@ class Destination(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """A decode leader to its followers: this room owns these pages of yours."""
+    """A decode leader to its followers, where memory has contents: this room owns these pages of yours."""
 
     room: int
-    input: int
-    prefill: str  # instance
+    input: int  # tokens
     pages: Pages
     slot: int
 

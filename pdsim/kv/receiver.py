@@ -28,9 +28,9 @@ class _Room:
 class KvReceiver:
     """Receives what prefill ranks write to a decode rank.
 
-    A room is complete when as many writes have arrived as its writers say that they made; then, on memory that has
-    contents, every byte is compared.  *report* is called once for each with `Arrived` and the last `Arrival`.
-    Writes may be noticed before `reserve` is called (they travel another way); an unknown room is kept until `forget`.
+    A room is complete when as many writes have arrived as its writers say that they made.  On memory that has contents
+    every byte is then compared, for which the room's pages must be known by `reserve`, before or after (the two travel
+    different ways).  *report* is called once for each room with `Arrived` and the last `Arrival`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class KvReceiver:
         )
 
     def reserve(self, message: Reserve) -> None:
-        """Take note that a room owns pages here."""
+        """Take note of the pages that a room owns here, which memory with contents needs to be told."""
         room = self._room(message.room)
         room.reserve = message
         self._check(message.room, room)
@@ -106,10 +106,13 @@ class KvReceiver:
     def _check(self, number: int, room: _Room) -> None:
         if len(room.counts) < len(self.writers) or room.received < sum(room.counts.values()):
             return
-        if room.reserve is None or room.last is None:
-            return
+        assert room.last is not None
+        reason = ""
+        if self._rank.device.holds_bytes:
+            if room.reserve is None:
+                return
+            reason = self._verify(room.reserve)
         del self._rooms[number]
-        reason = self._verify(room.reserve) if self._rank.device.holds_bytes else ""
         self._report(Arrived(number, reason), room.last)
 
     def _verify(self, reserve: Reserve) -> str:

@@ -53,8 +53,7 @@ class Worker(Member):
         """As `Member.run`, with the pool made known to all ranks that will write to it."""
         registration = self.receiver.register()
         for prefill in self.job.prefills:
-            for writer in self.receiver.writers:
-                self.send(rank_name(prefill, writer), registration)
+            self.send([rank_name(prefill, writer) for writer in self.receiver.writers], registration)
         self.ready()
         self.clock.process(self._notice())
         return (yield from super().run())
@@ -186,8 +185,7 @@ class Leader(Worker):
         self.pages.release(number)
         self.slots.release(number)
         self.receiver.forget(number)
-        for follower in self.followers:
-            self.send(follower, Abort(number))
+        self.send(self.followers, Abort(number))
 
     # --- the scheduler ---
 
@@ -276,10 +274,10 @@ class Leader(Worker):
             slot = self.slots.allocate(request.room)
             assert slot is not None
             self._rooms[request.room] = _Room(request, self.clock.now)
-            reserve = Reserve(request.room, request.input, request.prefill, pages, slot)
-            for follower in self.followers:
-                self.send(follower, reserve)
-            self.receiver.reserve(reserve)
+            if self.rank.device.holds_bytes:
+                reserve = Reserve(request.room, request.input, pages, slot)
+                self.send(self.followers, reserve)
+                self.receiver.reserve(reserve)
             self.send(leader(request.prefill), Destination(request.room, pages, slot))
 
     def _reject(self, room: _Room) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from simpy.events import Event
@@ -44,9 +44,11 @@ class Member:
         """Return the value of the rank's program, as plain data."""
         return None
 
-    def send(self, receiver: str, message: Message) -> None:
-        """Send without waiting; to a rank that is gone it is lost."""
-        self.rank.channel.send(receiver, encode(message))
+    def send(self, receivers: str | Iterable[str], message: Message) -> None:
+        """Send to one rank or to several, without waiting; to a rank that is gone it is lost."""
+        payload = encode(message)
+        for receiver in (receivers,) if isinstance(receivers, str) else receivers:
+            self.rank.channel.send(receiver, payload)
 
     def fail(self, error: Exception) -> None:
         """End this rank with *error*."""

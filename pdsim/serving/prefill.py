@@ -225,8 +225,7 @@ class Leader(Worker):
             return
         room.failed = True
         room.over = 0
-        for follower in self.followers:
-            self.send(follower, Abort(room.request.room))
+        self.send(self.followers, Abort(room.request.room))
         self.sender.abort(room.request.room)
         self._wake()
 
@@ -255,8 +254,7 @@ class Leader(Worker):
                 self._idle = Event(self.clock)
                 yield self._idle
                 continue
-            for follower in self.followers:
-                self.send(follower, forward)
+            self.send(self.followers, forward)
             yield self.compute(forward)
 
     def _next(self) -> Forward | None:

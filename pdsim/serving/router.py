@@ -106,8 +106,7 @@ class Router(Member):
     def watch(self) -> Program:
         """Ping every rank three times a deadline, and give up instances that do not answer."""
         while not self.ended.triggered:
-            for name in self.last_heard:
-                self.send(name, Ping())
+            self.send(self.last_heard, Ping())
             yield self.clock.timeout(self.job.deadline / 3)
             silent = [name for name, at in self.last_heard.items() if self.clock.now - at > self.job.deadline]
             for instance in dict.fromkeys(map(instance_of, silent)):
@@ -203,13 +202,9 @@ class Router(Member):
 
     def _stop_if_done(self) -> None:
         if not self._open and not self.ended.triggered:
-            self._tell_all(Stop())
+            for instance in (*self.job.prefills, *self.job.decodes):
+                self.send(self.job.ranks(instance), Stop())
             self.ended.succeed()
-
-    def _tell_all(self, message: Message) -> None:
-        for instance in (*self.job.prefills, *self.job.decodes):
-            for name in self.job.ranks(instance):
-                self.send(name, message)
 
     # --- instances ---
 
@@ -227,8 +222,7 @@ class Router(Member):
                 self._abort(room, request)
         if side is self.decodes:
             for prefill in self.prefills.load:
-                for name in self.job.ranks(prefill):
-                    self.send(name, Gone(instance, reason))
+                self.send(self.job.ranks(prefill), Gone(instance, reason))
         self.not_ready.discard(instance)
         self._begin()
 
