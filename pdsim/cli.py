@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -138,6 +139,9 @@ def _list(words: Sequence[str]) -> int:
         _say(f"{group}=")
         for option in options(group):
             _say(f"  {option:<17}{describe(group, option)}")
+    if not words:
+        found = sorted({entry.name for entry in entry_points(group="pdsim.backends")})
+        _say(f"implementations of backends for target=real: {', '.join(found)} (pdsim doctor: which work here)")
     return 0
 
 

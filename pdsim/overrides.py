@@ -24,6 +24,9 @@ _FLAGS = {
 """Hydra's own, with how many words follow."""
 
 
+_NOT_TEXT = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false|null|nan|[-+]?inf", re.IGNORECASE)
+
+
 def conf() -> Path:
     """Return the folder of the configuration groups, without importing it."""
     spec = find_spec("conf")
@@ -106,7 +109,8 @@ def _override(word: str) -> str:
         )
     if not value:
         raise ConfigError(f"{word} chooses nothing; there are {', '.join(options(key))}")
-    return f"{key}={value}"
+    # Hydra takes a bare 1 or true for a number or a truth value, which are the names of no file to it
+    return f"{key}='{value}'" if _NOT_TEXT.fullmatch(value) else f"{key}={value}"
 
 
 def _bare(word: str) -> str:

@@ -5,6 +5,7 @@ Imports Hydra, so the command line imports it only when something is to be run.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -90,8 +91,15 @@ def _hydra(words: Sequence[str]) -> None:
     sys.argv = ["pdsim run", *words]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come here instead of being printed
     os.environ[_QUIET] = "1" if _state.quiet else ""
+    logging.raiseExceptions = False  # Hydra logs what it prints, to a reader that may have seen enough
     try:
         _point()
+    except OSError as error:
+        if _state.sweep is None or _state.sweep.is_dir():
+            raise
+        raise ConfigError(
+            f"output={_state.sweep.parent}: {error.strerror}; name a folder that can be written to"
+        ) from error
     finally:
         sys.argv = argv
         for name in ("HYDRA_FULL_ERROR", _QUIET):
@@ -120,7 +128,8 @@ def _print(folder: Path, out: TextIO, *, json: bool, quiet: bool) -> None:
     if json:
         out.write(report.as_json(folder) + "\n")
     elif not quiet:
-        report.show(folder, out)
+        with suppress(SystemExit):  # rich's answer to a reader, such as head, that has seen enough
+            report.show(folder, out)
 
 
 # --- one point ------------------------------------------------------------------------------------------------------
@@ -252,4 +261,5 @@ def _finish_sweep(out: TextIO, *, json: bool, quiet: bool) -> None:
     if json:
         out.write(dumps({"points": str(path), "rows": rows}) + "\n")
     elif not quiet:
-        report.show_table(table(path), out)
+        with suppress(SystemExit):
+            report.show_table(table(path), out)

@@ -116,6 +116,15 @@ REFUSALS = [
     (("run", "--jsn"), "unknown option --jsn; "),
     (("run", "--cfg"), "--cfg needs a value after it"),
     (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 2x8xh100,"),
+    (("run", "hw=1"), "hw=1 does not exist; There are 2x8xh100,"),
+    (
+        ("run", "output=/proc/none"),
+        "output=/proc/none: No such file or directory; name a folder that can be written to",
+    ),
+    (
+        ("run", "-m", "output=/proc/none", "seed=1,2"),
+        "output=/proc/none: No such file or directory; name a folder that",
+    ),
     (("run", "hw="), "hw= chooses nothing; there are 2x8xh100,"),
     (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; add -m to run one point for each"),
     (("run", "hw=[8xh20,8xh200]"), "hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20,"),
@@ -329,6 +338,15 @@ def test_nothing_heavy_is_imported_by_a_simulation():
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}
     assert status == 0
     assert not imported & {"torch", "matplotlib", "scipy", "plotly", "mooncake", "nixl_cu13", "zmq"}
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    for words in (("list",), ("run", *QUICK), ("run", "--info")):
+        process = started(*words, cwd=tmp_path)
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=30) == 0
 
 
 # --- sweeps
