@@ -111,8 +111,8 @@ class RealEndpoint:
     """The engine-independent part of an `Endpoint`.
 
     An engine implements `_attach`, `_pin`, `_unpin`, `_describe`, `_meet`, `_post` and `_detach`, and calls
-    `_complete`, `_break` and `_stopped` as its transfers end, on the clock's thread.  Its constructor arguments are those of
-    this class.  *device* is the memory that buffers come from, *bind* the address that sockets listen on.
+    `_complete`, `_break`, `_refused` and `_stopped` as its transfers end, on the clock's thread.  Its constructor takes
+    what this class takes.  *device* is the memory that buffers come from, *bind* the address that sockets listen on.
     """
 
     kind = ""  # endpoints of different kinds cannot connect
@@ -243,9 +243,7 @@ class RealEndpoint:
         self._check_open()
         regions = [entry.region for entry in self._entries.values()]
         rows = [(region.name, region.size, region.address, region.device) for region in regions]
-        return msgspec.msgpack.encode(
-            Address(_FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe())
-        )
+        return msgspec.msgpack.encode(Address(_FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe()))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
@@ -406,7 +404,7 @@ class RealEndpoint:
         self._return_withdrawn(peer)
 
     def _announce(self, flight: Flight) -> None:
-        """Deliver the notification of a transfer that is complete.  Engines with notifications of their own override."""
+        """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.link.send(flight.peer.line, _NOTIFY, flight.notify)
 
     # --- deadlines --------------------------------------------------------------------------------------------------

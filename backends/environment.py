@@ -21,8 +21,8 @@ def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str])
     for name, value in needed.items():
         if os.environ.get(name, value) != value:
             raise ConfigError(
-                f"backend {engine!r} needs {name}={value}, but the environment has {name}={os.environ[name]}; unset it, "
-                f"or choose another backend"
+                f"backend {engine!r} needs {name}={value}, but the environment has {name}={os.environ[name]}; "
+                f"unset it, or choose another backend"
             )
     for name, value in {**defaults, **needed}.items():
         os.environ.setdefault(name, value)

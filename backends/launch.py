@@ -1,8 +1,8 @@
 """Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
 
 Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed on
-the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is spoken to
-over a socket pair, and its output goes to a file that has no name.
+the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is spoken
+to over a socket pair, and its output goes to a file that has no name.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Processes:
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
 
-        Raise `BackendUnavailable` or a `ConfigError` if a rank cannot start because the engine or the configuration does
-        not let it, and another `TransferError` if it cannot start otherwise.
+        Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting, and
+        another `TransferError` if something else does.
         """
         names = [spec.name for spec in ranks]
         if len(set(names)) != len(names):

@@ -4,14 +4,14 @@ What it does about the engine's ways:
 
 - The protocol argument does not select the transport; ``MC_FORCE_TCP`` does, and the engine's log is the only witness,
   so the log of its start is read.
-- Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has stopped
-  does not delay another; several threads on one peer only compete for the processor (`threads`, below).
+- Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
+  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
 - A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
   stays in quarantine.
 - A batch id is a pointer that is freed with the answer: it is used once and never leaves the thread.
-- The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled for.
-  Ours go over `backends.link` after the target has acknowledged the bytes, so they arrive once, in order, and wake the
-  target.
+- The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled
+  for.  Ours go over `backends.link` after the target has acknowledged the bytes, so they arrive once, in order, and wake
+  the target.
 - It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
   trusted network, or in a network namespace.
 """
@@ -24,7 +24,6 @@ import threading
 import time
 from functools import partial
 from importlib.metadata import packages_distributions, version
-from typing import Any
 
 from backends.endpoint import Entry, Flight, PeerState, RealEndpoint
 from backends.environment import captured_stderr, prepare
@@ -117,7 +116,8 @@ class MooncakeEndpoint(RealEndpoint):
 
     def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
         if peer not in self._queues:
-            self._queues[peer] = work = queue.SimpleQueue()
+            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            self._queues[peer] = work
             for number in range(self._threads):
                 name = f"mooncake {peer.name} {number}"
                 worker = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)

@@ -3,7 +3,7 @@
 What it does about the engine's ways:
 
 - Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would spin
-  on a whole core for each endpoint.  Instead, an endpoint that starts to transfer tells its peer so over `backends.link`,
+  on a whole core for each endpoint.  Instead, an endpoint that starts to transfer tells its peer over `backends.link`,
   and the clock polls the engine of both while anything is under way; every `BEAT` they are polled in any case.
 - Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.link` does: the kernel
   closes the peer's connection.
@@ -43,7 +43,7 @@ _ACTIVE, _IDLE = b"active", b"idle"
 _VARIANTS: Mapping[str, tuple[dict[str, str], str, set[str]]] = {
     # environment, error handling of UCX, transports that may be reported
     "nixl_tcp": ({"UCX_TLS": "tcp,self"}, "peer", {"tcp", "self"}),
-    "nixl_shm": ({"UCX_TLS": "posix,cma,self"}, "none", {"posix", "cma", "self"}),
+    "nixl_shm": ({"UCX_TLS": "posix,cma"}, "none", {"posix", "cma"}),
 }
 
 
@@ -76,8 +76,8 @@ class NixlEndpoint(RealEndpoint):
         transports = _transports(log)
         if not transports or not transports <= allowed:
             raise BackendUnavailable(
-                f"backend {self.settings.name!r}: UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
-                f"only {', '.join(sorted(allowed))} are meant by that name"
+                f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; backend {self.settings.name!r} "
+                f"means {', '.join(sorted(allowed))} only"
             )
         self.clock.watch(self)
         self._call_at(self.clock.now + BEAT, self._beat)
@@ -85,11 +85,11 @@ class NixlEndpoint(RealEndpoint):
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
         try:
-            from nixl_cu13 import _api, _bindings
+            from nixl_cu13 import _api
         except ImportError as error:
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {INSTALL}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        self._errors = _bindings
+        self._errors = _api.nixlBind
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             with captured_stderr() as log:
@@ -253,5 +253,5 @@ def _rows(offset: npt.NDArray[np.int64], address: int, size: npt.NDArray[np.int6
 
 
 def _transports(log: str) -> set[str]:
-    """Return the transports that UCX's log names for its connection to itself: ``cfg#0 rma_am(tcp/lo) am(tcp/lo)``."""
-    return set(re.findall(r"\((\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))
+    """Return the transports that UCX's log names for its connection to itself: ``cfg#0 rma(posix/memory) am(...)``."""
+    return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

@@ -43,7 +43,9 @@ def load(name: str) -> Any:
     try:
         return found[name].load()
     except ImportError as error:
-        raise BackendUnavailable(f"implementation {name!r} ({found[name].value}) cannot be imported: {error}") from error
+        raise BackendUnavailable(
+            f"implementation {name!r} ({found[name].value}) cannot be imported: {error}"
+        ) from error
 
 
 # --- what works here ------------------------------------------------------------------------------------------------
@@ -169,7 +171,9 @@ def _rdma() -> Diagnosis:
 def _shm() -> Diagnosis:
     folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return Diagnosis("shm", works=False, reason=f"{folder} cannot be written to", remedy=f"mount a tmpfs at {folder}")
+        return Diagnosis(
+            "shm", works=False, reason=f"{folder} cannot be written to", remedy=f"mount a tmpfs at {folder}"
+        )
     free = shutil.disk_usage(folder).free
     return Diagnosis("shm", works=True, version=f"{free / 2**20:.0f} MiB free in {folder}")
 

@@ -53,7 +53,7 @@ def make_target(name: str) -> Target:
     return Processes(engine(name), deadline=90, device_capacity=1 << 30)
 
 
-def make_job(target: Target) -> Job:
+def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
     """Return a function that runs programs by rank name, checks that none failed, and returns the outcome."""
 
     def run(
@@ -62,12 +62,16 @@ def make_job(target: Target) -> Job:
         failing: Sequence[str] = (),
     ) -> Outcome:
         specs = [
-            RankSpec(name, f"{programs.__name__}:{program.__name__}", Place(0, index), arguments)
-            for index, (name, (program, arguments)) in enumerate(ranks.items())
+            RankSpec(rank, f"{programs.__name__}:{program.__name__}", Place(0, index), arguments)
+            for index, (rank, (program, arguments)) in enumerate(ranks.items())
         ]
-        outcome = target.run(specs, kill or {})
+        # several tests may look at one and the same job: it is run once
+        key = (name, tuple((spec.name, spec.program, str(spec.arguments)) for spec in specs), str(kill))
+        if key not in outcomes:
+            outcomes[key] = make_target(name).run(specs, kill or {})
+        outcome = outcomes[key]
         assert list(outcome.ranks) == list(ranks)
-        errors = {name: result.error for name, result in outcome.ranks.items() if result.error}
+        errors = {rank: result.error for rank, result in outcome.ranks.items() if result.error}
         assert sorted(errors) == sorted({*(kill or {}), *failing}), errors
         return outcome
 
@@ -79,13 +83,19 @@ def _params(*names: str) -> list[Any]:
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
+@pytest.fixture(scope="session")
+def outcomes() -> dict[Any, Outcome]:
+    """The jobs that have been run."""
+    return {}
+
+
 @pytest.fixture(params=_params(*MODELS, *REAL))
-def job(request: pytest.FixtureRequest) -> Job:
+def job(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
     """Runs a job on each implementation in turn."""
-    return make_job(make_target(request.param))
+    return make_job(request.param, outcomes)
 
 
 @pytest.fixture(params=_params(*REAL))
-def real(request: pytest.FixtureRequest) -> tuple[str, Job]:
+def real(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> tuple[str, Job]:
     """The same for real engines only, with the engine's name."""
-    return request.param, make_job(make_target(request.param))
+    return request.param, make_job(request.param, outcomes)

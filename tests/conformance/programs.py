@@ -59,9 +59,9 @@ class Mail:
 
 def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
     """Return *size* bytes that differ from place to place, from seed to seed and from GUARD."""
-    values = (np.arange(size, dtype=np.uint64) * 2654435761 + seed * 97) >> 7
-    values %= 165
-    return values.astype(np.uint8)
+    period = 65_521  # prime, so that no block, page or buffer is a multiple of it
+    values = ((np.arange(period, dtype=np.uint64) * 2654435761 + seed * 97) >> 7) % 165
+    return np.resize(values.astype(np.uint8), size)
 
 
 def filled(rank: Rank, size: int, seed: int | None) -> Buffer:
@@ -447,7 +447,7 @@ def register_late(rank: Rank, by: str) -> Program:
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
     """Move *size* bytes again and again until it fails; return the error and how long the last one took."""
     mail = Mail(rank)
-    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    mine = rank.endpoint.register(rank.device.allocate(size), "mine")
     peer = (yield from mail.meet(to))[to]
     theirs = peer.regions["theirs"]
     done, error, started = 0, "ok", 0.0
@@ -497,10 +497,11 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
     peers = yield from mail.meet()
     yield rank.clock.timeout(wait - rank.clock.now)
     errors = {}
-    for name in ("victim", "other", "victim", "other"):
-        batch = one(mine, peers[name].regions["sink"], 4096)
-        transfer = rank.endpoint.write(peers[name], batch, b"alive", timeout=20)
-        errors[name] = yield from outcome_of(transfer)
+    for turn in "1", "2":
+        for name in ("victim", "other"):
+            batch = one(mine, peers[name].regions["sink"], 4096)
+            transfer = rank.endpoint.write(peers[name], batch, turn.encode(), timeout=20)
+            errors[name] = yield from outcome_of(transfer)
     yield from mail.wait_for("other")
     return errors
 
@@ -515,8 +516,12 @@ def be_other(rank: Rank) -> Program:
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from mail.meet("writer")
+    found = []
+    for _ in range(2):
+        notification = yield rank.endpoint.notifications.get()
+        found.append(notification.payload.decode())
     yield from mail.wait_for("writer")
-    return len(rank.endpoint.notifications)
+    return found
 
 
 def fail(rank: Rank, after: float) -> Program:

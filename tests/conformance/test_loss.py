@@ -5,12 +5,12 @@ import pytest
 from tests.conformance import programs
 from tests.conformance.programs import MiB
 
-KILL = 1.5  # seconds after the start: long after everyone has met
+KILL = 2.0  # seconds after the start: long after everyone has met
 
 
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
-    size = 32 * MiB
+    size = 8 * MiB
     outcome = job(
         {
             "survivor": (programs.write_until_lost, {"to": "victim", "size": size, "operation": operation}),
@@ -62,7 +62,7 @@ def test_the_others_go_on(job):
         kill={"victim": KILL},
     )
     assert outcome.ranks["writer"].value == {"victim": "PeerLost", "other": "ok"}
-    assert outcome.ranks["other"].value == 2
+    assert outcome.ranks["other"].value == ["1", "2"]
 
 
 def test_a_rank_that_raises_ends_with_its_error(job):

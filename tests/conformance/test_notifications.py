@@ -62,7 +62,7 @@ def test_a_write_without_one_sends_none(job):
 
 
 def test_it_names_its_sender(job):
-    shape = {"count": 1, "size": 64, "region": 64, "seed": 1}
+    shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 3}
     outcome = job(
         {
             "writer": (programs.write_blocks, {"to": "target", **shape}),

@@ -1,10 +1,11 @@
 """A transfer's record says what it was, and its times are in order."""
 
 from tests.conformance import programs
+from tests.conformance.programs import KiB
 
 
 def test_the_record_describes_the_transfer(job):
-    shape = {"count": 10, "size": 100, "region": 4096, "seed": 1}
+    shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 3}
     outcome = job(
         {
             "writer": (programs.write_blocks, {"to": "target", **shape}),
@@ -16,7 +17,7 @@ def test_the_record_describes_the_transfer(job):
     assert found == {
         "operation": "write",
         "route": ["writer", "target"],
-        "descriptors": 10,
+        "descriptors": 300,
         "ordered": True,
         "status": "ok",
         "label": "blocks",
@@ -25,25 +26,25 @@ def test_the_record_describes_the_transfer(job):
 
 
 def test_the_recorder_has_every_transfer_and_the_rank_names_its_engine(job):
-    payloads = [b"a".hex()] * 5
+    payloads = [f"number {i}".encode().hex() for i in range(200)]
     outcome = job(
         {
             "writer": (programs.notify_in_turn, {"to": "target", "payloads": payloads}),
-            "target": (programs.be_notified, {"by": "writer", "count": 5}),
+            "target": (programs.be_notified, {"by": "writer", "count": 200}),
         }
     )
     records = outcome.ranks["writer"].transfers
-    assert len(records) == 5
+    assert len(records) == 200
     assert {record.engine for record in records} == {outcome.ranks["writer"].engine}
     assert not outcome.ranks["target"].transfers
 
 
 def test_a_read_flows_from_the_peer(job):
-    shape = {"count": 1, "size": 100, "region": 4096, "seed": 1}
+    shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 4}
     outcome = job(
         {
             "reader": (programs.read_blocks, {"of": "target", **shape}),
-            "target": (programs.be_read, {"by": "reader", "region": 4096, "seed": 1}),
+            "target": (programs.be_read, {"by": "reader", "region": 300 * KiB, "seed": 4}),
         }
     )
     assert outcome.ranks["reader"].value["operation"] == "read"
