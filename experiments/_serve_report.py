@@ -174,9 +174,9 @@ def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
     if span and seconds > 1.5 * span and waits.sum() > works.sum():
         given = float(sum(table["input"]))
         found.append(
-            f"overloaded: requests arrived in {span:.3g} s ({given / span:.0f} input tokens/s) and took {seconds:.3g} s "
-            f"to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; lower workload.speed or "
-            "workload.rate, or add instances"
+            f"overloaded: requests arrived in {span:.3g} s ({given / span:.0f} input tokens/s) and took "
+            f"{seconds:.3g} s to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; "
+            "lower workload.speed or workload.rate, or add instances"
         )
     quarantined = sum(
         (rank.value or {}).get("quarantined_pages", 0) for name, rank in outcome.ranks.items() if name.endswith(".0")

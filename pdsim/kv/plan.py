@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.pages import Pages
@@ -46,8 +47,8 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
 class Planner:
     """Makes the batches that one kind of rank writes to another kind.
 
-    *heads* is what `pdsim.kv.mapping.head_slice` says: None where both keep the same rows, so that a run of pages is one
-    descriptor a plane; otherwise there is one descriptor a token and plane.
+    *heads* is what `pdsim.kv.mapping.head_slice` says: None where both keep the same rows, so that a run of pages is
+    one descriptor a plane; otherwise there is one descriptor a token and plane.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, heads: HeadSlice | None = None) -> None:
@@ -64,6 +65,8 @@ class Planner:
         The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is nothing to move or if a page or
         slot lies outside its pool.
         """
+        self._source.check(runs, 0)
+        self._target.check(runs, 1)
         source_offset, target_offset, size = (self._by_token if self._sliced else self._by_run)(runs)
         if slots is not None:
             source_offset = np.concatenate((source_offset, self._source.layout.aux_offsets(slots[0])))
@@ -99,6 +102,14 @@ class _Side:
         self.planes = np.arange(layout.shape.planes, dtype=np.int64) * layout.plane
         self.region = Region(owner="", name="", size=layout.size, address=0, device="")
         self._first = first_head * layout.shape.head_bytes
+
+    def check(self, runs: Runs, side: int) -> None:
+        """Raise an `InvalidBatch` if a page is not in the pool: it would be one of the next plane."""
+        for run in runs:
+            if run[side] < 0 or run[side] + run[2] > self.layout.pages:
+                raise InvalidBatch(
+                    f"pages {run[side]} to {run[side] + run[2] - 1} are not all in a pool of {self.layout.pages}"
+                )
 
     def tokens(self, pages: Int64s) -> Int64s:
         """Return where the slice of every token of *pages* starts, plane by plane."""

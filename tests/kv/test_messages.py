@@ -1,0 +1,53 @@
+"""Messages have a type, a schema and a version; anything else is refused with both values."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdsim.kv import messages
+from pdsim.kv.messages import VERSION, Chunk, Destination, Forward, Message, MessageError, Ping, Submit, decode, encode
+
+CHUNK = Chunk(3, "decode0", 1, 4, ((5, 6, 2),), True, (0, 1), 0.25, 0.5)
+SOME = [Ping(), Submit(1, 100, 10, "prefill0", "decode1"), Destination(1, ((0, 2), (7, 1)), 3), Forward(0.5, (CHUNK,))]
+
+
+@pytest.mark.parametrize("message", SOME, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: Message):
+    assert decode(encode(message)) == message
+
+
+def test_every_type_of_message_can_be_told_apart():
+    types = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Message)]
+    tags = [kind.__struct_config__.tag for kind in types if kind is not Message]
+    assert len(tags) == len(set(tags)) > 15
+
+
+def test_pages_come_back_as_tuples_so_that_they_can_be_looked_up():
+    found = decode(encode(Forward(0.5, (CHUNK,))))
+    assert isinstance(found, Forward)
+    assert hash(found.chunks[0].runs) == hash(CHUNK.runs)
+
+
+def test_another_version_is_refused_with_both():
+    payload = bytes([VERSION + 1]) + encode(Ping())[1:]
+    with pytest.raises(MessageError, match=f"schema version {VERSION + 1}, but this rank speaks version {VERSION}"):
+        decode(payload)
+
+
+def test_an_unknown_type_is_refused():
+    payload = bytes([VERSION]) + msgspec.msgpack.encode(["Gossip", 1])
+    with pytest.raises(MessageError, match="Gossip"):
+        decode(payload)
+
+
+def test_a_field_of_a_wrong_type_is_refused_with_both_types():
+    payload = bytes([VERSION]) + msgspec.msgpack.encode(["Submit", "one", 100, 10, "prefill0", "decode1"])
+    with pytest.raises(MessageError, match="Expected `int`, got `str`"):
+        decode(payload)
+
+
+@pytest.mark.parametrize("payload", [b"", bytes([VERSION]), bytes([VERSION]) + b"\xc1", b"\x80pickle"])
+def test_bytes_that_are_no_message_are_refused(payload: bytes):
+    with pytest.raises(MessageError):
+        decode(payload)

@@ -1,0 +1,144 @@
+"""Descriptors: how many the reference counts, and that they move every byte to where it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdsim.errors import InvalidBatch
+from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
+from pdsim.kv.mapping import HeadSlice, head_slice, owned_heads, writers
+from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
+from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_235B, layout
+
+WHOLE: Runs = ((0, 0, 128),)
+SCATTERED: Runs = tuple((2 * page, page, 1) for page in range(128))  # no two are neighbours on both sides
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "least", "most"),
+    [(LLAMA_8B, 1, 64, 8192), (QWEN3_235B, 4, 188, 24_064), (DEEPSEEK_V3, 1, 61, 7808)],
+)
+def test_descriptors_of_8192_tokens_are_those_of_the_reference(shape: KvShape, tp: int, least: int, most: int):
+    pool = layout(shape, tp)
+    plan = Planner(pool, pool)
+    assert [len(plan.batch(runs)) for runs in (WHOLE, SCATTERED)] == [least, most]
+    assert plan.batch(WHOLE).nbytes == 8192 * shape.token_bytes(tp)
+
+
+@pytest.mark.parametrize(("shape", "tp", "count"), [(LLAMA_8B, 1, 524_288), (QWEN3_235B, 4, 1_540_096)])
+def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape: KvShape, tp: int, count: int):
+    pool = layout(shape, tp, pages=128)
+    assert len(Planner(pool, pool, HeadSlice(0, 0, 1)).batch(WHOLE)) == count
+
+
+def test_tokens_that_lie_alone_cost_a_descriptor_each():
+    # Qwen3-32B: 64 layers, 8 KV heads over two ranks, pages of one token
+    pool = layout(KvShape(64, 8, 256), tp=2, page_size=1, pages=16_384)
+    runs = tuple((2 * page, page, 1) for page in range(8192))
+    assert len(Planner(pool, pool).batch(runs)) == 1_048_576
+
+
+def test_metadata_adds_ten_descriptors_and_1600_bytes():
+    pool = layout(LLAMA_8B)
+    bare, more = Planner(pool, pool).batch(WHOLE), Planner(pool, pool).batch(WHOLE, (1, 2))
+    assert len(more) - len(bare) == 10
+    assert more.nbytes - bare.nbytes == AUX_BYTES
+
+
+def test_ranks_of_one_kind_share_their_batches():
+    first = planner(layout(LLAMA_8B), layout(LLAMA_8B, pages=99))
+    assert planner(layout(LLAMA_8B), layout(LLAMA_8B, pages=99)) is first
+    assert first.batch(((0, 0, 4),)) is first.batch(((0, 0, 4),))
+
+
+@pytest.mark.parametrize("runs", [((250, 0, 10),), ((0, 250, 10),), ((-1, 0, 1),)])
+def test_pages_outside_the_pool_are_refused_though_they_lie_within_the_region(runs: Runs):
+    pool = layout(LLAMA_8B, pages=256)
+    with pytest.raises(InvalidBatch, match="are not all in a pool of 256"):
+        Planner(pool, pool).batch(runs)
+
+
+def test_nothing_to_move_is_refused():
+    pool = layout(LLAMA_8B)
+    with pytest.raises(InvalidBatch, match="nothing to transfer"):
+        Planner(pool, pool).batch(())
+
+
+# --- contents -------------------------------------------------------------------------------------------------------
+
+
+def contents(pool: KvLayout, rank: int, pages: list[int]) -> np.ndarray:
+    """Return a pool whose *pages* hold, in every head and plane, a number that names page position, token and head."""
+    memory = np.zeros(pool.size, np.uint8).view(np.int64)
+    heads = owned_heads(pool.shape, pool.tp, rank)
+    for plane in range(pool.shape.planes):
+        for position, page in enumerate(pages):
+            for token in range(pool.page_size):
+                for index, head in enumerate(heads):
+                    at = plane * pool.plane + page * pool.item + token * pool.row + index * pool.shape.head_bytes
+                    memory[at // 8] = 1 + head + 100 * (token + 100 * (position + 100 * plane))
+    return memory.view(np.uint8)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)])
+def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(heads: int, prefill: int, decode: int):
+    shape = KvShape(layers=2, heads=heads, head_bytes=8)
+    source, target = KvLayout(shape, prefill, 2, 8, 1), KvLayout(shape, decode, 2, 6, 1)
+    source_pages, target_pages = [5, 6, 1], [0, 4, 5]
+    runs = group(source_pages, target_pages)
+    for rank in range(decode):
+        memory = np.zeros(target.size, np.uint8)
+        for writer in writers(shape, prefill, decode, rank):
+            batch = Planner(source, target, head_slice(shape, prefill, decode, writer, rank)).batch(runs)
+            sent = contents(source, writer, source_pages)
+            for start, to, size in zip(batch.source_offset, batch.target_offset, batch.size, strict=True):
+                memory[to : to + size] = sent[start : start + size]
+        assert (memory == contents(target, rank, target_pages)).all()
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_where_either_side_does():
+    assert group([1, 2, 3, 7, 8], [4, 5, 9, 10, 11]) == ((1, 4, 2), (3, 9, 1), (7, 10, 2))
+    assert group([], []) == ()
+
+
+def test_lists_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="2 source pages and 1 target pages"):
+        group([1, 2], [3])
+
+
+pages = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+def allocated(counts: list[int], gap: int) -> tuple[tuple[int, int], ...]:
+    found, start = [], 0
+    for count in counts:
+        found.append((start, count))
+        start += count + gap
+    return tuple(found)
+
+
+def listed(runs: tuple[tuple[int, int], ...]) -> list[int]:
+    return [page for start, count in runs for page in range(start, start + count)]
+
+
+@given(pages, pages, st.data())
+def test_pairing_and_cutting_runs_is_grouping_the_page_lists(first: list[int], second: list[int], data: st.DataObject):
+    source, target = allocated(first, 1), allocated([*second, 30], 2)
+    runs = pair(source, target)
+    ours, theirs = listed(source), listed(target)[: sum(first)]
+    assert runs == group(ours, theirs)
+    start = data.draw(st.integers(0, len(ours)))
+    count = data.draw(st.integers(0, len(ours) - start))
+    assert cut(runs, start, count) == group(ours[start : start + count], theirs[start : start + count])
+
+
+def test_too_few_target_pages_are_refused():
+    with pytest.raises(ValueError, match="fewer pages"):
+        pair(((0, 5),), ((0, 4),))
