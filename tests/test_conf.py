@@ -139,11 +139,12 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
     assert works == {"nvidia": ON_NVIDIA, "amd": ON_AMD, "cpu": ON_HOST}[machine.hw.vendor]
 
 
-def modelled(config: Config, backend: str, blocks: int, size: int) -> float:
-    """Return the seconds that one transfer between two GPUs of one node takes."""
-    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1}
-    config = replace(config, backend=composed(f"backend={backend}").backend, experiment=point)
-    result = experiments.transfer.run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+def modelled(config: Config, blocks: int, size: int) -> float:
+    """Return the seconds that one transfer takes: between two GPUs of one node or, if there are more, of two nodes."""
+    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1, "placement": "spread"}
+    result = experiments.transfer.run(
+        replace(config, experiment=point), Model(config.hw, config.backend), lambda fraction, text: None
+    )
     (record,) = result.transfers
     return record.completed - record.submitted
 
@@ -152,7 +153,7 @@ def modelled(config: Config, backend: str, blocks: int, size: int) -> float:
     ("backend", "blocks", "size", "measured", "within"),
     [
         ("mooncake_nvlink", 1, 4096, 13e-6, 0.03),
-        ("mooncake_nvlink", 1, 2**20, 13.5e-6, 0.2),  # small blocks hide part of the wire behind the launch
+        ("mooncake_nvlink", 1, 2**20, 13.5e-6, 0.2),  # one block hides part of the wire behind the launch
         ("mooncake_nvlink", 1, 2**28, 689e-6, 0.03),
         ("mooncake_nvlink", 1024, 16384, 2290e-6, 0.03),
         ("mooncake_nvlink", 256, 2**20, 1285e-6, 0.03),
@@ -164,4 +165,23 @@ def modelled(config: Config, backend: str, blocks: int, size: int) -> float:
     ],
 )
 def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, blocks, size, measured, within):
-    assert modelled(composed("hw=2xh200"), backend, blocks, size) == pytest.approx(measured, rel=within)
+    assert modelled(composed("hw=2xh200", f"backend={backend}"), blocks, size) == pytest.approx(measured, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("size", "published"),
+    [(2**10, 5.87e-6), (2**16, 7.20e-6), (2**20, 26.95e-6), (2**24, 344.46e-6), (2**26, 1360.09e-6)],
+)
+def test_a_write_across_nodes_takes_what_is_published_for_connectx_7(size, published):
+    config = composed("hw=2x8xh100", "backend=mooncake")
+    assert modelled(config, 1, size) == pytest.approx(published, rel=0.025)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "published", "within"),
+    [(1, 1024, 11.10e-6, 0.01), (32768, 1024, 4617.83e-6, 0.01), (128, 2**20, 2777.76e-6, 0.02)],
+)
+def test_a_write_across_nodes_takes_what_is_published_for_thor2(blocks, size, published, within):
+    config = composed("hw=8xmi300x")
+    config = replace(config, hw=replace(config.hw, nodes=2))
+    assert modelled(config, blocks, size) == pytest.approx(published, rel=within)
