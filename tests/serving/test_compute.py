@@ -1,0 +1,92 @@
+"""How long a forward takes, checked against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdsim.fabric.machine import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.serving.compute import HOST_FLOPS, forward_time, kv_shape
+from pdsim.serving.settings import Compute, Llm
+
+MACHINE = Machine(
+    name="round numbers",
+    vendor="nvidia",
+    nodes=1,
+    gpus=8,
+    gpu=Gpu(name="g", memory=10**11, memory_rate=1e12, compute=1e15, pcie=1e10),
+    interconnect=Interconnect(kind="switch", rate=1e11),
+    nic=Nic(count=0, rate=0.0),
+    host=Host(memory=10**12, memory_rate=1e11, tcp_rate=1e9, tcp_latency=1e-5),
+)
+MODEL = Llm(name="m", parameters=1e10, active=1e10, layers=10, hidden=1000, heads=10, kv_heads=4, head_dim=100)
+PLAIN = Compute(flops_share=0.5, memory_share=0.5, allreduce_latency=1e-5, overhead=1e-3)
+
+
+def test_a_long_prefill_is_bound_by_arithmetic():
+    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    linear = 2 * 1e10 * 4000 / 0.5e15
+    pairs = 4000 * 4001 / 2 + 4000 * 1000
+    attention = 4 * 10 * 10 * 100 * pairs / 0.5e15
+    assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+
+
+def test_a_short_prefill_is_bound_by_reading_weights_and_keys():
+    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    bytes_read = 2e10 + (100 + 10) * 2 * 10 * 4 * 100 * 2
+    assert found.prefill([(100, 10)]) == pytest.approx(bytes_read / 0.5e12 + 1e-3)
+
+
+def test_pieces_of_one_iteration_share_its_weights_and_overhead():
+    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    assert found.prefill([(0, 8), (0, 8)]) < 1.01 * found.prefill([(0, 16)])
+
+
+def test_tensor_parallelism_divides_the_work_and_adds_two_ring_all_reduces_a_layer():
+    one, four = (forward_time(MODEL, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
+    tokens = 4000
+    ring = 2 * 3 / 4 * tokens * 1000 * 2 / 1e11 + 1e-5
+    assert four.prefill([(0, tokens)]) == pytest.approx((one.prefill([(0, tokens)]) - 1e-3) / 4 + 1e-3 + 20 * ring)
+
+
+def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():
+    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    assert found.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
+    assert found.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
+
+
+def test_a_large_batch_is_bound_by_arithmetic_instead():
+    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    assert found.step(5000) == pytest.approx(2 * 1e10 * 5000 / 0.5e15 + 1e-3)
+
+
+def test_a_mixture_of_experts_reads_no_more_weights_than_its_tokens_use():
+    found = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, tp=1)
+    read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
+    assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
+
+
+def test_a_latent_cache_is_read_whole_on_every_rank():
+    latent = replace(MODEL, attention="mla", latent_dim=500)
+    one, four = (forward_time(latent, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
+    assert one.kv_bytes == four.kv_bytes == 10 * 500 * 2
+
+
+def test_scale_shortens_everything():
+    full, tenth = (forward_time(MODEL, MACHINE, replace(PLAIN, scale=scale), tp=2) for scale in (1.0, 0.1))
+    assert tenth.prefill([(5, 50)]) == pytest.approx(full.prefill([(5, 50)]) / 10)
+    assert tenth.step(3) == pytest.approx(full.step(3) / 10)
+    assert tenth.context == pytest.approx(full.context / 10)
+
+
+def test_without_gpus_the_hosts_compute_is_assumed():
+    hosts = replace(MACHINE, gpus=0, gpu=None, interconnect=Interconnect(kind="none", rate=0.0))
+    found = forward_time(MODEL, hosts, PLAIN, tp=2)
+    assert found.flops == HOST_FLOPS * 0.5
+    assert found.memory_rate == 1e11 * 0.5
+
+
+def test_shapes_are_those_of_the_model():
+    assert kv_shape(MODEL).token_bytes(1) == 2 * 10 * 4 * 100 * 2
+    assert kv_shape(replace(MODEL, attention="mla", latent_dim=500)).token_bytes(8) == 10 * 500 * 2

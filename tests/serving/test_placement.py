@@ -1,0 +1,65 @@
+"""Where ranks run and how much memory they get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Machine
+from pdsim.serving.compute import kv_shape
+from pdsim.serving.placement import pages, places
+from pdsim.serving.settings import Kv, Parallel, Scheduler, Side
+from pdsim.transfer import Place
+from tests.serving.test_compute import MACHINE, MODEL
+
+TWO_NODES = replace(MACHINE, nodes=2)
+HOSTS = replace(MACHINE, gpus=0, gpu=None)
+
+
+def parallel(prefill: int, decode: int) -> Parallel:
+    return Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode))
+
+
+@pytest.mark.parametrize(
+    ("machine", "sizes", "prefill", "decode"),
+    [
+        (MACHINE, (2, 1), [Place(0, 0), Place(0, 1)], [Place(0, 2)]),
+        (TWO_NODES, (1, 2), [Place(0, 0)], [Place(1, 0), Place(1, 1)]),
+        (HOSTS, (1, 2), [Place(0)], [Place(0), Place(0)]),
+    ],
+)
+def test_prefill_comes_first_and_decode_on_the_next_node_if_there_is_one(machine, sizes, prefill, decode):
+    assert places(parallel(*sizes), machine) == (prefill, decode)
+
+
+def test_decode_stays_on_the_node_if_it_fits_no_other_way():
+    _, decode = places(Parallel(prefill=Side(tp=1, instances=4), decode=Side(tp=4, instances=3)), TWO_NODES)
+    assert decode[0] == Place(0, 4)
+    assert decode[-1] == Place(1, 7)
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(ConfigError, match=r"4 \+ 8 GPUs, hw=round numbers has 8"):
+        places(parallel(4, 8), MACHINE)
+
+
+def count(machine: Machine, kv: Kv, tp: int = 1, ranks: int = 2) -> int:
+    return pages(Side(tp=tp), MODEL, kv_shape(MODEL), machine, kv, Scheduler(memory_fraction=0.5), ranks)
+
+
+def test_the_pool_is_what_the_weights_leave_or_what_is_asked_for():
+    page = 64 * 2 * 10 * 4 * 100 * 2
+    assert count(MACHINE, Kv()) == (5 * 10**10 - 2 * 10**10) // page
+    assert count(MACHINE, Kv(pool=3 * page + 1)) == 3
+
+
+def test_hosts_hold_no_weights_and_share_their_memory():
+    page = 64 * 2 * 10 * 4 * 100 * 2
+    assert count(HOSTS, Kv(), ranks=4) == 5 * 10**11 // 4 // page
+
+
+def test_a_pool_that_holds_no_page_is_refused():
+    with pytest.raises(ConfigError, match=r"a page of kv.page_size=64 tokens takes .* raise tp, kv.pool"):
+        count(MACHINE, Kv(pool=1000))

@@ -1,0 +1,101 @@
+"""Decode steps in closed form give the times of stepping one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from experiments.serve import Options, job
+from pdsim.serving.job import Job
+from pdsim.serving.settings import Scheduler, Side, Workload
+from pdsim.serving.steps import Stretch
+from tests.experiments.test_serve import configured, serve
+
+
+def test_a_step_costs_its_base_and_its_context():
+    stretch = Stretch(start=10.0, base=0.5, cost=0.25, batch=2, context=4)
+    # contexts of 4, 6, 8 tokens: steps of 1.5, 2.0 and 2.5 seconds
+    assert [stretch.end(steps) for steps in (0, 1, 2, 3)] == [10.0, 11.5, 13.5, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("time", "steps"), [(9.0, 1), (10.0, 1), (11.5, 1), (11.500001, 2), (13.5, 2), (15.0, 3), (16.0, 3)]
+)
+def test_the_boundary_that_notices_something_is_the_first_one_not_before_it(time: float, steps: int):
+    assert Stretch(start=10.0, base=0.5, cost=0.25, batch=2, context=4).steps_until(time) == steps
+
+
+@given(
+    start=st.floats(0, 1e6),
+    base=st.floats(1e-6, 1.0),
+    cost=st.floats(0, 1e-6),
+    batch=st.integers(1, 512),
+    context=st.integers(1, 10**7),
+    steps=st.integers(1, 5000),
+)
+@example(start=0.0, base=1e-3, cost=0.0, batch=1, context=1, steps=1)
+def test_the_sum_is_that_of_single_steps_and_its_inverse_finds_the_boundary(start, base, cost, batch, context, steps):
+    stretch = Stretch(start, base, cost, batch, context)
+    elapsed = 0.0
+    for step in range(steps):
+        elapsed += base + cost * (context + batch * step)
+    assert stretch.end(steps) - start == pytest.approx(elapsed, rel=1e-9, abs=1e-9 * max(start, 1e-3))
+    found = stretch.steps_until(stretch.end(steps))
+    assert stretch.end(found) >= stretch.end(steps)
+    assert found == 1 or stretch.end(found - 1) < stretch.end(steps)
+
+
+def one_by_one(job: Job, arrivals: list[tuple[float, int, int, int]]) -> dict[int, tuple[float, float, float]]:
+    """Return polled, joined and finished of each (arrived, request, input, output), stepping token by token."""
+    coming, waiting, running = sorted(arrivals), [], []
+    times: dict[int, list[float]] = {}
+    now = 0.0
+    while coming or waiting or running:
+        running, done = [r for r in running if r[1]], [r for r in running if not r[1]]
+        for request, _, _ in done:
+            times[request].append(now)
+        while coming and coming[0][0] <= now:
+            _, request, context, output = coming.pop(0)
+            times[request] = [now]
+            waiting.append([request, output - 1, context + 1])
+        while waiting and len(running) < job.decode_batch:
+            request, left, context = waiting.pop(0)
+            times[request] += [now] if left else [now, now]
+            running += [[request, left, context]] if left else []
+        if running:
+            now += job.decode_time.step(len(running)) + job.decode_time.context * sum(r[2] for r in running)
+            running = [[request, left - 1, context + 1] for request, left, context in running]
+        elif coming:
+            now = coming[0][0]
+    return {request: tuple(found) for request, found in times.items()}
+
+
+LOADS: list[tuple[float, int]] = [(50.0, 8), (300.0, 8), (300.0, 3), (2000.0, 64), (2000.0, 1)]
+
+
+@pytest.mark.parametrize(("rate", "batch"), LOADS)
+def test_the_engine_gives_the_times_of_stepping_token_by_token(rate: float, batch: int):
+    workload = Workload(arrivals="poisson", count=150, rate=rate, input_mean=60, output_mean=40, output_cv=1.5)
+    config = configured(workload=workload, scheduler=Scheduler(chunk=512, decode_batch=batch))
+    config = replace(config, kv=replace(config.kv, pool=1 << 24))
+    result = serve(config)
+    rows: list[list[Any]] = result.outcome.ranks["router"].value["rows"]
+    requests = list(zip(result.requests["input"], result.requests["output"], strict=True))
+    arrivals = [(row[8], number, *requests[number]) for number, row in enumerate(rows)]
+    expected = one_by_one(job(config, Options()), arrivals)
+    for number, row in enumerate(rows):
+        assert row[9:] == pytest.approx(expected[number], rel=1e-12)
+
+
+def test_many_tokens_cost_no_more_events_than_few():
+    few = Workload(arrivals="poisson", count=30, rate=1.0, input_mean=100, output_mean=10, output_cv=0)
+    many = replace(few, output_mean=400)
+    events = [serve(configured(ONE, ONE, workload=workload)).outcome.events for workload in (few, many)]
+    assert events[1] <= 1.2 * events[0]
+
+
+ONE = Side(tp=1)

@@ -1,0 +1,193 @@
+"""Traces are read as they are, what is wrong in them is named, and generated arrivals have the statistics asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdsim.errors import ConfigError
+from pdsim.serving.data.generate import lines
+from pdsim.serving.settings import Workload
+from pdsim.serving.workload import Request, load, stream
+
+CONTEXT = 131_072
+
+
+def trace(folder: Path, *text: str) -> Workload:
+    path = folder / "trace"
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return Workload(trace=str(path))
+
+
+def mooncake(time: float, given: int = 10, wanted: int = 5) -> str:
+    return f'{{"timestamp": {time}, "input_length": {given}, "output_length": {wanted}, "hash_ids": [0, 1]}}'
+
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+# --- traces ---------------------------------------------------------------------------------------------------------
+
+
+def test_mooncake_timestamps_are_milliseconds_from_the_first_arrival(tmp_path: Path):
+    found = load(trace(tmp_path, mooncake(500), mooncake(500, 20), mooncake(1750)), 0, CONTEXT)
+    assert found == [Request(0.0, 10, 5), Request(0.0, 20, 5), Request(1.25, 10, 5)]
+
+
+def test_azure_timestamps_keep_their_seventh_digit(tmp_path: Path):
+    rows = [
+        "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,109",
+        "2023-11-16 18:15:51.9951691,1,1",
+    ]
+    found = load(trace(tmp_path, HEADER, *rows), 0, CONTEXT)
+    assert [request[1:] for request in found] == [(374, 44), (396, 109), (1, 1)]
+    assert [request.arrival for request in found] == pytest.approx([0, 4.314579, 5.3145791], abs=3e-8)
+
+
+def test_windows_line_ends_and_a_missing_last_one_are_read(tmp_path: Path):
+    path = tmp_path / "trace"
+    path.write_bytes(f"{HEADER}\r\n2023-11-16 18:15:46,374,44\r\n2023-11-16 18:15:47,1,2".encode())
+    assert load(Workload(trace=str(path)), 0, CONTEXT) == [Request(0.0, 374, 44), Request(1.0, 1, 2)]
+
+
+def test_speed_divides_the_arrival_times_and_count_cuts(tmp_path: Path):
+    workload = trace(tmp_path, mooncake(0), mooncake(1000), mooncake(9000))
+    found = load(replace(workload, speed=4.0, count=2), 0, CONTEXT)
+    assert [request.arrival for request in found] == [0.0, 0.25]
+
+
+def test_lines_after_the_count_are_not_looked_at(tmp_path: Path):
+    workload = trace(tmp_path, mooncake(0), "garbage")
+    assert len(load(replace(workload, count=1), 0, CONTEXT)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Input data was truncated"),
+        ('{"timestamp": 1, "input_length": 5}', "missing required field `output_length`"),
+        ('{"timestamp": null, "input_length": 5, "output_length": 5}', "Expected `float`, got `null`"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "invalid"),
+        (mooncake(2000, given=-3), "-3 input and 5 output tokens: both must be >= 1"),
+        (mooncake(2000, wanted=0), "10 input and 0 output tokens: both must be >= 1"),
+        ('{"timestamp": 2, "input_length": 5.5, "output_length": 5}', "Expected `int`, got `float`"),
+        (mooncake(5), "timestamp 0.005 after 1.0: timestamps must be finite and must not decrease"),
+    ],
+)
+def test_a_malformed_line_is_named_with_file_line_and_reason(tmp_path: Path, line: str, reason: str):
+    workload = trace(tmp_path, mooncake(1000), "", line)
+    with pytest.raises(ConfigError) as caught:
+        load(workload, 0, CONTEXT)
+    assert str(caught.value).startswith(f"{workload.trace}:3: ")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("2023-11-16 18:15:46,5", "2 fields, need the 3"),
+        ("yesterday,5,5", "Invalid isoformat string: 'yesterday'"),
+        ("2023-11-16 18:15:46,many,5", "invalid literal for int"),
+        ("2023-11-16 18:15:46,nan,5", "invalid literal for int"),
+        ("2023-11-16 18:15:46,0,5", "0 input and 5 output tokens"),
+    ],
+)
+def test_a_malformed_row_of_an_azure_trace_is_named_too(tmp_path: Path, line: str, reason: str):
+    with pytest.raises(ConfigError, match=rf":2: .*{reason}"):
+        load(trace(tmp_path, HEADER, line), 0, CONTEXT)
+
+
+def test_a_request_beyond_the_models_context_says_how_to_go_on(tmp_path: Path):
+    workload = trace(tmp_path, mooncake(0), mooncake(1, 4000, 97))
+    with pytest.raises(ConfigError, match=r":2: 4000 \+ 97 tokens exceed model.context=4096; .*workload.count=1$"):
+        load(workload, 0, 4096)
+    assert len(load(replace(workload, count=1), 0, 4096)) == 1
+
+
+@pytest.mark.parametrize(("text", "reason"), [("a,b,c", "neither a Mooncake trace"), ("", "has no requests")])
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        load(trace(tmp_path, text), 0, CONTEXT)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load(Workload(trace=str(tmp_path / "nothing")), 0, CONTEXT)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not text"):
+        load(Workload(trace=str(tmp_path / "binary")), 0, CONTEXT)
+
+
+# --- embedded -------------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_trace_is_what_its_script_makes():
+    path = Path(lines.__code__.co_filename).with_name("conversation_small.jsonl")
+    assert path.read_text(encoding="utf-8").splitlines() == lines()
+
+
+def test_the_embedded_trace_is_small_and_of_a_few_minutes():
+    found = load(Workload(), 0, 8192)
+    assert len(found) == 200
+    assert 180 < found[-1].arrival < 300
+    assert max(request.input for request in found) <= 7000
+
+
+# --- generated ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
+def test_generated_arrivals_have_the_mean_rate_and_lengths_asked_for(arrivals: str):
+    workload = Workload(arrivals=arrivals, count=20_000, rate=5.0, input_mean=1000, output_mean=100, burst_length=2.0)
+    found = load(workload, 0, CONTEXT)
+    assert len(found) / found[-1].arrival == pytest.approx(5.0, rel=0.1)
+    assert np.mean([request.input for request in found]) == pytest.approx(1000, rel=0.03)
+    assert np.mean([request.output for request in found]) == pytest.approx(100, rel=0.03)
+
+
+def variation(workload: Workload) -> float:
+    gaps = np.diff([request.arrival for request in load(workload, 0, CONTEXT)])
+    return float(gaps.std() / gaps.mean())
+
+
+def test_gaps_are_as_irregular_as_asked_for():
+    base = Workload(arrivals="poisson", count=20_000, rate=5.0)
+    assert variation(base) == pytest.approx(1.0, rel=0.05)
+    assert variation(replace(base, arrivals="gamma", cv=3.0)) == pytest.approx(3.0, rel=0.1)
+    assert variation(replace(base, arrivals="bursty")) > 2.0
+
+
+def test_bursts_come_at_their_multiple_of_the_mean_rate():
+    workload = Workload(arrivals="bursty", count=20_000, rate=5.0, burst=4.0, burst_length=20.0)
+    times = np.array([request.arrival for request in load(workload, 0, CONTEXT)])
+    median_gap = np.median(np.diff(times))
+    assert median_gap == pytest.approx(np.log(2) / (4 * 5.0), rel=0.05)
+
+
+def test_arrivals_do_not_decrease_and_lengths_fit_the_context():
+    found = load(Workload(arrivals="bursty", count=5000, input_mean=5000, input_cv=3.0, output_mean=500), 1, 8192)
+    assert all(one.arrival <= other.arrival for one, other in pairwise(found))
+    assert all(request.input >= 1 and request.output >= 1 and sum(request[1:]) <= 8192 for request in found)
+
+
+def test_generated_arrivals_need_an_end():
+    with pytest.raises(ConfigError, match=r"workload\.count"):
+        load(Workload(arrivals="poisson"), 0, CONTEXT)
+
+
+def test_lengths_do_not_depend_on_how_arrivals_are_drawn():
+    one = load(Workload(arrivals="poisson", count=100), 7, CONTEXT)
+    other = load(Workload(arrivals="gamma", count=100), 7, CONTEXT)
+    assert [request[1:] for request in one] == [request[1:] for request in other]
+
+
+def test_streams_are_told_apart_by_name_and_seed():
+    drawn = [stream(seed, name).random() for seed, name in ((0, "a"), (0, "a"), (0, "b"), (1, "a"))]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
