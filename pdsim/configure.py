@@ -211,7 +211,7 @@ def _sourced(instance: Sourced, at: str, overridden: Iterable[str]) -> Sourced:
     found = list(numbers(instance))
     by_hand = [key.removeprefix(f"{at}.") for key in overridden if key.startswith(f"{at}.")]
     by_hand = [key for key in by_hand if any(_covers(key, number) for number in found)]
-    sources = {}
+    sources: dict[str, str] = {}
     for keys, text in instance.sources.items():
         if text.partition(":")[0] not in EVIDENCE:
             raise ConfigError(f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
