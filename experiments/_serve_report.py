@@ -14,6 +14,7 @@ from pdsim.serving.job import Job
 from pdsim.serving.settings import Slo
 from pdsim.serving.workload import Request
 from pdsim.transfer import Outcome
+from pdsim.units import format_time
 
 __all__ = ["PHASES", "columns", "metrics", "notes", "tables"]
 
@@ -126,7 +127,7 @@ def tables(table: Columns, outcome: Outcome) -> list[Table]:
     """Return latencies, phases, instances and, of a model, links and pools."""
     headings = {"": "what", "mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     latencies = [[f"{name} s", *_spread(_values(table, name))] for name in LATENCIES]
-    shares = headings | {"share": "of the end-to-end time of all requests"}
+    parts = headings | {"share": "of the end-to-end time of all requests"}
     e2e = float(_values(table, "e2e").sum())
     phases = [
         [f"{name} s", *_spread(_values(table, name)), float(_values(table, name).sum()) / e2e if e2e else None]
@@ -134,21 +135,32 @@ def tables(table: Columns, outcome: Outcome) -> list[Table]:
     ]
     found = [
         Table("Latency", headings, latencies),
-        Table("Where the time went", shares, phases),
+        Table("Where the time went", parts, phases),
         Table(
             "Instances",
             {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},
             _instances(table),
         ),
     ]
-    for title, what, shares_by_name in (
+    for title, what, utilisation in (
         ("Busiest links", "bytes carried / (capacity x time)", outcome.links),
-        ("Memory", "most used at one time, of what there is", outcome.pools),
+        ("KV pages", "most used at one time / size", _pages(outcome)),
+        ("Memory", "most used at one time / size", outcome.pools),
     ):
-        if shares_by_name:
-            most = sorted(shares_by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
+        if utilisation:
+            most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
             found.append(Table(title, {"name": "where", "utilisation": what}, [list(item) for item in most]))
     return found
+
+
+def _leaders(outcome: Outcome) -> dict[str, dict[str, int]]:
+    """Return what the leader of each instance reported, of those that lived to the end."""
+    leaders = {name.removesuffix(".0"): rank.value for name, rank in outcome.ranks.items() if name.endswith(".0")}
+    return {name: value for name, value in leaders.items() if value}
+
+
+def _pages(outcome: Outcome) -> dict[str, float]:
+    return {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
 
 
 def _spread(values: Floats) -> list[float | None]:
@@ -174,13 +186,11 @@ def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
     if span and seconds > 1.5 * span and waits.sum() > works.sum():
         given = float(sum(table["input"]))
         found.append(
-            f"overloaded: requests arrived in {span:.3g} s ({given / span:.0f} input tokens/s) and took "
-            f"{seconds:.3g} s to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; "
+            f"overloaded: requests arrived in {format_time(span)} ({given / span:.0f} input tokens/s) and took "
+            f"{format_time(seconds)} to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; "
             "lower workload.speed or workload.rate, or add instances"
         )
-    quarantined = sum(
-        (rank.value or {}).get("quarantined_pages", 0) for name, rank in outcome.ranks.items() if name.endswith(".0")
-    )
+    quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
     if quarantined:
         found.append(
             f"{quarantined} pages stayed in quarantine: writes to them failed and were never proven to be over"

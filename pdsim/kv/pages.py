@@ -22,6 +22,7 @@ class PagePool:
             raise ValueError(f"pages must be >= 1, got {pages}")
         self.pages = pages
         self.free = pages
+        self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
         self._owned: dict[int, Pages] = {}
@@ -51,6 +52,7 @@ class PagePool:
         if count > self.free:
             return None
         self.free -= count
+        self.peak = max(self.peak, self.used)
         taken: list[tuple[int, int]] = []
         while count:
             index = self._choose(count)

@@ -131,8 +131,8 @@ class Leader(Worker):
         self.handlers |= handlers
 
     def report(self) -> dict[str, int]:
-        """Return what is still held: pages of rooms to which somebody may still write."""
-        return {"quarantined_pages": self.pages.used, "rooms": len(self._rooms), "steps": self._step}
+        """Return how many pages there are, were used at most, and are held to the end: in quarantine."""
+        return {"pages": self.pages.pages, "peak_pages": self.pages.peak, "quarantined_pages": self.pages.used}
 
     def ready(self) -> None:
         """Tell the router, once all ranks of the instance are ready."""

@@ -159,8 +159,8 @@ class Leader(Worker):
         return (yield from super().run())
 
     def report(self) -> dict[str, int]:
-        """Return what is still held: pages of rooms that failed and have not settled."""
-        return {"quarantined_pages": self.pages.used, "rooms": len(self._rooms)}
+        """Return how many pages there are, were used at most, and are held to the end: in quarantine."""
+        return {"pages": self.pages.pages, "peak_pages": self.pages.peak, "quarantined_pages": self.pages.used}
 
     def ready(self) -> None:
         """Tell the router, once all ranks of the instance are ready."""
