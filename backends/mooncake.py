@@ -10,8 +10,8 @@ What it does about the engine's ways:
   stays in quarantine.
 - A batch id is a pointer that is freed with the answer: it is used once and never leaves the thread.
 - The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled
-  for.  Ours go over `backends.link` after the target has acknowledged the bytes, so they arrive once, in order, and wake
-  the target.
+  for.  Ours go over `backends.link` after the target has acknowledged the bytes, so they arrive once, in order, and
+  wake the target.
 - It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
   trusted network, or in a network namespace.
 """

@@ -85,11 +85,11 @@ class NixlEndpoint(RealEndpoint):
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
         try:
-            from nixl_cu13 import _api
+            from nixl_cu13 import _api, _bindings  # type: ignore[attr-defined]
         except ImportError as error:
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {INSTALL}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        self._errors = _api.nixlBind
+        self._errors = _bindings
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             with captured_stderr() as log:

@@ -43,9 +43,7 @@ def load(name: str) -> Any:
     try:
         return found[name].load()
     except ImportError as error:
-        raise BackendUnavailable(
-            f"implementation {name!r} ({found[name].value}) cannot be imported: {error}"
-        ) from error
+        raise BackendUnavailable(f"{name!r} ({found[name].value}) cannot be imported: {error}") from error
 
 
 # --- what works here ------------------------------------------------------------------------------------------------
