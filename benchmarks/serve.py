@@ -30,12 +30,12 @@ MOST_EVENTS = {"light": 75.0, "heavy": 75.0}
 
 
 def configuration(overrides: Sequence[str]) -> Config:
-    """Return what `pdsim run hw=8xh20` with *overrides* would run."""
+    """Return what `pdsim run` with *overrides*, by default on 8xh20, would run."""
     from omegaconf import OmegaConf
 
     ConfigStore.instance().store(name="_defaults", node=configure.defaults())
     with initialize_config_module("conf", version_base="1.3"):
-        composed = compose("config", overrides=["hw=8xh20", *overrides])
+        composed = compose("config", overrides=list(overrides))
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, Mapping)
     return configure.load({str(key): value for key, value in values.items() if key != "hydra"})
