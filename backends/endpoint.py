@@ -10,14 +10,13 @@ The rules:
 - The regions of a moving transfer cannot be deregistered, so their memory cannot be freed.
 - An owner that deregisters a region tells all who know it.  They refuse new transfers to it, and return it when none is
   moving; until all have, the owner holds the memory.  So even where an engine would still write, nothing else is there.
+- The first transfers to a peer wait until it has said what it withdrew since it gave out its address.
+- A write to a process that is proven dead has nowhere to land, and settles as soon as the engine has let go of it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,9 @@ import msgspec
 from simpy.events import Event
 
 from backends.host import HostBuffer, HostDevice
-from backends.link import Card, Line, Link
+from backends.identity import is_dead
+from backends.link import Line, Link
+from backends.state import FORMAT, Address, Entry, Flight, PeerState
 from pdsim.clock import Mailbox, WallClock
 from pdsim.errors import (
     InvalidBatch,
@@ -39,7 +40,7 @@ from pdsim.errors import (
 from pdsim.fabric.machine import Engine
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
-__all__ = ["Entry", "Flight", "PeerState", "RealEndpoint"]
+__all__ = ["RealEndpoint"]
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
@@ -48,63 +49,7 @@ GRACE = 0.25
 """Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes the
 engine's connections and ours at the same time, but they are looked at by different threads."""
 
-_NOTIFY, _WITHDRAW, _RETURN = b"notify", b"withdraw", b"return"
-_FORMAT = "pdsim/1"
-
-
-class Address(msgspec.Struct, frozen=True, array_like=True):
-    """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations."""
-
-    format: str
-    kind: str
-    card: Card
-    epoch: int
-    regions: list[tuple[str, int, int, str]]  # name, size, address, device
-    engine: bytes
-
-
-@dataclass(eq=False)
-class Entry:
-    """A region of this endpoint."""
-
-    region: Region
-    buffer: HostBuffer
-    moving: int = 0  # transfers that have not settled
-    handle: Any = None  # the engine's own
-
-
-@dataclass(eq=False)
-class PeerState:
-    """All that is known of one other endpoint; what `Peer.handle` holds."""
-
-    line: Line
-    handle: Any  # the engine's own
-    epoch: int = -1
-    withdrawn: set[str] = field(default_factory=set)  # regions
-    moving: Counter[str] = field(default_factory=Counter)  # transfers that have not settled, by region
-    owed: list[tuple[str, int]] = field(default_factory=list)  # withdrawn regions to be returned: name, epoch
-
-    @property
-    def name(self) -> str:
-        """The peer's rank."""
-        return self.line.name
-
-
-class Flight(Transfer):
-    """A transfer and where it stands."""
-
-    def __init__(
-        self, clock: WallClock, batch: Batch, label: str, operation: str, peer: PeerState, local: Entry, remote: Region
-    ) -> None:
-        super().__init__(clock, batch, label)
-        self.operation = operation
-        self.peer = peer
-        self.local = local
-        self.remote = remote
-        self.notify = b""
-        self.submitted = self.prepared = self.posted = clock.now
-        self.timeout = 0.0
-        self.handle: Any = None  # the engine's own
+_NOTIFY, _WITHDRAW, _RETURN, _MEET, _WELCOME = b"notify", b"withdraw", b"return", b"meet", b"welcome"
 
 
 class RealEndpoint:
@@ -143,6 +88,7 @@ class RealEndpoint:
         self._sequence = count()
         self._next_check = float("inf")
         self._epoch = 0
+        self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
         self._closed = False
         self.link = Link(clock, rank, bind, self._handlers(), self._on_lost)
         try:
@@ -169,8 +115,8 @@ class RealEndpoint:
         """Return what the engine's side of a peer needs to know of this one."""
         raise NotImplementedError
 
-    def _meet(self, description: bytes, known: PeerState | None) -> Any:
-        """Return the engine's handle of the peer that *description* describes; *known* if it was met before."""
+    def _meet(self, description: bytes) -> Any:
+        """Return the engine's handle of the peer that *description* describes, whether it was met before or not."""
         raise NotImplementedError
 
     def _post(self, flight: Flight) -> None:
@@ -182,7 +128,13 @@ class RealEndpoint:
         raise NotImplementedError
 
     def _handlers(self) -> dict[bytes, Any]:
-        return {_NOTIFY: self._on_notify, _WITHDRAW: self._on_withdraw, _RETURN: self._on_return}
+        return {
+            _NOTIFY: self._on_notify,
+            _WITHDRAW: self._on_withdraw,
+            _RETURN: self._on_return,
+            _MEET: self._on_meet,
+            _WELCOME: self._on_welcome,
+        }
 
     # --- Endpoint: memory -------------------------------------------------------------------------------------------
 
@@ -219,6 +171,7 @@ class RealEndpoint:
         del self._entries[region.name]
         entry.buffer.registered = False
         self._epoch += 1
+        self._withdrawn[region.name] = self._epoch
         lines = self.link.lines
         if lines:
             self._lent[region.name, self._epoch] = (entry.buffer, {line.card.token for line in lines})
@@ -243,7 +196,7 @@ class RealEndpoint:
         self._check_open()
         regions = [entry.region for entry in self._entries.values()]
         rows = [(region.name, region.size, region.address, region.device) for region in regions]
-        return msgspec.msgpack.encode(Address(_FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe()))
+        return msgspec.msgpack.encode(Address(FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe()))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
@@ -252,17 +205,18 @@ class RealEndpoint:
             where = msgspec.msgpack.decode(address, type=Address)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise TransferFailed(f"{len(address)} bytes that are not the address of an endpoint: {error}") from None
-        if (where.format, where.kind) != (_FORMAT, self.kind):
+        if (where.format, where.kind) != (FORMAT, self.kind):
             raise TransferFailed(
-                f"the address is of a {where.format} {where.kind} endpoint; this one is {_FORMAT} {self.kind}"
+                f"the address is of a {where.format} {where.kind} endpoint; this one is {FORMAT} {self.kind}"
             )
         line = self.link.reach(where.card, CONNECT_TIMEOUT)
         state = self._peers.get(where.card.token)
-        if state is None or where.epoch > state.epoch:
-            handle = self._meet(where.engine, state)
-            if state is None:
-                state = self._peers[where.card.token] = PeerState(line, handle)
-            state.handle, state.epoch = handle, where.epoch
+        if state is None:
+            state = PeerState(line, self._meet(where.engine), where.epoch)
+            self._peers[where.card.token] = state
+            self.link.send(line, _MEET, str(where.epoch).encode())
+        elif where.epoch > state.epoch:
+            state.handle, state.epoch = self._meet(where.engine), where.epoch
             state.withdrawn.difference_update(name for name, *_ in where.regions)
         regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
         return Peer(state.name, MappingProxyType(regions), state)
@@ -300,21 +254,27 @@ class RealEndpoint:
         self._flights[flight] = None
         flight.local.moving += 1
         state.moving[remote.name] += 1
+        state.waiting.append(flight)
         self.link.poll()  # a withdrawal or a loss that is known already must not be missed
-        if flight.triggered:  # by a loss that was just noticed
-            self._stopped(flight)
-        elif state.line.lost:
-            self._break(flight, PeerLost(f"{state.name} {state.line.lost}"), moving=False)
-        elif remote.name in state.withdrawn:
-            error = TransferFailed(f"{state.name} has withdrawn region {remote.name!r}; connect to a newer address")
-            self._break(flight, error, moving=False)
-        else:
+        if not flight.triggered:
             self._watch_deadline(flight)
+            self._dispatch(state)
+        return flight
+
+    def _dispatch(self, state: PeerState) -> None:
+        """Hand the transfers that wait for *state* to the engine, or fail them."""
+        while state.waiting and (state.welcome or state.line.lost):
+            flight = state.waiting.popleft()
             try:
+                if state.line.lost:
+                    raise PeerLost(f"{state.name} {state.line.lost}")
+                if flight.remote.name in state.withdrawn:
+                    raise TransferFailed(
+                        f"{state.name} has withdrawn region {flight.remote.name!r}; connect to a newer address"
+                    )
                 self._post(flight)
             except TransferError as error:
                 self._break(flight, error, moving=False)
-        return flight
 
     def _checked(self, operation: str, peer: Peer, local: Region, remote: Region) -> PeerState:
         state = peer.handle
@@ -353,14 +313,15 @@ class RealEndpoint:
             self._stopped(flight)
 
     def _refused(self, flight: Flight, text: str) -> None:
-        """Note that the engine reported a failure without saying whose fault it is, and proved nothing."""
+        """Note that the engine has let go of *flight*, failed for whatever reason, and proved nothing."""
+        line = flight.peer.line
 
         def decide(_: Event) -> None:
-            lost = flight.peer.line.lost
-            error = PeerLost(f"{flight.peer.name} {lost}; {text}") if lost else TransferFailed(text)
-            self._break(flight, error, moving=True)
+            error = PeerLost(f"{line.name} {line.lost}; {text}") if line.lost else TransferFailed(text)
+            gone = bool(line.lost) and flight.operation == "write" and is_dead(line.card.process)
+            self._break(flight, error, moving=not gone)
 
-        if flight.peer.line.lost:
+        if line.lost:
             decide(flight)
         else:
             self._call_at(self.clock.now + GRACE, decide)
@@ -426,7 +387,14 @@ class RealEndpoint:
                 return
             heapq.heappop(self._deadlines)
             if not flight.triggered:
-                self._break(flight, self._too_late(flight), moving=True)
+                self._break(flight, self._too_late(flight), moving=not self._recalled(flight))
+
+    def _recalled(self, flight: Flight) -> bool:
+        """Return whether *flight* was still waiting, and take it out of the queue."""
+        if flight not in flight.peer.waiting:
+            return False
+        flight.peer.waiting.remove(flight)
+        return True
 
     def _too_late(self, flight: Flight) -> TransferTimeout:
         return TransferTimeout(
@@ -443,6 +411,17 @@ class RealEndpoint:
 
     def _on_notify(self, line: Line, body: list[bytes]) -> None:
         self.notifications.put(Notification(line.name, body[0]))
+
+    def _on_meet(self, line: Line, body: list[bytes]) -> None:
+        since = int(body[0])
+        names = [name.encode() for name, epoch in self._withdrawn.items() if epoch > since]
+        self.link.send(line, _WELCOME, *names)
+
+    def _on_welcome(self, line: Line, body: list[bytes]) -> None:
+        state = self._peers[line.card.token]
+        state.welcome = True
+        state.withdrawn.update(name.decode() for name in body)
+        self._dispatch(state)
 
     def _on_withdraw(self, line: Line, body: list[bytes]) -> None:
         name, epoch = body[0].decode(), int(body[1])
@@ -478,7 +457,7 @@ class RealEndpoint:
                     self._take_back(key, line)
         for flight in tuple(self._flights):
             if flight.peer.line is line:
-                self._break(flight, PeerLost(f"{line.name} {line.lost}"), moving=True)
+                self._break(flight, PeerLost(f"{line.name} {line.lost}"), moving=not self._recalled(flight))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -490,7 +469,8 @@ class RealEndpoint:
         if self._closed:
             return
         for flight in tuple(self._flights):
-            self._break(flight, TransferFailed(f"the endpoint of {self.rank} was closed"), moving=True)
+            error = TransferFailed(f"the endpoint of {self.rank} was closed")
+            self._break(flight, error, moving=not self._recalled(flight))
         idle = not self._quarantine
         for entry in self._entries.values():
             if entry.moving:
@@ -506,8 +486,3 @@ class RealEndpoint:
             for buffer, _ in self._lent.values():
                 self.device.release(buffer)
             self._lent.clear()
-
-    @property
-    def peers(self) -> Mapping[bytes, PeerState]:
-        """What is known of other endpoints, by token."""
-        return MappingProxyType(self._peers)

@@ -12,12 +12,13 @@ import contextlib
 import secrets
 import select
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from backends.channel import Inbox, dial
+from backends.identity import myself
 from pdsim.clock import WallClock
 from pdsim.errors import PeerLost
 
@@ -32,6 +33,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
     name: str
     uri: str
     token: bytes
+    process: str  # see `backends.identity`
 
 
 @dataclass(eq=False)
@@ -43,7 +45,6 @@ class Line:
     monitor: Any
     lost: str = ""  # why it is gone
     closed: bool = False  # whether it said goodbye, with nothing under way
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class Link:
         self._epoll = select.epoll()
         self._inbox = Inbox(self._context, bind, self._deliver)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
-        self.card = Card(rank, self._inbox.uri, secrets.token_bytes(16))
+        self.card = Card(rank, self._inbox.uri, secrets.token_bytes(16), myself())
         clock.watch(self)
 
     # --- Source -----------------------------------------------------------------------------------------------------
@@ -182,17 +183,18 @@ class Link:
         return True
 
     def _deliver(self, frames: list[bytes]) -> None:
-        kind, sender, receiver, *body = frames
-        if receiver != self.card.token:  # meant for an earlier owner of this port
+        if len(frames) < 3 or frames[2] != self.card.token:  # not one of ours, or for an earlier owner of this port
             return
+        kind, sender, _, *body = frames
         if kind == _HELLO:
             self._accept(msgspec.msgpack.decode(body[0], type=Card))
-        elif kind == _BYE:
-            line = self._lines[sender]
-            line.closed = True
-            self._lose(line, "closed its endpoint")
         elif sender in self._lines:
-            self._handlers[kind](self._lines[sender], body)
+            line = self._lines[sender]
+            if kind == _BYE:
+                line.closed = True
+                self._lose(line, "closed its endpoint")
+            else:
+                self._handlers[kind](line, body)
 
     def _accept(self, card: Card) -> None:
         """Connect back to an endpoint that has connected to this one."""

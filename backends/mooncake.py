@@ -25,9 +25,10 @@ import time
 from functools import partial
 from importlib.metadata import packages_distributions, version
 
-from backends.endpoint import Entry, Flight, PeerState, RealEndpoint
+from backends.endpoint import RealEndpoint
 from backends.environment import captured_stderr, prepare
 from backends.host import HostBuffer
+from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
@@ -95,8 +96,7 @@ class MooncakeEndpoint(RealEndpoint):
     def _describe(self) -> bytes:
         return self._session.encode()
 
-    def _meet(self, description: bytes, known: PeerState | None) -> str:
-        del known  # registrations are checked by the target, so a newer address changes nothing here
+    def _meet(self, description: bytes) -> str:
         return description.decode()
 
     def _post(self, flight: Flight) -> None:
@@ -144,7 +144,7 @@ class MooncakeEndpoint(RealEndpoint):
         flight.posted, at = posted - self.clock.origin, ended - self.clock.origin
         if code == 0:
             self._complete(flight, at)
-        elif not flight.triggered:
+        else:
             what = "did not take" if code is None else "failed"
             self._refused(flight, f"Mooncake {what} a {flight.operation} of {flight.batch.nbytes} bytes (code {code})")
 

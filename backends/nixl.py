@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
-from backends.endpoint import Entry, Flight, PeerState, RealEndpoint
+from backends.endpoint import RealEndpoint
 from backends.environment import captured_stderr, prepare
 from backends.host import HostBuffer
 from backends.link import Line
+from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification
 
@@ -121,8 +122,7 @@ class NixlEndpoint(RealEndpoint):
     def _describe(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def _meet(self, description: bytes, known: PeerState | None) -> str:
-        del known  # metadata of an agent that is known replaces what was known of it
+    def _meet(self, description: bytes) -> str:
         try:
             name: bytes = self._agent.add_remote_agent(description)
         except Exception as error:

@@ -568,6 +568,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     mine = rank.endpoint.register(buffer, "source")
     peer = (yield from mail.meet(to))[to]
     pid = int((yield from mail.receive(to)))
+    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 1), b"warm")
     os.kill(pid, signal.SIGSTOP)
     started = rank.clock.now
     transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), b"stopped", timeout=1.0)

@@ -1,0 +1,44 @@
+"""Whether another process is dead, as opposed to silent.
+
+A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had without
+its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+__all__ = ["is_dead", "myself"]
+
+
+@cache
+def _host() -> str:
+    """Name this boot of this host and this namespace of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """Return the state and start time of a process; ``("X", "")`` if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "X", ""
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything, parentheses included
+    return fields[0], fields[19]  # state and starttime: fields 3 and 22 of proc_pid_stat(5)
+
+
+def myself() -> str:
+    """Return what names this process among all others, now and later."""
+    return f"{_host()}/{os.getpid()}/{_state(os.getpid())[1]}"
+
+
+def is_dead(identity: str) -> bool:
+    """Return whether the process that *identity* names has certainly ended."""
+    host, pid, start = identity.rsplit("/", 2)
+    if host != _host():
+        return False
+    state, started = _state(int(pid))
+    return state in "XZ" or started != start
