@@ -67,9 +67,12 @@ class Worker(Member):
         self.send(leader(self.instance), message)
 
     def _notice(self) -> Program:
-        while not self.ended.triggered:
-            notification = yield self.rank.endpoint.notifications.get()
-            self.guard(self.receiver.notice, notification)
+        notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
+        try:
+            while not self.ended.triggered:
+                notice((yield notifications.get()))
+        except Exception as error:
+            self.fail(error)
 
     def _reserve(self, _: str, message: Reserve) -> None:
         self.receiver.reserve(message)

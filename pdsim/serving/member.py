@@ -70,9 +70,13 @@ class Member:
             self.fail(error)
 
     def _listen(self) -> Program:
-        while not self.ended.triggered:
-            message = yield self.rank.channel.receive()
-            self.guard(self._handle, message.sender, message.payload)
+        receive = self.rank.channel.receive
+        try:
+            while not self.ended.triggered:
+                sender, payload = yield receive()
+                self._handle(sender, payload)
+        except Exception as error:
+            self.fail(error)
 
     def _handle(self, sender: str, payload: bytes) -> None:
         message = decode(payload)
