@@ -17,6 +17,7 @@ The rules:
 from __future__ import annotations
 
 import heapq
+import os
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +45,9 @@ __all__ = ["RealEndpoint"]
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
+
+_ABANDONED: list[RealEndpoint] = []
+"""Endpoints closed while bytes were moving: their engines must not be destroyed before the process ends."""
 
 GRACE = 0.25
 """Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes the
@@ -90,6 +94,7 @@ class RealEndpoint:
         self._epoch = 0
         self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
         self._closed = False
+        self._pid = os.getpid()
         self.link = Link(clock, rank, bind, self._handlers(), self._on_lost)
         try:
             self.engine = self._attach()
@@ -188,6 +193,11 @@ class RealEndpoint:
     def _check_open(self) -> None:
         if self._closed:
             raise RegistrationError(f"the endpoint of {self.rank} is closed")
+        if os.getpid() != self._pid:
+            raise RegistrationError(
+                f"the endpoint of {self.rank} belongs to process {self._pid}; engines do not survive a fork, so make "
+                f"another in the child"
+            )
 
     # --- Endpoint: peers --------------------------------------------------------------------------------------------
 
@@ -481,6 +491,8 @@ class RealEndpoint:
         self._closed = True
         self._entries.clear()
         self._detach(idle)
+        if not idle:
+            _ABANDONED.append(self)
         self.link.close(clean=idle)
         if idle:  # the engine is gone, and nobody can write through it any more
             for buffer, _ in self._lent.values():

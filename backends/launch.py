@@ -215,7 +215,9 @@ class _Job:
             for child in self._children:
                 if child.name in kill and kill[child.name] <= now:
                     del kill[child.name]
-                    child.kill()
+                    if not child.ended:
+                        child.error = f"killed by signal {signal.SIGKILL:d}, as was asked for"
+                        child.kill()
                 if not child.ended and now >= deadline:
                     child.error = f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}"
                     child.kill()
@@ -223,6 +225,9 @@ class _Job:
             for child, message in self._messages(wake - now):
                 if isinstance(message, wire.Done):
                     child.done = message
+                    child.seconds = time.monotonic() - origin
+            for child in self._children:
+                if child.ended and child.done is None and not child.seconds:
                     child.seconds = time.monotonic() - origin
 
     def outcome(self) -> Outcome:
@@ -239,7 +244,6 @@ class _Job:
             for message in child.receive():
                 yield child, message
             if child.ended:
-                child.seconds = child.seconds or 0.0
                 self._selector.unregister(child.connection)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -149,14 +149,12 @@ class NixlEndpoint(RealEndpoint):
                 peer.handle,
                 flight.notify,
             )
-            flight.prepared = flight.posted = self.clock.now
-            state = self._agent.transfer(flight.handle)
-        except self._errors.nixlRemoteDisconnectError as error:
-            raise PeerLost(f"{peer.name} is gone: {error}") from error
         except Exception as error:
             raise TransferFailed(f"NIXL did not take a {flight.operation} of {batch.nbytes} bytes: {error}") from error
-        flight.posted = self.clock.now
+        flight.prepared = flight.posted = self.clock.now
         self._posted[flight] = None
+        state = self._ask(self._agent.transfer, flight)
+        flight.posted = self.clock.now
         if state != "PROC":
             self._ended(flight, state)
 
@@ -193,7 +191,7 @@ class NixlEndpoint(RealEndpoint):
     def _progress(self) -> bool:
         found = False
         for flight in tuple(self._posted):
-            state = self._state_of(flight)
+            state = self._ask(self._agent.check_xfer_state, flight)
             if state != "PROC":
                 self._ended(flight, state)
                 found = True
@@ -206,9 +204,10 @@ class NixlEndpoint(RealEndpoint):
                 found = True
         return found
 
-    def _state_of(self, flight: Flight) -> str:
+    def _ask(self, question: Callable[[Any], str], flight: Flight) -> str:
+        """Return "DONE", "PROC" or what went wrong."""
         try:
-            return str(self._agent.check_xfer_state(flight.handle))
+            return question(flight.handle)
         except self._errors.nixlRemoteDisconnectError as error:
             self._break(flight, PeerLost(f"{flight.peer.name} is gone: {error}"), moving=True)
             return "ERR"

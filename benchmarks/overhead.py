@@ -1,0 +1,185 @@
+"""What pdsim costs above the bare library: the same transfers through our endpoint and by calling the engine directly.
+
+``python -m benchmarks.overhead [mooncake_tcp nixl_tcp nixl_shm]`` prints a table and exits with 1 if the bandwidth at
+64 MiB is below 0.97 of the library's.  Both ways run in the same two processes, over the same connection and memory, in
+turns; the figures are medians.  A bare NIXL target spins in the library, as NIXL's own examples do; ours is polled by
+its clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from backends.launch import Processes
+from pdsim.fabric.machine import Engine, EngineModel
+from pdsim.transfer import Batch, Peer, Program, Rank, RankSpec, Region
+from pdsim.units import format_size
+
+SHAPES = ((1, 4 << 10), (1, 64 << 10), (1, 1 << 20), (1, 16 << 20), (1, 64 << 20), (1000, 16 << 10))
+"""Descriptors and bytes of each."""
+FLOOR = 0.97
+"""Of the library's bandwidth at 64 MiB."""
+REGION = 64 << 20
+
+
+def rounds_of(nbytes: int) -> tuple[int, int]:
+    """Return how many rounds to run, and how many transfers of each kind in one."""
+    return (15, 40) if nbytes < 1 << 20 else (11, 8) if nbytes < 16 << 20 else (15, 2)
+
+
+def initiate(rank: Rank) -> Program:
+    """Measure all shapes; return for each the medians of our and the bare way, seconds."""
+    buffer = rank.device.allocate(REGION)
+    buffer.write(0, bytes(range(256)) * (REGION // 256))
+    mine = rank.endpoint.register(buffer, "source")
+    rank.channel.send("target", rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    bare = bare_mooncake(rank, peer) if rank.endpoint.kind == "mooncake" else bare_nixl(rank, peer)  # type: ignore[attr-defined]
+    found = []
+    for count, size in SHAPES:
+        offsets = np.arange(count, dtype=np.int64) * size
+        batch = Batch(mine, peer.regions["sink"], offsets, offsets, np.full(count, size, np.int64))
+        rounds, times = rounds_of(batch.nbytes)
+        ours_s: list[float] = []
+        bare_s: list[float] = []
+        for turn in range(rounds + 1):
+            ours = yield from through_endpoint(rank, peer, batch, times)
+            rank.channel.send("target", b"bare")
+            yield rank.channel.receive()
+            direct = [bare(batch) for _ in range(times)]
+            rank.channel.send("target", b"over")
+            if rank.endpoint.kind == "nixl":  # type: ignore[attr-defined]
+                rank.endpoint._agent.send_notif(peer.handle.handle, b"over")  # type: ignore[attr-defined]
+            yield rank.channel.receive()
+            if turn:  # the first round warms caches and connections
+                ours_s += ours
+                bare_s += direct
+        found.append([count, size, statistics.median(ours_s), statistics.median(bare_s), *spread(ours_s, bare_s)])
+    rank.channel.send("target", b"end")
+    return found
+
+
+def spread(ours: Sequence[float], bare: Sequence[float]) -> list[float]:
+    """Return the shortest times, which other load on the machine disturbs least."""
+    return [min(ours), min(bare)]
+
+
+def through_endpoint(rank: Rank, peer: Peer, batch: Batch, times: int) -> Generator[Any, Any, list[float]]:
+    """Return how long each of *times* writes took until its program went on."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        yield rank.endpoint.write(peer, batch)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def addresses(batch: Batch) -> tuple[Any, Any]:
+    return batch.source_offset + batch.source.address, batch.target_offset + batch.target.address
+
+
+def bare_mooncake(rank: Rank, peer: Peer) -> Callable[[Batch], float]:
+    """Return a function that writes a batch as a program that uses Mooncake directly would."""
+    engine = rank.endpoint._native  # type: ignore[attr-defined]
+
+    def write(batch: Batch) -> float:
+        near, far = addresses(batch)
+        start = time.perf_counter()
+        code = engine.batch_transfer_sync_write(peer.handle.handle, near.tolist(), far.tolist(), batch.size.tolist())
+        assert code == 0
+        return time.perf_counter() - start
+
+    return write
+
+
+def bare_nixl(rank: Rank, peer: Peer) -> Callable[[Batch], float]:
+    """Return a function that writes a batch as a program that uses NIXL directly would."""
+    agent = rank.endpoint._agent  # type: ignore[attr-defined]
+
+    def rows(at: Any, batch: Batch) -> Any:
+        return agent.get_xfer_descs(np.stack([at, batch.size, np.zeros_like(at)], axis=1).astype(np.uint64), "DRAM")
+
+    def write(batch: Batch) -> float:
+        near, far = addresses(batch)
+        start = time.perf_counter()
+        handle = agent.initialize_xfer("WRITE", rows(near, batch), rows(far, batch), peer.handle.handle, b"")
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        assert state == "DONE", state
+        agent.release_xfer_handle(handle)
+        return time.perf_counter() - start
+
+    return write
+
+
+def serve(rank: Rank) -> Program:
+    """Be the target; in a bare turn, spin in the library until it is over."""
+    rank.endpoint.register(rank.device.allocate(REGION), "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.endpoint.connect(address)
+    rank.channel.send("initiator", rank.endpoint.address())
+    while True:
+        message: Region | Any = yield rank.channel.receive()
+        if message.payload == b"end":
+            return
+        if message.payload == b"bare":
+            rank.channel.send("initiator", b"go")
+            if rank.endpoint.kind == "nixl":  # type: ignore[attr-defined]
+                while not rank.endpoint._agent.get_new_notifs():  # type: ignore[attr-defined]
+                    pass
+        else:
+            rank.channel.send("initiator", b"next")
+
+
+def measure(name: str) -> tuple[str, list[list[float]]]:
+    """Return the engine as it reports itself, and a row for each shape."""
+    model = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)
+    engine = Engine(name=name, implementation=name.partition("_")[0], vendors=("cpu",), intra=model, inter=None)
+    outcome = Processes(engine, deadline=600).run(
+        [RankSpec("initiator", "benchmarks.overhead:initiate"), RankSpec("target", "benchmarks.overhead:serve")]
+    )
+    for result in outcome.ranks.values():
+        if result.error:
+            raise SystemExit(f"{name}: {result.name}: {result.error}")
+    return outcome.ranks["initiator"].engine, outcome.ranks["initiator"].value
+
+
+def table(engine: str, rows: Sequence[Sequence[float]]) -> str:
+    lines = [
+        f"{engine}",
+        f"{'batch':>16} {'pdsim us':>10} {'bare us':>10} {'added us':>9} {'added, least':>12} {'bandwidth ratio':>15}",
+    ]
+    for count, size, ours, bare, ours_least, bare_least in rows:
+        shape = f"{count:.0f} x {format_size(size)}"
+        lines.append(
+            f"{shape:>16} {ours * 1e6:10.1f} {bare * 1e6:10.1f} {(ours - bare) * 1e6:9.1f} "
+            f"{(ours_least - bare_least) * 1e6:12.1f} {bare / ours:15.3f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("engines", nargs="*", default=["mooncake_tcp", "nixl_tcp", "nixl_shm"])
+    below = False
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}")
+    for name in parser.parse_args().engines:
+        engine, rows = measure(name)
+        print(f"\n{name}: {table(engine, rows)}", flush=True)
+        largest = next(row for row in rows if row[:2] == [1, REGION])
+        below |= largest[3] / largest[2] < FLOOR
+    return int(below)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

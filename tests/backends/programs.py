@@ -1,0 +1,177 @@
+"""Programs for the tests of the supervisor and of single engines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import psutil
+
+from pdsim.errors import RegistrationError
+from pdsim.transfer import Batch, Program, Rank
+
+
+def sleep(rank: Rank, seconds: float) -> Program:
+    yield rank.clock.timeout(seconds)
+    return "slept"
+
+
+def say_and_die(rank: Rank, code: int) -> Program:
+    yield rank.clock.timeout(0)
+    sys.stdout.write("last words\n")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def say_and_raise(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    raise LookupError("on purpose")
+
+
+def return_object(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    return object()
+
+
+def return_nested(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    return {"a": [1, 2.5, None, True, "text"], "b": {"c": []}}
+
+
+def tell_time(rank: Rank) -> Program:
+    """Return the clock's reading and the system's, to see whether ranks agree on the origin."""
+    yield rank.clock.timeout(0.01)
+    return rank.clock.origin  # type: ignore[attr-defined]
+
+
+def list_listening(rank: Rank) -> Program:
+    """Return the addresses on which this process listens."""
+    yield rank.clock.timeout(0.05)
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
+
+
+def burn(rank: Rank, seconds: float) -> Program:
+    """Do nothing for *seconds*; return the share of a core that this took."""
+    yield rank.clock.timeout(0.2)
+    before = sum(os.times()[:2])
+    yield rank.clock.timeout(seconds)
+    return (sum(os.times()[:2]) - before) / seconds
+
+
+def take_memory(rank: Rank, size: int) -> Program:
+    rank.device.allocate(size)
+    yield rank.clock.timeout(0)
+
+
+def write_many(rank: Rank, to: str, count: int) -> Program:
+    mine = rank.endpoint.register(rank.device.allocate(64), "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    for number in range(count):
+        yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]), label=str(number))
+    rank.channel.send(to, b"done")
+
+
+def be_written(rank: Rank, by: str) -> Program:
+    rank.endpoint.register(rank.device.allocate(64), "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(by, rank.endpoint.address())
+    rank.endpoint.connect(address)
+    yield rank.channel.receive()
+
+
+def keep_lent_memory(rank: Rank, by: str) -> Program:
+    """Withdraw and free memory that a peer still writes to; return what the device says before and after."""
+    endpoint, device = rank.endpoint, rank.device
+    buffer = device.allocate(1 << 20)
+    region = endpoint.register(buffer, "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(by, endpoint.address())
+    endpoint.connect(address)
+    yield rank.channel.receive()
+    endpoint.deregister(region)
+    device.free(buffer)
+    lent = device.used
+    rank.channel.send(by, b"withdrawn")
+    while device.used:
+        yield rank.clock.timeout(0.005)
+    return {"lent": lent, "returned": device.used}
+
+
+def write_lent_memory(rank: Rank, to: str) -> Program:
+    mine = rank.endpoint.register(rank.device.allocate(1 << 20), "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    batch = Batch(mine, peer.regions["sink"], [0], [0], [1 << 20])
+    yield rank.endpoint.write(peer, batch)
+    rank.channel.send(to, b"withdraw")
+    yield rank.channel.receive()
+    yield rank.clock.timeout(0.1)
+
+
+def connect_with_stale_address(rank: Rank, to: str) -> Program:
+    """Connect with an address that was given out before its region was withdrawn; return how a write ends."""
+    mine = rank.endpoint.register(rank.device.allocate(64), "source")
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    try:
+        yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]))
+        error = "ok"
+    except Exception as exception:
+        error = type(exception).__name__
+    rank.channel.send(to, b"done")
+    return error
+
+
+def give_stale_address(rank: Rank, by: str) -> Program:
+    buffer = rank.device.allocate(64)
+    region = rank.endpoint.register(buffer, "sink")
+    address = rank.endpoint.address()
+    rank.endpoint.deregister(region)
+    rank.channel.send(by, address)
+    yield rank.channel.receive()
+    return buffer.read(0, 64) == bytes(64)
+
+
+def settle_after_loss(rank: Rank, to: str) -> Program:
+    """Write until the peer is lost; return the error, and whether the memory settles."""
+    buffer = rank.device.allocate(8 << 20)
+    mine = rank.endpoint.register(buffer, "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    batch = Batch(mine, peer.regions["sink"], [0], [0], [8 << 20])
+    while True:
+        transfer = rank.endpoint.write(peer, batch, timeout=20)
+        try:
+            yield transfer
+        except Exception as error:
+            yield transfer.settled | rank.clock.timeout(15)
+            return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
+
+
+def wait_for_death(rank: Rank, by: str) -> Program:
+    rank.endpoint.register(rank.device.allocate(8 << 20), "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(by, rank.endpoint.address())
+    rank.endpoint.connect(address)
+    yield rank.clock.timeout(60)
+
+
+def fork(rank: Rank) -> Program:
+    """Use the endpoint in a forked child; return whether it was refused there."""
+    yield rank.clock.timeout(0)
+    buffer = rank.device.allocate(64)
+    child = os.fork()
+    if not child:
+        try:
+            rank.endpoint.register(buffer, "mine")
+        except RegistrationError as error:
+            os._exit(42 if "do not survive a fork" in str(error) else 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def recursion(rank: Rank) -> Any:
+    """Not a program: it yields nothing."""
+    return sys.getrecursionlimit()

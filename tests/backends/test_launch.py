@@ -1,0 +1,101 @@
+"""The supervisor: how ranks end, and what it says of them."""
+
+import pytest
+
+from backends.launch import Processes
+from pdsim.errors import BackendUnavailable, ConfigError, TransferError
+from tests.backends import programs
+from tests.backends.conftest import spec
+
+pytestmark = pytest.mark.mooncake
+
+
+def test_values_are_plain_data_and_come_back_as_they_were(processes):
+    outcome = processes.run([spec("a", programs.return_nested)])
+    assert outcome.ranks["a"].value == {"a": [1, 2.5, None, True, "text"], "b": {"c": []}}
+
+
+def test_a_value_that_is_not_plain_data_is_an_error(processes):
+    outcome = processes.run([spec("a", programs.return_object)])
+    assert outcome.ranks["a"].error.startswith("TypeError: ")
+    assert outcome.ranks["a"].value is None
+
+
+def test_ranks_agree_on_the_origin_of_time(processes):
+    outcome = processes.run([spec("a", programs.tell_time), spec("b", programs.tell_time)])
+    assert outcome.ranks["a"].value == outcome.ranks["b"].value
+
+
+def test_an_exception_comes_with_its_traceback(processes):
+    error = processes.run([spec("a", programs.say_and_raise)]).ranks["a"].error
+    assert error.startswith("LookupError: on purpose\n")
+    assert "say_and_raise" in error
+
+
+def test_a_rank_that_exits_is_an_error_with_its_code_and_last_words(processes):
+    error = processes.run([spec("a", programs.say_and_die, code=7)]).ranks["a"].error
+    assert error.startswith("exit code 7")
+    assert error.endswith("last words")
+
+
+def test_a_program_that_is_no_generator_is_an_error(processes):
+    error = processes.run([spec("a", programs.recursion)]).ranks["a"].error
+    assert error.startswith("ValueError: ")
+
+
+def test_memory_is_limited(processes):
+    outcome = processes.run([spec("a", programs.take_memory, size=1 << 25)])
+    assert outcome.ranks["a"].error.startswith("OutOfMemory: cpu: 33554432 bytes asked for")
+
+
+def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
+    target = Processes(mooncake, deadline=1.0)
+    outcome = target.run([spec("a", programs.sleep, seconds=0.01), spec("b", programs.sleep, seconds=60)])
+    assert outcome.ranks["a"].value == "slept"
+    assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
+
+
+def test_kill_ends_a_rank_at_its_time(processes):
+    outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
+    assert outcome.ranks["a"].error.startswith("killed by signal 9")
+    assert 0.1 <= outcome.seconds < 30
+
+
+def test_ranks_that_are_not_ready_in_time_are_named(mooncake):
+    target = Processes(mooncake, startup=0.001)
+    with pytest.raises(TransferError, match=r"not ready after 0\.001 s: a; give Processes a longer startup"):
+        target.run([spec("a", programs.sleep, seconds=1)])
+
+
+def test_a_program_that_does_not_exist_is_a_configuration_error(processes):
+    from pdsim.transfer import RankSpec
+
+    with pytest.raises(ConfigError, match="has no 'nothing'"):
+        processes.run([RankSpec("a", "tests.backends.programs:nothing")])
+
+
+def test_an_engine_that_does_not_exist_is_a_configuration_error(mooncake):
+    from dataclasses import replace
+
+    with pytest.raises(ConfigError, match="no implementation 'carrier_pigeon' among"):
+        Processes(replace(mooncake, implementation="carrier_pigeon")).run([spec("a", programs.sleep, seconds=1)])
+
+
+def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
+    from dataclasses import replace
+
+    with pytest.raises(BackendUnavailable, match="use backend=mooncake_tcp"):
+        Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
+
+
+def test_an_environment_that_contradicts_the_engine_is_a_configuration_error(processes, monkeypatch):
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    with pytest.raises(ConfigError, match="needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; unset it"):
+        processes.run([spec("a", programs.sleep, seconds=1)])
+
+
+def test_names_are_unique_and_those_to_be_killed_exist(processes):
+    with pytest.raises(ValueError, match="names of their own"):
+        processes.run([spec("a", programs.sleep, seconds=1), spec("a", programs.sleep, seconds=1)])
+    with pytest.raises(ValueError, match="kill names b, but the ranks are a"):
+        processes.run([spec("a", programs.sleep, seconds=1)], kill={"b": 1.0})

@@ -1,0 +1,76 @@
+"""Nothing is left behind: no process, no port, no file in shared memory, however a run ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backends.launch import Processes
+from tests.backends import programs
+from tests.backends.conftest import spec
+
+RUN = """
+import sys
+from backends.launch import Processes
+from tests.backends.conftest import spec
+from tests.backends import programs
+from tests.conformance.conftest import engine
+
+ranks = [spec("a", programs.sleep, seconds=600), spec("b", programs.sleep, seconds=600)]
+Processes(engine(sys.argv[1])).run(ranks)
+"""
+
+
+def files():
+    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+def gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_when_the_supervisor_is_signalled(any_engine, number):
+    before = files()
+    supervisor = subprocess.Popen([sys.executable, "-c", RUN, any_engine.name], stderr=subprocess.DEVNULL)
+    try:
+        ranks = []
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (len(ranks) == 2 and all(p.num_threads() > 1 for p in ranks)):
+            ranks = psutil.Process(supervisor.pid).children()
+            time.sleep(0.1)
+        assert len(ranks) == 2
+        supervisor.send_signal(number)
+        supervisor.wait(timeout=20)
+        assert gone(ranks)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    assert not files() - before
+
+
+def test_when_a_rank_fails_and_another_is_stopped(any_engine):
+    before = files()
+    outcome = Processes(any_engine, deadline=3.0).run(
+        [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
+    )
+    assert sorted(outcome.ranks) == ["a", "b"]
+    assert not psutil.Process().children()
+    assert not files() - before
+
+
+def test_when_all_goes_well(any_engine):
+    before, descriptors = files(), os.listdir("/proc/self/fd")
+    outcome = Processes(any_engine, deadline=60).run(
+        [spec("a", programs.write_many, to="b", count=10), spec("b", programs.be_written, by="a")]
+    )
+    assert not [result.error for result in outcome.ranks.values() if result.error]
+    assert not psutil.Process().children()
+    assert not files() - before
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)

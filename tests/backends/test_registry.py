@@ -1,0 +1,56 @@
+"""Finding engines: by name, without importing them, with a remedy where they do not work."""
+
+import subprocess
+import sys
+
+import pytest
+
+from backends import registry
+from pdsim.errors import BackendUnavailable, ConfigError
+
+
+def test_names_are_listed_without_importing_an_engine():
+    code = (
+        "import sys; from backends.registry import names; assert {'mooncake', 'nixl'} <= set(names()); "
+        "assert not {'mooncake', 'nixl_cu13', 'zmq', 'backends.nixl'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_loading_does_not_import_the_library():
+    code = (
+        "import sys; from backends.registry import load; load('nixl'); load('mooncake'); "
+        "assert not {'mooncake', 'nixl_cu13'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with pytest.raises(ConfigError, match="no implementation 'fax' among mooncake, nixl"):
+        registry.load("fax")
+
+
+def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    broken = EntryPoint("broken", "no_such_module:Endpoint", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    with pytest.raises(BackendUnavailable, match="'broken' .* cannot be imported: No module named 'no_such_module'"):
+        registry.load("broken")
+
+
+@pytest.mark.parametrize("name", registry.engines())
+def test_every_engine_works_or_says_why_not_and_what_to_do(name):
+    found = registry.diagnose(name)
+    assert found.works or (found.reason and found.remedy)
+
+
+def test_devices_work_or_say_why_not():
+    found = registry.devices()
+    assert [device.name for device in found] == ["gpu", "rdma", "shm", "cma"]
+    assert all(device.works or (device.reason and device.remedy) for device in found)
+
+
+def test_an_unknown_engine_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="no engine 'fax' among mooncake_tcp"):
+        registry.diagnose("fax")
