@@ -195,6 +195,6 @@ def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
         found.append(
             f"{quarantined} pages stayed in quarantine: writes to them failed and were never proven to be over"
         )
-    sizes = job.shape.token_bytes(job.decode_tp)
+    sizes = job.shape.token_bytes(job.decode.tp)
     found.append(f"KV: {sizes} bytes a token and decode rank, pages of {job.page_size} tokens")
     return found

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from experiments import _serve_report as report
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.kv.mapping import Grid
 from pdsim.results.record import Result
-from pdsim.serving.compute import forward_time, kv_shape
+from pdsim.serving.compute import ForwardTime, forward_time, kv_shape
 from pdsim.serving.job import ROUTER, Job, rank_name
 from pdsim.serving.placement import pages, places
 from pdsim.serving.router import POLICIES
+from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request, load
 from pdsim.transfer import Outcome, Place, RankSpec, Target
 from pdsim.units import Seconds
@@ -51,18 +52,35 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
 
 def job(config: Config, options: Options) -> Job:
-    """Return what every rank is told."""
+    """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
+    try:
+        found = _job(config, options)
+        found.check()
+    except ValueError as error:
+        raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
+    return found
+
+
+def _job(config: Config, options: Options) -> Job:
     parallel, shape = config.parallel, kv_shape(config.model)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
-    def pool(side: Any) -> int:
+    def pool(side: Side) -> int:
         return pages(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
 
+    def time(side: Side) -> ForwardTime:
+        return forward_time(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
+
     return Job(
-        prefill_tp=parallel.prefill.tp,
+        prefill=_grid(parallel.prefill),
+        prefill_dp=parallel.prefill.dp,
         prefill_instances=parallel.prefill.instances,
-        decode_tp=parallel.decode.tp,
+        decode=_grid(parallel.decode),
+        decode_dp=parallel.decode.dp,
         decode_instances=parallel.decode.instances,
+        all_cp_ranks=config.kv.all_cp_ranks,
+        state_slots=config.kv.state_slots or config.scheduler.decode_batch,
+        window_share=config.kv.window_share,
         shape=shape,
         page_size=config.kv.page_size,
         prefill_pages=pool(parallel.prefill),
@@ -71,8 +89,8 @@ def job(config: Config, options: Options) -> Job:
         chunk=config.scheduler.chunk,
         prefill_batch=config.scheduler.prefill_batch,
         decode_batch=config.scheduler.decode_batch,
-        prefill_time=forward_time(config.model, config.hw, config.compute, parallel.prefill.tp),
-        decode_time=forward_time(config.model, config.hw, config.compute, parallel.decode.tp),
+        prefill_time=time(parallel.prefill),
+        decode_time=time(parallel.decode),
         policy=options.router,
         deadline=options.deadline,
     )
@@ -84,13 +102,35 @@ def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSp
     arguments = {"job": plain, "requests": [list(request) for request in requests]}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
-    for side, instances, where in (("prefill", what.prefills, prefill), ("decode", what.decodes, decode)):
-        ranks = [(instance, tp_rank) for instance in instances for tp_rank in range(what.tp(instance))]
-        for (instance, tp_rank), place in zip(ranks, where, strict=True):
-            arguments = {"instance": instance, "tp_rank": tp_rank, "job": plain}
-            name = rank_name(instance, tp_rank)
-            found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, arguments))
+    for side, instances, dp, where in (
+        ("prefill", what.prefills, what.prefill_dp, prefill),
+        ("decode", what.decodes, what.decode_dp, decode),
+    ):
+        for number, instance in enumerate(instances):
+            for index in range(what.grid(instance).size):
+                arguments = {"instance": instance, "index": index, "job": plain}
+                place = where[_gpu(what.grid(instance), dp, number, index)]
+                name = rank_name(instance, index)
+                found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, arguments))
     return found
+
+
+def _gpu(grid: Grid, dp: int, number: int, index: int) -> int:
+    """Return which of its side's GPUs a rank has: the tensor-parallel ranks of all *dp* groups are neighbours."""
+    engine, group = divmod(number, dp)
+    block, tp = divmod(index, grid.tp)
+    return engine * dp * grid.size + (block * dp + group) * grid.tp + tp
+
+
+def _grid(side: Side) -> Grid:
+    return Grid(side.attention_tp, side.pp, side.cp)
+
+
+def _sizes(parallel: Parallel) -> str:
+    def text(side: Side) -> str:
+        return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}"
+
+    return f"({text(parallel.prefill)} to {text(parallel.decode)})"
 
 
 def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outcome) -> Result:
@@ -112,17 +152,17 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
 
 
 def _check_fits(what: Job, requests: Sequence[Request]) -> None:
-    sizes = sorted((what.prefill_tp, what.decode_tp))
-    if sizes[1] % sizes[0]:
-        raise ConfigError(
-            f"parallel.prefill.tp={what.prefill_tp} and parallel.decode.tp={what.decode_tp}: one must be a multiple of "
-            "the other, or the heads of a rank have no one place on the other side; use powers of two"
-        )
     for number, request in enumerate(requests):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),
             ("decode", request.input + request.output, what.decode_pages),
         ):
+            window = what.window_need(tokens)
+            if what.shape.state.window and window > what.window_pages(have):
+                raise ConfigError(
+                    f"request {number} needs {window} pages of sliding-window layers on the {side} side, whose ranks "
+                    f"have {what.window_pages(have)}; raise kv.window_share or kv.pool, or lower kv.page_size"
+                )
             if what.page_count(tokens) > have:
                 raise ConfigError(
                     f"request {number} needs {what.page_count(tokens)} pages of {what.page_size} tokens on the {side} "

@@ -153,17 +153,17 @@ def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterato
 
 
 def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
-    model, tp = config.model, side.tp
+    model, tp, attention_tp = config.model, side.tp, side.attention_tp
     if model.heads % tp:
         fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
         yield (
             f"parallel.{name}.tp={tp} does not divide the {model.heads} heads of model={model.name}; "
             f"use one of {', '.join(map(str, fit))}"
         )
-    elif model.attention == "gqa" and model.kv_heads % tp and tp % model.kv_heads:
+    elif model.attention == "gqa" and model.kv_heads % attention_tp and attention_tp % model.kv_heads:
         yield (
-            f"parallel.{name}.tp={tp} neither divides the {model.kv_heads} KV heads of model={model.name} nor is a "
-            f"multiple of them; use a power of two"
+            f"parallel.{name}.tp={tp} over dp={side.dp} groups neither divides the {model.kv_heads} KV heads of "
+            f"model={model.name} nor is a multiple of them; use powers of two"
         )
 
 
@@ -172,7 +172,7 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
     gpu, model = config.hw.gpu, config.model
     if gpu is None or not config.hw.gpus:
         return
-    share = model.parameters * model.dtype_bytes / side.tp
+    share = model.parameters * model.dtype_bytes / side.tp / side.pp
     usable = gpu.memory * config.scheduler.memory_fraction
     if share >= usable:
         yield (

@@ -115,7 +115,8 @@ def test_null_is_nothing_where_nothing_is_allowed():
 
 
 def test_an_unknown_key_is_answered_with_the_nearest_and_all_known_keys():
-    assert refusal(Kv, {"pol": 1}, "kv") == "unknown key kv.pol; did you mean kv.pool? kv has page_size, pool"
+    keys = "page_size, pool, all_cp_ranks, state_slots, window_share"
+    assert refusal(Kv, {"pol": 1}, "kv") == f"unknown key kv.pol; did you mean kv.pool? kv has {keys}"
 
 
 def test_all_mistakes_are_told_at_once_one_a_line():

@@ -1,7 +1,8 @@
 """Bytes that say what they are, so that what arrived can be compared with what was sent.
 
-Every eight bytes of a head (or latent row) hold room, plane, head and token; every eight of a metadata row hold room
-and buffer.  Used wherever a device keeps contents: on real memory and on the model with ``memory=tracked``.
+Every eight bytes of a head (or latent row, or index row) hold room, plane, head and token; every eight of a metadata
+row hold room and buffer.  The dimensions of a mamba layer are few bytes each, so theirs are drawn from room, tensor,
+layer and dimension.  Used wherever a device keeps contents: on real memory and on the model with ``memory=tracked``.
 """
 
 from __future__ import annotations
@@ -11,61 +12,142 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout
+from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
+from pdsim.kv.mapping import owned_heads
 from pdsim.kv.pages import Pages
+from pdsim.kv.state import Tensor, window_span
 from pdsim.transfer import Buffer
 
-__all__ = ["fill", "fill_aux", "verify", "verify_aux"]
+__all__ = ["Contents"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _TOKEN, _HEAD, _PLANE, _ROOM = 0, 24, 36, 48  # first bit of each field
-_AUX = 0xFFF  # no head has this number
+_AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
+
+
+class Contents:
+    """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold."""
+
+    def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int) -> None:
+        self._buffer = buffer
+        self._layout = layout
+        self._tp_rank = tp_rank
+        heads = owned_heads(layout.shape, layout.tp, tp_rank)
+        self._heads = range(1) if layout.shape.latent_bytes else heads
+        self._kv, *self._state = layout.tables
+
+    def fill(self, room: int, pages: Pages, first_token: int) -> None:
+        """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
+        self._fill(self._kv, 0, room, pages, first_token)
+
+    def fill_state(self, room: int, rows: tuple[Pages, ...], tokens: int) -> None:
+        """Write into *rows*, which name those of each component, the state of *room* after *tokens* tokens."""
+        for number, table, pages, first in self._parts(rows, tokens):
+            self._fill(table, number, room, pages, first)
+
+    def fill_aux(self, room: int, slot: int) -> None:
+        """Write the first-token metadata of *room* into *slot*."""
+        for index, (offset, size) in enumerate(self._aux(slot)):
+            self._buffer.write(offset, _aux_row(room, index, size))
+
+    def verify(self, room: int, pages: Pages, tokens: int) -> str:
+        """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first other."""
+        return self._verify(self._kv, 0, room, pages, range(tokens))
+
+    def verify_state(self, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
+        """Return "" if *rows* hold the state of *room* after *tokens* tokens, else the first thing that differs."""
+        for number, table, pages, first in self._parts(rows, tokens):
+            reason = self._verify(table, number, room, pages, range(first, tokens if table.tensor is None else 1))
+            if reason:
+                return f"{table.component}: {reason}"
+        return ""
+
+    def verify_aux(self, room: int, slot: int) -> str:
+        """Return "" if *slot* holds the metadata of *room*, else which buffer does not."""
+        for index, (offset, size) in enumerate(self._aux(slot)):
+            if self._buffer.read(offset, size) != _aux_row(room, index, size):
+                return f"room {room}: metadata buffer {index} of slot {slot} holds something else"
+        return ""
+
+    def _aux(self, slot: int) -> Iterator[tuple[int, int]]:
+        return zip(self._layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
+
+    def _parts(self, rows: tuple[Pages, ...], tokens: int) -> Iterator[tuple[int, Table, Pages, int]]:
+        """Yield number, table, rows and first token of each table of the state."""
+        state, page_size = self._layout.shape.state, self._layout.page_size
+        pages = dict(zip(state.components, rows, strict=True))
+        window = window_span(tokens, state.window, page_size)[0] * page_size
+        for number, table in enumerate(self._state):
+            yield number, table, pages[table.component], window if table.component == "window" else 0
+
+    def _fill(self, table: Table, number: int, room: int, pages: Pages, first_token: int) -> None:
+        for plane, offset, tokens in _stretches(table, pages, first_token):
+            self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
+
+    def _verify(self, table: Table, number: int, room: int, pages: Pages, tokens: range) -> str:
+        for plane, offset, stretch in _stretches(table, pages, tokens.start):
+            piece = range(stretch.start, min(stretch.stop, tokens.stop))
+            if not piece:
+                continue
+            expected = self._rows(table, number, room, plane, piece)
+            found = np.frombuffer(self._buffer.read(offset, expected.size), np.uint8).reshape(expected.shape)
+            if not np.array_equal(found, expected):
+                row = int(np.argmax((found != expected).any(axis=1)))
+                byte = int(np.argmax(found[row] != expected[row]))
+                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {_describe(found[row], byte)}"
+        return ""
+
+    def _rows(self, table: Table, number: int, room: int, plane: int, tokens: range) -> Bytes:
+        """Return what *tokens* (or a slot) hold in *plane* of *table*, as bytes of shape (tokens, row)."""
+        if table.tensor is not None:
+            return _slot(table.tensor, self._layout.tp, self._tp_rank, (room, number, plane))
+        heads = (_INDEX,) if table.component == "index" else self._heads
+        return _token_rows(heads, table.item // table.tokens, room, plane, tokens)
+
+
+def _stretches(table: Table, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
+    """Yield plane, offset and tokens of each contiguous piece of *pages*."""
+    for plane, start in zip(table.planes, table.offsets.tolist(), strict=True):
+        token = first_token
+        for page, count in pages:
+            tokens = range(token, token + count * table.tokens)
+            yield plane, start + page * table.item, tokens
+            token = tokens.stop
 
 
 def _word(room: int, plane: int, head: int) -> int:
     return (room & 0xFFFF) << _ROOM | (plane & 0xFFF) << _PLANE | (head & 0xFFF) << _HEAD
 
 
-def _rows(layout: KvLayout, heads: range, room: int, plane: int, tokens: range) -> Bytes:
-    """Return what the rows of *tokens* hold in *plane*, as bytes of shape (tokens, row)."""
-    heads = heads if not layout.shape.latent_bytes else range(1)
-    head_bytes = layout.row // len(heads)
+def _token_rows(heads: range | tuple[int, ...], row: int, room: int, plane: int, tokens: range) -> Bytes:
+    head_bytes = row // len(heads)
     words = np.array([_word(room, plane, head) for head in heads], np.uint64)[None, :, None]
     numbers = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None, None] << np.uint64(_TOKEN)
     repeated = np.broadcast_to(words | numbers, (len(tokens), len(heads), -(-head_bytes // 8)))
-    return np.ascontiguousarray(repeated).view(np.uint8)[:, :, :head_bytes].reshape(len(tokens), layout.row)
+    return np.ascontiguousarray(repeated).view(np.uint8)[:, :, :head_bytes].reshape(len(tokens), row)
 
 
-def _pieces(layout: KvLayout, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
-    """Yield plane, offset and tokens of each contiguous piece of *pages*."""
-    for plane in range(layout.shape.planes):
-        token = first_token
-        for start, count in pages:
-            tokens = range(token, token + count * layout.page_size)
-            yield plane, plane * layout.plane + start * layout.item, tokens
-            token = tokens.stop
+def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) -> Bytes:
+    """Return what a slot of *tensor* holds on a rank, in shape (1, row); *names* are room, tensor and plane."""
+    dims, first = [], 0
+    for whole, local in zip(tensor.groups, tensor.local(tp), strict=True):
+        dims.append(np.arange(first + tp_rank * local, first + (tp_rank + 1) * local, dtype=np.uint64))
+        first += whole
+    seed = np.uint64(0)
+    for name in names:
+        seed = _mixed(seed ^ np.array([name], np.uint64))[0]
+    columns = np.arange(-(-tensor.dim_bytes // 8), dtype=np.uint64)
+    words = _mixed(_mixed(seed ^ np.concatenate(dims))[:, None] ^ columns)
+    return np.ascontiguousarray(words).view(np.uint8)[:, : tensor.dim_bytes].reshape(1, -1)
 
 
-def fill(buffer: Buffer, layout: KvLayout, heads: range, room: int, pages: Pages, first_token: int) -> None:
-    """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
-    for plane, offset, tokens in _pieces(layout, pages, first_token):
-        buffer.write(offset, _rows(layout, heads, room, plane, tokens).tobytes())
-
-
-def verify(buffer: Buffer, layout: KvLayout, heads: range, room: int, pages: Pages, tokens: int) -> str:
-    """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first that differs."""
-    for plane, offset, piece in _pieces(layout, pages, 0):
-        piece = range(piece.start, min(piece.stop, tokens))
-        if not piece:
-            continue
-        expected = _rows(layout, heads, room, plane, piece)
-        found = np.frombuffer(buffer.read(offset, expected.size), np.uint8).reshape(expected.shape)
-        if not np.array_equal(found, expected):
-            row = int(np.argmax((found != expected).any(axis=1)))
-            byte = int(np.argmax(found[row] != expected[row]))
-            return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {_describe(found[row], byte)}"
-    return ""
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return *words* so mixed that each bit depends on all of one (the finaliser of splitmix64, Steele et al. 2014)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _describe(row: Bytes, byte: int) -> str:
@@ -79,17 +161,3 @@ def _describe(row: Bytes, byte: int) -> str:
 
 def _aux_row(room: int, index: int, size: int) -> bytes:
     return _word(room, index, _AUX).to_bytes(8, "little") * (size // 8)
-
-
-def fill_aux(buffer: Buffer, layout: KvLayout, room: int, slot: int) -> None:
-    """Write the first-token metadata of *room* into *slot*."""
-    for index, (offset, size) in enumerate(zip(layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)):
-        buffer.write(offset, _aux_row(room, index, size))
-
-
-def verify_aux(buffer: Buffer, layout: KvLayout, room: int, slot: int) -> str:
-    """Return "" if *slot* holds the metadata of *room*, else which buffer does not."""
-    for index, (offset, size) in enumerate(zip(layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)):
-        if buffer.read(offset, size) != _aux_row(room, index, size):
-            return f"room {room}: metadata buffer {index} of slot {slot} holds something else"
-    return ""

@@ -2,10 +2,12 @@
 
 A rank's pool is one registered region::
 
-    [plane][page][token][head][dim]  then  [aux buffer][slot][row]
+    [plane][page][token][head][dim]  then  [aux buffer][slot][row]  then, of hybrid models, [tensor][layer][slot],
+    [window plane][page][token][head][dim]  and  [index plane][page][token]
 
 A plane is one layer's K or V (K of layer 0, V of layer 0, K of layer 1, ...; with a latent cache one plane a layer), so
-that pages which are neighbours in the pool are contiguous within each plane.
+that pages which are neighbours in the pool are contiguous within each plane.  A rank of a pipeline stage has the planes
+of its stage's layers only.
 
 Unknown here: requests, engines, time, and who writes to whom (`pdsim.kv.mapping`).
 """
@@ -18,7 +20,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape"]
+from pdsim.kv.state import StateShape, Tensor, stage_layers
+
+__all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape", "Table"]
 
 AUX_ROWS = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
 """Bytes of a request's row in each buffer of first-token metadata: output ids, cached tokens, log-probabilities and
@@ -26,15 +30,22 @@ their ids, top log-probabilities and their ids, top-k p, top-k ids, hidden state
 
 AUX_BYTES = sum(AUX_ROWS)
 
+ATTENTION = StateShape()
+"""Every layer has full attention and nothing else."""
+
 
 @dataclass(frozen=True)
 class KvShape:
-    """What a model keeps of a token: K and V of *heads* heads in each layer or, with *latent_bytes*, one latent row."""
+    """What a model keeps of a token: K and V of *heads* heads in each layer or, with *latent_bytes*, one latent row.
+
+    *state* says which layers those are, and what the others keep.
+    """
 
     layers: int
     heads: int
     head_bytes: int  # of K, or of V, in one head and layer
     latent_bytes: int = 0  # in one layer
+    state: StateShape = ATTENTION
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_bytes"):
@@ -42,11 +53,23 @@ class KvShape:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.latent_bytes < 0:
             raise ValueError(f"latent_bytes must be >= 0, got {self.latent_bytes}")
+        if not self.attention_layers:
+            raise ValueError(f"{self.layers} layers of pattern={self.state.pattern!r}: none has full attention")
+
+    @property
+    def tensors(self) -> int:
+        """Planes of a layer: K and V, or the latent row."""
+        return 1 if self.latent_bytes else 2
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with full attention."""
+        return len(self.state.layers("a", range(self.layers)))
 
     @property
     def planes(self) -> int:
-        """Planes of a pool."""
-        return self.layers if self.latent_bytes else 2 * self.layers
+        """Planes of keys and values in all layers with full attention."""
+        return self.tensors * self.attention_layers
 
     def local_heads(self, tp: int) -> int:
         """Heads that each of *tp* ranks keeps; beyond *heads* ranks they are replicated.
@@ -62,24 +85,71 @@ class KvShape:
         return self.latent_bytes or self.local_heads(tp) * self.head_bytes
 
     def token_bytes(self, tp: int) -> int:
-        """Bytes of a token in all planes on each of *tp* ranks."""
+        """Bytes of a token in the planes of all layers on each of *tp* ranks."""
         return self.planes * self.row_bytes(tp)
 
 
 @dataclass(frozen=True)
+class Table:
+    """Planes of equal size, one after the other, each of *rows* rows: pages, or the slots of mamba layers."""
+
+    component: str  # "kv" or one of `pdsim.kv.state.COMPONENTS`
+    planes: tuple[int, ...]  # their numbers in the whole model, ascending
+    start: int  # of the first plane, in the region
+    rows: int
+    item: int  # bytes of a row
+    tokens: int  # of a row, which divide it evenly; 1 for a slot
+    tensor: Tensor | None = None  # of a slot
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where each plane starts."""
+        return self.start + np.arange(len(self.planes), dtype=np.int64) * (self.rows * self.item)
+
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.start + len(self.planes) * self.rows * self.item
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all planes."""
+        return len(self.planes) * self.item
+
+
+@dataclass(frozen=True)
 class KvLayout:
-    """The pool of each of *tp* ranks: *pages* pages of *page_size* tokens, *slots* rows of first-token metadata."""
+    """The pool of each of *tp* ranks of one pipeline *stage*.
+
+    *pages* pages of *page_size* tokens, *slots* rows of first-token metadata; of hybrid models also *state_slots* slots
+    and *window_pages* pages.
+    """
 
     shape: KvShape
     tp: int
     page_size: int
     pages: int
     slots: int
+    pp: int = 1
+    stage: int = 0
+    state_slots: int = 0
+    window_pages: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "page_size", "pages", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 <= self.stage < self.pp:
+            raise ValueError(f"stage must be >= 0 and < pp={self.pp}, got {self.stage}")
+        state = self.shape.state
+        for name, needed in (("state_slots", bool(state.mamba)), ("window_pages", bool(state.window))):
+            if getattr(self, name) < needed:
+                raise ValueError(f"{name} must be >= 1 for layers {state.pattern!r}, got {getattr(self, name)}")
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers of the stage."""
+        return stage_layers(self.shape.layers, self.pp, self.stage)
 
     @cached_property
     def row(self) -> int:
@@ -96,17 +166,45 @@ class KvLayout:
         """Bytes of a plane."""
         return self.item * self.pages
 
-    @cached_property
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of all planes; the metadata starts there."""
-        return self.plane * self.shape.planes
+        """Bytes of all planes of keys and values; the metadata starts there."""
+        return self.tables[0].end
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Bytes of the region."""
-        return self.kv_bytes + self.slots * AUX_BYTES
+        return self.kv_bytes + self.slots * AUX_BYTES if len(self.tables) == 1 else self.tables[-1].end
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """Keys and values first, then the tables of each component of the state."""
+        state, size = self.shape.state, self.page_size
+        found = [Table("kv", self._planes("a"), 0, self.pages, self.item, size)]
+        start = found[0].end + self.slots * AUX_BYTES
+        mamba = state.layers("m", self.layers)
+        for tensor in state.mamba:
+            found.append(Table("mamba", mamba, start, self.state_slots, tensor.nbytes(self.tp), 1, tensor))
+            start = found[-1].end
+        if state.window:
+            found.append(Table("window", self._planes("w"), start, self.window_pages, self.item, size))
+            start = found[-1].end
+        if state.index_bytes:
+            layers = state.layers("a", self.layers)
+            found.append(Table("index", layers, start, self.pages, state.index_bytes * size, size))
+        return tuple(found)
+
+    def row_bytes(self, component: str) -> int:
+        """Return the bytes of one row of *component* (`Table.component`): a page, a slot."""
+        return sum(table.row_bytes for table in self.tables if table.component == component)
 
     def aux_offsets(self, slot: int) -> npt.NDArray[np.int64]:
         """Return where the row of *slot* starts in each metadata buffer."""
         rows = np.array(AUX_ROWS, np.int64)
         return self.kv_bytes + (np.cumsum(rows) - rows) * self.slots + slot * rows
+
+    def _planes(self, kind: str) -> tuple[int, ...]:
+        each = self.shape.tensors
+        return tuple(
+            each * layer + part for layer in self.shape.state.layers(kind, self.layers) for part in range(each)
+        )

@@ -1,17 +1,90 @@
-"""Which prefill rank writes which heads to which decode rank.
+"""Which prefill rank writes what to which decode rank: heads, layers, page positions and state.
 
-H is the model's number of KV heads, P and D are the tensor-parallel sizes of the prefill and the decode side.  Ranks
-beyond H replicate heads: of T ranks, rank r owns head ``r // (T / H)``.  The formulas are those of SGLang 0.5.23;
-the earlier ``(d * Hd) % Hs`` picks the wrong head wherever D > H > P, because it forgets that decode ranks replicate.
+H is the model's number of KV heads, P and D are the attention tensor-parallel sizes of the prefill and the decode
+side.  Ranks beyond H replicate heads: of T ranks, rank r owns head ``r // (T / H)``.  The formulas are those of SGLang
+0.5.23; the earlier ``(d * Hd) % Hs`` picks the wrong head wherever D > H > P, because it forgets that decode ranks
+replicate.
+
+Pipeline stages write the planes of their layers.  Context-parallel ranks all hold whole requests, since attention
+gathers keys and values: either rank 0 writes everything, or each a share of the *positions* of a request's pages
+(of their numbers would not do: the pages of a request need not be neighbours).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdsim.kv.layout import KvShape
+from pdsim.kv.state import stage_layers
 
-__all__ = ["HeadSlice", "head_slice", "owned_heads", "readers", "writers"]
+__all__ = [
+    "WHOLE",
+    "Grid",
+    "HeadSlice",
+    "Part",
+    "RankMap",
+    "dp_rank",
+    "head_slice",
+    "owned_heads",
+    "share",
+    "tp_writers",
+]
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in its group's `Grid`."""
+
+    tp: int
+    pp: int
+    cp: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of one attention group: *tp* attention tensor-parallel ranks in each of *cp* times *pp* blocks.
+
+    Ranks are numbered with tp fastest, then cp, then pp: a stage's ranks are neighbours, and rank 0 leads.
+    """
+
+    tp: int
+    pp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.pp * self.cp
+
+    def at(self, rank: int) -> Coordinates:
+        """Return the place of *rank*.  Raise an `IndexError` if there is no such rank."""
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank {rank} is not one of {self.size}")
+        block, tp = divmod(rank, self.tp)
+        pp, cp = divmod(block, self.cp)
+        return Coordinates(tp, pp, cp)
+
+    def rank(self, tp: int, pp: int = 0, cp: int = 0) -> int:
+        """Return the rank at a place: the inverse of `at`."""
+        return (pp * self.cp + cp) * self.tp + tp
+
+
+def dp_rank(room: int, dp: int, explicit: int | None = None) -> int:
+    """Return the data-parallel rank that serves *room*: the one asked for, or ``room % dp``, which both sides know.
+
+    Raise a `ValueError` if there is no such rank.
+    """
+    if explicit is None:
+        return room % dp
+    if not 0 <= explicit < dp:
+        raise ValueError(f"dp_rank must be >= 0 and < dp={dp}, got {explicit}")
+    return explicit
 
 
 class HeadSlice(NamedTuple):
@@ -22,28 +95,40 @@ class HeadSlice(NamedTuple):
     heads: int
 
 
+class Part(NamedTuple):
+    """What one prefill rank writes to one decode rank, of the layers that both have."""
+
+    components: tuple[str, ...]  # "kv" and those of `pdsim.kv.state.COMPONENTS`
+    heads: HeadSlice | None  # of keys and values; None means whole rows, as both sides keep them
+    shard: int = 0  # which of the reader's (P > D) or the writer's (P < D) parts of each group of mamba dimensions
+    aux: bool = True  # the first-token metadata
+
+    @property
+    def with_last(self) -> bool:
+        """Whether something goes with the last chunk whichever pages that has."""
+        return self.aux or self.components not in ((), ("kv",))
+
+
+WHOLE = Part(("kv", "mamba", "window", "index"), None)
+"""Everything, between ranks that keep the same."""
+
+
 def _check(prefill_tp: int, decode_tp: int) -> None:
     if max(prefill_tp, decode_tp) % min(prefill_tp, decode_tp):
-        raise ValueError(f"prefill tp={prefill_tp} and decode tp={decode_tp}: one must divide the other")
+        raise ValueError(f"prefill tp={prefill_tp} and decode tp={decode_tp}: one must divide the other; use powers of two")
 
 
-def writers(shape: KvShape, prefill_tp: int, decode_tp: int, decode_rank: int) -> tuple[int, ...]:
-    """Return the prefill ranks whose writes make up the pages of *decode_rank*.
+def tp_writers(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
+    """Return the prefill tensor-parallel ranks that hold what *decode_rank* needs.
 
-    Replicas of a head all write it (the same bytes); of the ranks that hold the same latent rows only the first does.
     Raise a `ValueError` unless one of the two sizes divides the other.
     """
     _check(prefill_tp, decode_tp)
     if decode_tp >= prefill_tp:
-        return (decode_rank * prefill_tp // decode_tp,)
+        writer = decode_rank * prefill_tp // decode_tp
+        return range(writer, writer + 1)
     ratio = prefill_tp // decode_tp
-    first = decode_rank * ratio
-    return (first,) if shape.latent_bytes else tuple(range(first, first + ratio))
-
-
-def readers(shape: KvShape, prefill_tp: int, decode_tp: int, prefill_rank: int) -> tuple[int, ...]:
-    """Return the decode ranks that *prefill_rank* writes to: the inverse of `writers`, possibly empty."""
-    return tuple(rank for rank in range(decode_tp) if prefill_rank in writers(shape, prefill_tp, decode_tp, rank))
+    return range(decode_rank * ratio, (decode_rank + 1) * ratio)
 
 
 def head_slice(
@@ -66,3 +151,96 @@ def owned_heads(shape: KvShape, tp: int, rank: int) -> range:
     count = shape.local_heads(tp)
     first = rank // max(1, tp // shape.heads) * count
     return range(first, first + count)
+
+
+def share(pages: int, cp: int, cp_rank: int) -> range:
+    """Return which of a request's *pages*, by position, one of *cp* ranks writes; the first ``pages % cp`` one more."""
+    base, more = divmod(pages, cp)
+    first = cp_rank * base + min(cp_rank, more)
+    return range(first, first + base + (cp_rank < more))
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """Who writes what to whom between a group of *prefill* ranks and one of *decode* ranks.
+
+    With *all_cp_ranks* each context-parallel rank writes its `share` of the pages, else rank 0 writes them all; state
+    and metadata come from rank 0 in either case.  Of ranks that hold the same latent or index rows only the first
+    writes them; replicas of a head all write it (the same bytes).
+
+    Raise a `ValueError` if decode ranks are context-parallel, if decode has several stages but not those of prefill,
+    or unless one of the tensor-parallel sizes divides the other.
+    """
+
+    shape: KvShape
+    prefill: Grid
+    decode: Grid
+    all_cp_ranks: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.prefill.tp, self.decode.tp)
+        if self.decode.cp != 1:
+            raise ValueError(f"decode cp={self.decode.cp}: decode ranks are not context-parallel; use cp=1")
+        if self.decode.pp not in (1, self.prefill.pp):
+            raise ValueError(
+                f"decode pp={self.decode.pp} and prefill pp={self.prefill.pp}: decode needs the same stages, or one"
+            )
+        stage_layers(self.shape.layers, self.prefill.pp, 0)
+
+    def writers(self, reader: int) -> tuple[int, ...]:
+        """Return the prefill ranks that may write to decode rank *reader*, in ascending order."""
+        tp, pp, _ = self.decode.at(reader)
+        stages = range(self.prefill.pp) if self.decode.pp == 1 else (pp,)
+        blocks = range(self.prefill.cp if self.all_cp_ranks else 1)
+        ranks = tp_writers(self.prefill.tp, self.decode.tp, tp)
+        found = (self.prefill.rank(writer, stage, cp) for stage in stages for cp in blocks for writer in ranks)
+        return tuple(writer for writer in found if self.part(writer, reader))
+
+    def readers(self, writer: int) -> tuple[int, ...]:
+        """Return the decode ranks that *writer* may write to: the inverse of `writers`, possibly empty."""
+        return tuple(reader for reader in range(self.decode.size) if self.part(writer, reader))
+
+    def part(self, writer: int, reader: int) -> Part | None:
+        """Return what *writer* writes to *reader*; None if that is nothing."""
+        tp, pp, cp = self.prefill.at(writer)
+        target_tp, target_pp, _ = self.decode.at(reader)
+        ranks = tp_writers(self.prefill.tp, self.decode.tp, target_tp)
+        if tp not in ranks or (self.decode.pp > 1 and pp != target_pp) or (cp and not self.all_cp_ranks):
+            return None
+        first = tp == ranks[0]
+        components = tuple(self._components(first, pp, cp))
+        knows = pp == self.prefill.pp - 1 or self.decode.pp > 1  # the last stage has the first token, and tells others
+        aux = first and not cp and knows
+        if not components and not aux:
+            return None
+        heads = head_slice(self.shape, self.prefill.tp, self.decode.tp, tp, target_tp)
+        return Part(components, heads, self._shard(tp, target_tp), aux)
+
+    def share(self, writer: int, pages: int) -> range:
+        """Return the positions that *writer* writes of a request's *pages*."""
+        return share(pages, self.prefill.cp, self.prefill.at(writer).cp) if self.all_cp_ranks else range(pages)
+
+    def expected(self, reader: int, pages: int) -> int:
+        """Return how many ranks write to *reader* when a request of *pages* is handed over."""
+        parts = ((writer, self.part(writer, reader)) for writer in self.writers(reader))
+        return sum(1 for writer, part in parts if part and (part.with_last or self.share(writer, pages)))
+
+    def _components(self, first: bool, stage: int, cp: int) -> Iterator[str]:
+        """Yield what a rank of *stage* writes, *first* if no rank before it holds the same latent rows."""
+        shape, layers = self.shape, stage_layers(self.shape.layers, self.prefill.pp, stage)
+        state = shape.state
+        rows = first or not shape.latent_bytes
+        if rows and state.layers("a", layers):
+            yield "kv"
+        if cp:
+            return
+        if state.layers("m", layers):
+            yield "mamba"
+        if rows and state.layers("w", layers):
+            yield "window"
+        if first and state.index_bytes and state.layers("a", layers):
+            yield "index"
+
+    def _shard(self, tp: int, target_tp: int) -> int:
+        prefill, decode = self.prefill.tp, self.decode.tp
+        return tp % (prefill // decode) if prefill > decode else target_tp % (decode // prefill)

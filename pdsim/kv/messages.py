@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdsim.errors import PdsimError
+from pdsim.kv.layout import KvLayout
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs
 
@@ -40,7 +41,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -60,15 +61,8 @@ class Register(Message, frozen=True):
 
     address: bytes
     instance: str
-    tp_rank: int
-    tp: int
-    page_size: int
-    pages: int
-    slots: int
-    layers: int
-    heads: int
-    head_bytes: int
-    latent_bytes: int
+    index: int  # of the rank in its group
+    layout: KvLayout
 
 
 class Ready(Message, frozen=True):
@@ -113,6 +107,7 @@ class Destination(Message, frozen=True):
     room: int
     pages: Pages
     slot: int
+    state: tuple[Pages, ...] = ()  # the rows of each component, in the order of `StateShape.components`
 
 
 class Reserve(Message, frozen=True):
@@ -122,6 +117,7 @@ class Reserve(Message, frozen=True):
     input: int  # tokens
     pages: Pages
     slot: int
+    state: tuple[Pages, ...] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -131,11 +127,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decode: str  # instance
     index: int  # of the chunk in its request
     first_page: int  # of the request
+    tokens: int  # of the whole request
     runs: Runs
     last: bool
     slots: tuple[int, int]  # of first-token metadata, used with the last chunk
     noticed: float  # when the prefill leader had the `Destination`
     started: float  # when the request's first forward began
+    state: tuple[Runs, ...] = ()  # of each component, with the last chunk
 
 
 class Forward(Message, frozen=True):
@@ -149,8 +147,9 @@ class Arrival(Message, frozen=True):
     """Attached to each write of a chunk.  *count*, in the last one only, is how many writes there were in all."""
 
     room: int
-    writer: int  # tensor-parallel rank
+    writer: int  # index of the rank in its group
     count: int
+    pages: int  # of the whole request: they decide how many ranks write
     noticed: float
     started: float
     ended: float  # when the forward of the last chunk ended

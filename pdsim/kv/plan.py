@@ -1,6 +1,6 @@
 """Descriptors: a chunk's pages, as the `Batch` that one write takes.
 
-Batches are built over nameless regions and cached, because the ranks of an instance write the same offsets at the same
+Batches are built over nameless regions and cached, because the ranks of a group write the same offsets at the same
 time: `Batch.over` then puts the real regions in their place.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import InvalidBatch
-from pdsim.kv.layout import AUX_ROWS, KvLayout
-from pdsim.kv.mapping import HeadSlice
+from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
+from pdsim.kv.mapping import WHOLE, HeadSlice, Part
 from pdsim.kv.pages import Pages
 from pdsim.transfer import Batch, Region
 
@@ -26,6 +26,7 @@ Runs = tuple[tuple[int, int, int], ...]
 """Source page, target page, count: pages that are neighbours on both sides."""
 
 _AUX_SIZES = np.array(AUX_ROWS, np.int64)
+_NOTHING: Offsets = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
@@ -45,77 +46,128 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
 
 
 class Planner:
-    """Makes the batches that one kind of rank writes to another kind.
+    """Makes the batches that one kind of rank writes to another kind: *part* of the layers that both have.
 
-    *heads* is what `pdsim.kv.mapping.head_slice` says: None where both keep the same rows, so that a run of pages is
-    one descriptor a plane; otherwise there is one descriptor a token and plane.
+    Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads of
+    keys and values) or each group of dimensions (mamba) is a descriptor of its own.
     """
 
-    def __init__(self, source: KvLayout, target: KvLayout, heads: HeadSlice | None = None) -> None:
-        self._source = _Side(source, heads.source if heads else 0)
-        self._target = _Side(target, heads.target if heads else 0)
-        self._sliced = heads is not None
-        self._row = heads.heads * source.shape.head_bytes if heads else source.row
+    def __init__(self, source: KvLayout, target: KvLayout, part: Part = WHOLE) -> None:
+        self._layouts = source, target
+        self._aux = part.aux
+        sections = [
+            _Section(mine, other, _pieces(source, target, mine, part))
+            for mine, other in zip(source.tables, target.tables, strict=True)
+            if mine.component in part.components
+        ]
+        self._kv = [section for section in sections if section.component == "kv" and section]
+        self._state = [
+            [section for section in sections if section.component == component and section]
+            for component in source.shape.state.components
+        ]
+        self._source, self._target = _nameless(source), _nameless(target)
         # a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
-        self.batch = lru_cache(maxsize=8 if heads else 256)(self._batch)
+        self.batch = lru_cache(maxsize=256 if part.heads is None else 8)(self._batch)
 
-    def _batch(self, runs: Runs, slots: tuple[int, int] | None = None) -> Batch:
+    def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
         """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
 
-        The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is nothing to move or if a page or
-        slot lies outside its pool.
+        *state* are the runs of each component of the state, in the order of `StateShape.components`.  What is not of
+        this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is
+        nothing to move or if a page or slot lies outside its pool.
         """
-        self._source.check(runs, 0)
-        self._target.check(runs, 1)
-        source_offset, target_offset, size = (self._by_token if self._sliced else self._by_run)(runs)
-        if slots is not None:
-            source_offset = np.concatenate((source_offset, self._source.layout.aux_offsets(slots[0])))
-            target_offset = np.concatenate((target_offset, self._target.layout.aux_offsets(slots[1])))
-            size = np.concatenate((size, _AUX_SIZES))
-        return Batch(self._source.region, self._target.region, source_offset, target_offset, size)
+        found = [section.offsets(runs) for section in self._kv] if runs else []
+        if slots is not None and self._aux:
+            source, target = self._layouts
+            found.append((source.aux_offsets(slots[0]), target.aux_offsets(slots[1]), _AUX_SIZES))
+        if state:
+            for sections, rows in zip(self._state, state, strict=True):
+                found += [section.offsets(rows) for section in sections]
+        source_offset, target_offset, size = found[0] if found else _NOTHING
+        if len(found) > 1:
+            source_offset, target_offset, size = (np.concatenate(column) for column in zip(*found, strict=True))
+        return Batch(self._source, self._target, source_offset, target_offset, size)
 
-    def _by_run(self, runs: Runs) -> Offsets:
-        source, target = self._source, self._target
-        item, planes = source.layout.item, len(source.planes)
+
+def _nameless(layout: KvLayout) -> Region:
+    return Region(owner="", name="", size=layout.size, address=0, device="")
+
+
+class _Section:
+    """The planes of a table that both sides have, and how their rows are moved: whole or in *pieces* of a row."""
+
+    def __init__(self, source: Table, target: Table, pieces: Offsets | None) -> None:
+        common = [plane for plane in source.planes if plane in set(target.planes)]
+        self.component = source.component
+        self._rows = source.rows, target.rows
+        self._items = source.item, target.item
+        self._source = source.offsets[[source.planes.index(plane) for plane in common]]
+        self._target = target.offsets[[target.planes.index(plane) for plane in common]]
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        """Return the number of planes."""
+        return len(self._source)
+
+    def offsets(self, runs: Runs) -> Offsets:
+        """Return the descriptors of *runs*, plane by plane.
+
+        Raise an `InvalidBatch` if a row is not in its pool: it would be one of the next plane.
+        """
+        for side, rows in enumerate(self._rows):
+            for run in runs:
+                if run[side] < 0 or run[side] + run[2] > rows:
+                    raise InvalidBatch(
+                        f"{'slots' if self.component == 'mamba' else 'pages'} {run[side]} to {run[side] + run[2] - 1} "
+                        f"are not all in a pool of {rows}"
+                    )
+        return self._whole(runs) if self._pieces is None else self._sliced(runs, *self._pieces)
+
+    def _whole(self, runs: Runs) -> Offsets:
+        item, planes = self._items[0], len(self._source)
         if len(runs) == 1:
             ((first, second, count),) = runs
-            size = np.full(planes, count * item)
-            return source.planes + first * item, target.planes + second * item, size
+            return self._source + first * item, self._target + second * item, np.full(planes, count * item)
         columns = np.array(runs, np.int64).reshape(-1, 3) * item
-        source_offset = source.planes[:, None] + columns[:, 0]
-        target_offset = target.planes[:, None] + columns[:, 1]
+        source_offset = self._source[:, None] + columns[:, 0]
+        target_offset = self._target[:, None] + columns[:, 1]
         return source_offset.ravel(), target_offset.ravel(), np.tile(columns[:, 2], planes)
 
-    def _by_token(self, runs: Runs) -> Offsets:
+    def _sliced(self, runs: Runs, source: Int64s, target: Int64s, size: Int64s) -> Offsets:
         first, second, counts = np.array(runs, np.int64).reshape(-1, 3).T
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        source_offset = self._source.tokens(np.repeat(first, counts) + within)
-        target_offset = self._target.tokens(np.repeat(second, counts) + within)
-        return source_offset, target_offset, np.full(len(source_offset), self._row)
+        ours = (np.repeat(first, counts) + within)[:, None] * self._items[0] + source
+        theirs = (np.repeat(second, counts) + within)[:, None] * self._items[1] + target
+        source_offset = np.asarray(self._source[:, None, None] + ours).ravel()
+        target_offset = np.asarray(self._target[:, None, None] + theirs).ravel()
+        return source_offset, target_offset, np.tile(size, len(source_offset) // len(size))
 
 
-class _Side:
-    """A layout and where its planes start, in a region without a name."""
+def _pieces(source: KvLayout, target: KvLayout, table: Table, part: Part) -> Offsets | None:
+    """Return which bytes of a row of *source* go where in one of *target*; None if rows are moved whole."""
+    if table.tensor is not None:
+        ours, theirs = table.tensor.local(source.tp), table.tensor.local(target.tp)
+        return None if source.tp == target.tp else _dims(ours, theirs, part.shard, table.tensor.dim_bytes)
+    if part.heads is None or table.component == "index":
+        return None
+    return _heads(source, target, part.heads)
 
-    def __init__(self, layout: KvLayout, first_head: int) -> None:
-        self.layout = layout
-        self.planes = np.arange(layout.shape.planes, dtype=np.int64) * layout.plane
-        self.region = Region(owner="", name="", size=layout.size, address=0, device="")
-        self._first = first_head * layout.shape.head_bytes
 
-    def check(self, runs: Runs, side: int) -> None:
-        """Raise an `InvalidBatch` if a page is not in the pool: it would be one of the next plane."""
-        for run in runs:
-            if run[side] < 0 or run[side] + run[2] > self.layout.pages:
-                raise InvalidBatch(
-                    f"pages {run[side]} to {run[side] + run[2] - 1} are not all in a pool of {self.layout.pages}"
-                )
+def _heads(source: KvLayout, target: KvLayout, heads: HeadSlice) -> Offsets:
+    """Return the pieces of a page: one a token."""
+    tokens, each = np.arange(source.page_size, dtype=np.int64), source.shape.head_bytes
+    size = np.full(source.page_size, heads.heads * each)
+    return tokens * source.row + heads.source * each, tokens * target.row + heads.target * each, size
 
-    def tokens(self, pages: Int64s) -> Int64s:
-        """Return where the slice of every token of *pages* starts, plane by plane."""
-        layout = self.layout
-        rows = np.arange(layout.page_size, dtype=np.int64) * layout.row + self._first
-        return np.asarray(self.planes[:, None, None] + (pages[:, None] * layout.item + rows)).ravel()
+
+def _dims(ours: tuple[int, ...], theirs: tuple[int, ...], shard: int, dim_bytes: int) -> Offsets:
+    """Return the pieces of a mamba slot: one a group of dimensions, the *shard*-th part of the larger side's."""
+    mine, others = np.array(ours, np.int64), np.array(theirs, np.int64)
+    size = np.minimum(mine, others)
+    source, target = np.cumsum(mine) - mine, np.cumsum(others) - others
+    source += np.where(mine > others, shard * size, 0)
+    target += np.where(mine < others, shard * size, 0)
+    return source * dim_bytes, target * dim_bytes, size * dim_bytes
 
 
 planner = lru_cache(maxsize=64)(Planner)

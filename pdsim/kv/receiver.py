@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
-from pdsim.kv.contents import verify, verify_aux
+from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.mapping import owned_heads, writers
+from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import Arrival, Arrived, MessageError, Register, Reserve, decode
 from pdsim.kv.sender import REGION
 from pdsim.transfer import Notification, Rank
@@ -26,7 +27,7 @@ class _Room:
 
 
 class KvReceiver:
-    """Receives what prefill ranks write to a decode rank.
+    """Receives what the prefill ranks of *rank_map* write to a decode rank, the *index*-th of its group *instance*.
 
     A room is complete when as many writes have arrived as its writers say that they made.  On memory that has contents
     every byte is then compared, for which the room's pages must be known by `reserve`, before or after (the two travel
@@ -38,20 +39,21 @@ class KvReceiver:
         rank: Rank,
         layout: KvLayout,
         instance: str,
-        tp_rank: int,
-        prefill_tp: int,
+        index: int,
+        rank_map: RankMap,
         report: Callable[[Arrived, Arrival], None],
     ) -> None:
         self.layout = layout
         self._rank = rank
         self._instance = instance
-        self._tp_rank = tp_rank
+        self._index = index
         self._report = report
-        self._heads = owned_heads(layout.shape, layout.tp, tp_rank)
-        self.writers = writers(layout.shape, prefill_tp, layout.tp, tp_rank)
+        self.writers = rank_map.writers(index)
+        self._expected = lru_cache(maxsize=1024)(partial(rank_map.expected, index))
         self._rooms: dict[int, _Room] = {}
         self._buffer = rank.device.allocate(layout.size)
         rank.endpoint.register(self._buffer, REGION)
+        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not complete."""
@@ -59,20 +61,7 @@ class KvReceiver:
 
     def register(self) -> Register:
         """Return what every one of `writers` needs to know."""
-        layout, shape = self.layout, self.layout.shape
-        return Register(
-            self._rank.endpoint.address(),
-            self._instance,
-            self._tp_rank,
-            layout.tp,
-            layout.page_size,
-            layout.pages,
-            layout.slots,
-            shape.layers,
-            shape.heads,
-            shape.head_bytes,
-            shape.latent_bytes,
-        )
+        return Register(self._rank.endpoint.address(), self._instance, self._index, self.layout)
 
     def reserve(self, message: Reserve) -> None:
         """Take note of the pages that a room owns here, which memory with contents needs to be told."""
@@ -104,9 +93,10 @@ class KvReceiver:
         return room
 
     def _check(self, number: int, room: _Room) -> None:
-        if len(room.counts) < len(self.writers) or room.received < sum(room.counts.values()):
+        if room.last is None or len(room.counts) < self._expected(room.last.pages):
             return
-        assert room.last is not None
+        if room.received < sum(room.counts.values()):
+            return
         reason = ""
         if self._rank.device.holds_bytes:
             if room.reserve is None:
@@ -116,5 +106,6 @@ class KvReceiver:
         self._report(Arrived(number, reason), room.last)
 
     def _verify(self, reserve: Reserve) -> str:
-        reason = verify(self._buffer, self.layout, self._heads, reserve.room, reserve.pages, reserve.input)
-        return reason or verify_aux(self._buffer, self.layout, reserve.room, reserve.slot)
+        reason = self._contents.verify(reserve.room, reserve.pages, reserve.input)
+        reason = reason or self._contents.verify_state(reserve.room, reserve.state, reserve.input)
+        return reason or self._contents.verify_aux(reserve.room, reserve.slot)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from simpy.events import Event
 
 from pdsim.errors import PeerLost, TransferError
-from pdsim.kv.contents import fill, fill_aux
-from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.kv.mapping import head_slice, owned_heads, readers, writers
+from pdsim.kv.contents import Contents
+from pdsim.kv.layout import KvLayout
+from pdsim.kv.mapping import Grid, Part, RankMap, share
 from pdsim.kv.messages import Arrival, Chunk, MessageError, Register, Sent, Settled, encode
-from pdsim.kv.plan import Planner, planner
+from pdsim.kv.pages import Pages
+from pdsim.kv.plan import Planner, Runs, cut, planner
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Peer, Rank, Region, Transfer
 
@@ -30,7 +31,7 @@ class _Target(NamedTuple):
     peer: Peer
     region: Region
     planner: Planner
-    carries_aux: bool  # one writer carries the metadata, not each
+    part: Part
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class _Room:
 
     room: int
     status: Status = Status.WAITING
-    writes: int = 0  # to each target, so far
+    writes: dict[str, int] = field(default_factory=dict)  # to each target, so far
     nbytes: int = 0
     planned: int = 0  # chunks whose forward has not ended
     moving: int = 0  # writes that have not completed, or failed and not settled
@@ -49,7 +50,7 @@ class _Room:
 
 
 class KvSender:
-    """Writes what a prefill rank computed to the decode ranks that need it.
+    """Writes what a prefill rank, the *index*-th of its group's *grid*, computed to the decode ranks that need it.
 
     A chunk is written as soon as its forward has ended, while the next is computed; chunks may overtake each other.
     Each write carries an `Arrival`, the last one with the number of writes, so that the receiver knows when it has all.
@@ -59,48 +60,56 @@ class KvSender:
     not be given to anyone else.
     """
 
-    def __init__(self, rank: Rank, layout: KvLayout, tp_rank: int, report: Callable[[Sent | Settled], None]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        layout: KvLayout,
+        grid: Grid,
+        index: int,
+        report: Callable[[Sent | Settled], None],
+        all_cp_ranks: bool = False,
+    ) -> None:
         self.layout = layout
         self._rank = rank
-        self._tp_rank = tp_rank
+        self._grid = grid
+        self._index = index
+        self._place = grid.at(index)
         self._report = report
-        self._heads = owned_heads(layout.shape, layout.tp, tp_rank)
+        self._all_cp_ranks = all_cp_ranks
         self._targets: dict[str, list[_Target]] = {}
         self._rooms: dict[int, _Room] = {}
         self._buffer = rank.device.allocate(layout.size)
         self._region = rank.endpoint.register(self._buffer, REGION)
+        self._contents = Contents(self._buffer, layout, self._place.tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""
         return len(self._rooms)
 
-    def connected(self, instance: str, decode_tp: int) -> bool:
-        """Return whether this rank can write to all ranks of *instance*, which has *decode_tp*, that it has to."""
-        needed = readers(self.layout.shape, self.layout.tp, decode_tp, self._tp_rank)
-        return len(self._targets.get(instance, ())) == len(needed)
+    def connected(self, instance: str, decode: Grid) -> bool:
+        """Return whether this rank can write to all ranks of *instance*, a group of *decode*, that it has to."""
+        return len(self._targets.get(instance, ())) == len(self._map(decode).readers(self._index))
 
     def connect(self, message: Register) -> None:
         """Connect to the decode rank that sent *message*.
 
         Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
         """
-        shape = KvShape(message.layers, message.heads, message.head_bytes, message.latent_bytes)
-        if shape != self.layout.shape:
-            raise MessageError(f"{message.instance} keeps {shape}, this rank {self.layout.shape}: serve one model")
-        if message.page_size != self.layout.page_size:
+        layout = message.layout
+        if layout.shape != self.layout.shape:
             raise MessageError(
-                f"{message.instance} has kv.page_size={message.page_size}, this rank {self.layout.page_size}: "
+                f"{message.instance} keeps {layout.shape}, this rank {self.layout.shape}: serve one model"
+            )
+        if layout.page_size != self.layout.page_size:
+            raise MessageError(
+                f"{message.instance} has kv.page_size={layout.page_size}, this rank {self.layout.page_size}: "
                 "pages must be equal on both sides"
             )
-        layout = KvLayout(shape, message.tp, message.page_size, message.pages, message.slots)
+        part = self._map(Grid(layout.tp, layout.pp)).part(self._index, message.index)
+        if part is None:
+            raise MessageError(f"rank {message.index} of {message.instance} needs nothing of rank {self._index}")
         peer = self._rank.endpoint.connect(message.address)
-        heads = head_slice(shape, self.layout.tp, message.tp, self._tp_rank, message.tp_rank)
-        target = _Target(
-            peer,
-            peer.regions[REGION],
-            planner(self.layout, layout, heads),
-            writers(shape, self.layout.tp, message.tp, message.tp_rank)[0] == self._tp_rank,
-        )
+        target = _Target(peer, peer.regions[REGION], planner(self.layout, layout, part), part)
         self._targets.setdefault(message.instance, []).append(target)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
@@ -134,30 +143,50 @@ class KvSender:
         state.status = advance(state.status, Status.FAILED)
         self._settle(state)
 
+    def _map(self, decode: Grid) -> RankMap:
+        return RankMap(self.layout.shape, self._grid, decode, self._all_cp_ranks)
+
     def _fill(self, chunk: Chunk) -> None:
-        pages = tuple((source, count) for source, _, count in chunk.runs)
-        first = chunk.first_page * self.layout.page_size
-        fill(self._buffer, self.layout, self._heads, chunk.room, pages, first)
+        self._contents.fill(chunk.room, _sources(chunk.runs), chunk.first_page * self.layout.page_size)
         if chunk.last:
-            fill_aux(self._buffer, self.layout, chunk.room, chunk.slots[0])
+            self._contents.fill_aux(chunk.room, chunk.slots[0])
+            self._contents.fill_state(chunk.room, tuple(map(_sources, chunk.state)), chunk.tokens)
 
     def _write(self, state: _Room, chunk: Chunk) -> None:
-        state.writes += 1
-        count = state.writes if chunk.last else 0
-        now = self._rank.clock.now
-        notice = encode(Arrival(chunk.room, self._tp_rank, count, chunk.noticed, chunk.started, now))
-        label = f"{chunk.room}/{chunk.index}"
+        pages = -(-chunk.tokens // self.layout.page_size)
+        runs, finished = self._share(chunk, pages)
         for target in self._targets.get(chunk.decode, ()):
-            slots = chunk.slots if chunk.last and target.carries_aux else None
-            batch = target.planner.batch(chunk.runs, slots).over(self._region, target.region)
+            part = target.part
+            rows = runs if "kv" in part.components else ()
+            if not rows and not (chunk.last and part.with_last):
+                continue
+            count = state.writes[target.peer.name] = state.writes.get(target.peer.name, 0) + 1
+            if not (chunk.last if part.with_last else finished):
+                count = 0
+            slots = chunk.slots if chunk.last and part.aux else None
+            batch = target.planner.batch(rows, slots, chunk.state).over(self._region, target.region)
+            arrival = Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, self._rank.clock.now)
             try:
-                transfer = self._rank.endpoint.write(target.peer, batch, notice, label=label)
+                transfer = self._rank.endpoint.write(
+                    target.peer, batch, encode(arrival), label=f"{chunk.room}/{chunk.index}"
+                )
             except TransferError as error:
                 self._fail(state, chunk.decode, error)
                 return
             state.moving += 1
             state.unfinished += 1
             transfer.callbacks.append(partial(self._written, state, chunk.decode))
+
+    def _share(self, chunk: Chunk, pages: int) -> tuple[Runs, bool]:
+        """Return what of *chunk*, of a request of *pages*, this rank writes, and whether it writes no more after it."""
+        if not self._all_cp_ranks:
+            return chunk.runs, chunk.last
+        mine = share(pages, self._grid.cp, self._place.cp)
+        first = max(mine.start, chunk.first_page)
+        end = min(mine.stop, chunk.first_page + sum(count for _, _, count in chunk.runs))
+        if end <= first:
+            return (), False
+        return cut(chunk.runs, first - chunk.first_page, end - first), end == mine.stop
 
     def _written(self, state: _Room, decode: str, event: Event) -> None:
         assert isinstance(event, Transfer)
@@ -201,3 +230,8 @@ class KvSender:
             state.aborted = False  # once
             self._rooms.pop(state.room, None)
             self._report(Settled(state.room))
+
+
+def _sources(runs: Runs) -> Pages:
+    """Return the pages that *runs* come from."""
+    return tuple((source, count) for source, _, count in runs)

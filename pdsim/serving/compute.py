@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdsim.fabric.machine import Machine
 from pdsim.kv.layout import KvShape
+from pdsim.kv.state import StateShape, Tensor
 from pdsim.serving.settings import Compute, Llm
 
 __all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape"]
@@ -22,7 +23,13 @@ HOST_FLOPS = 1e12
 def kv_shape(model: Llm) -> KvShape:
     """Return what *model* keeps of a token."""
     latent = model.latent_dim * model.dtype_bytes if model.attention == "mla" else 0
-    return KvShape(model.layers, model.kv_heads, model.head_dim * model.dtype_bytes, latent)
+    hybrid = model.hybrid
+    mamba: tuple[Tensor, ...] = ()
+    if "m" in hybrid.pattern:
+        conv = Tensor(hybrid.conv_groups, hybrid.conv_width * model.dtype_bytes)
+        mamba = (conv, Tensor((hybrid.ssm_heads,), hybrid.ssm_head_elements * hybrid.ssm_dtype_bytes))
+    state = StateShape(hybrid.pattern, hybrid.window if "w" in hybrid.pattern else 0, mamba, hybrid.index_bytes)
+    return KvShape(model.layers, model.kv_heads, model.head_dim * model.dtype_bytes, latent, state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,22 +73,29 @@ class ForwardTime:
         return min(self.weight_bytes, tokens * self.token_weight_bytes)
 
 
-def forward_time(model: Llm, machine: Machine, compute: Compute, tp: int) -> ForwardTime:
-    """Return the coefficients of *model* over *tp* ranks of *machine*."""
+def forward_time(
+    model: Llm, machine: Machine, compute: Compute, tp: int, pp: int = 1, cp: int = 1, dp: int = 1
+) -> ForwardTime:
+    """Return the coefficients of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
+
+    Stages and context-parallel ranks just divide the work.  The groups are taken to be loaded alike, so that each has
+    its share of the engine's arithmetic; weights are read once for all of them.
+    """
+    shape, share = kv_shape(model), pp * cp
     peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
     memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
     token_allreduce = allreduce = 0.0
     if tp > 1:
         rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
         # a ring moves 2 (tp - 1) / tp of the activations through each port; attention and MLP need one a layer each
-        token_allreduce = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes / rate
-        allreduce = 2 * model.layers * compute.allreduce_latency
+        token_allreduce = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes / rate / share
+        allreduce = 2 * model.layers * compute.allreduce_latency / pp
     return ForwardTime(
-        token_flops=2 * model.active / tp,
-        pair_flops=4 * model.layers * model.heads * model.head_dim / tp,
-        weight_bytes=model.parameters * model.dtype_bytes / tp,
-        token_weight_bytes=model.active * model.dtype_bytes / tp,
-        kv_bytes=kv_shape(model).token_bytes(tp),
+        token_flops=2 * model.active / (tp // dp) / share,
+        pair_flops=4 * shape.attention_layers * model.heads * model.head_dim / (tp // dp) / share,
+        weight_bytes=model.parameters * model.dtype_bytes / tp / pp,
+        token_weight_bytes=model.active * model.dtype_bytes / tp / pp,
+        kv_bytes=shape.token_bytes(tp // dp) / share,
         flops=peak * compute.flops_share,
         memory_rate=memory * compute.memory_share,
         token_allreduce=token_allreduce,

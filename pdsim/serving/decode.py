@@ -24,7 +24,7 @@ from pdsim.kv.messages import (
     Reserve,
     Submit,
 )
-from pdsim.kv.pages import PagePool, SlotPool
+from pdsim.kv.pages import PagePool, Pages, SlotPool
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.job import ROUTER, Job, leader, rank_name
 from pdsim.serving.member import Handler, Member
@@ -34,19 +34,19 @@ from pdsim.transfer import Program, Rank
 __all__ = ["program"]
 
 
-def program(rank: Rank, *, instance: str, tp_rank: int, job: Mapping[str, Any]) -> Program:
+def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a decode instance until the router stops it."""
-    member = Leader if tp_rank == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, tp_rank).run())
+    member = Leader if index == 0 else Worker
+    return (yield from member(rank, Job.from_plain(job), instance, index).run())
 
 
 class Worker(Member):
     """A rank that receives its part of each request's KV and tells its leader."""
 
-    def __init__(self, rank: Rank, job: Job, instance: str, tp_rank: int) -> None:
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
-        self.receiver = KvReceiver(rank, job.decode_layout, instance, tp_rank, job.prefill_tp, self.arrived)
+        self.receiver = KvReceiver(rank, job.decode_layout(index), instance, index, job.rank_map, self.arrived)
         self.handlers |= {Reserve: self._reserve, Abort: self._forget}
 
     def run(self) -> Program:
@@ -106,14 +106,15 @@ class Leader(Worker):
     runs can ever run out of pages, so nothing is evicted and no two requests can wait for each other.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, tp_rank: int) -> None:
-        super().__init__(rank, job, instance, tp_rank)
-        self.followers = [rank_name(instance, other) for other in range(1, job.decode_tp)]
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
         self.pages = PagePool(job.decode_pages)
         self.slots = SlotPool(job.slots)
+        self.state = job.state_pool(self.receiver.layout)
         self._bases = [0.0] + [job.decode_time.step(batch) for batch in range(1, job.decode_batch + 1)]
         self._cost = job.decode_time.context
-        self._not_ready = job.decode_tp
+        self._not_ready = job.decode.size
         self._queue: deque[Submit] = deque()  # no pages yet
         self._rooms: dict[int, _Room] = {}
         self._complete: list[_Room] = []  # arrived, not noticed
@@ -161,7 +162,7 @@ class Leader(Worker):
         room.ranks += 1
         room.reason = room.reason or message.reason
         room.stamps = arrival or room.stamps
-        if room.ranks == self.job.decode_tp:
+        if room.ranks == self.job.decode.size:
             room.arrived = self.clock.now
             self._complete.append(room)
             self._wake()
@@ -171,14 +172,14 @@ class Leader(Worker):
         room = self._rooms.get(message.room)
         if room is None:
             self._queue = deque(request for request in self._queue if request.room != message.room)
-        elif room.ranks < self.job.decode_tp and not room.aborted:
+        elif room.ranks < self.job.decode.size and not room.aborted:
             room.aborted = True
             self.send(leader(room.request.prefill), Abort(message.room))
             self._wake()  # if all that is left is in quarantine, nobody waits for pages any more
 
     def _released(self, _: str, message: Released) -> None:
         room = self._rooms.get(message.room)
-        if room is not None and room.ranks < self.job.decode_tp:
+        if room is not None and room.ranks < self.job.decode.size:
             self._drop(message.room)
             self._wake()
 
@@ -187,6 +188,7 @@ class Leader(Worker):
         del self._rooms[number]
         self.pages.release(number)
         self.slots.release(number)
+        self.state.release(number)
         self.receiver.forget(number)
         self.send(self.followers, Abort(number))
 
@@ -265,8 +267,8 @@ class Leader(Worker):
     def _admit(self) -> None:
         while self._queue and self.slots.free:
             request = self._queue[0]
-            pages = self.pages.allocate(request.room, self.job.page_count(request.input + request.output))
-            if pages is None:
+            rows = self._allocate(request)
+            if rows is None:
                 if all(room.aborted for room in self._rooms.values()):  # nobody will ever give pages back
                     self._queue.popleft()
                     reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
@@ -274,18 +276,32 @@ class Leader(Worker):
                     continue
                 return
             self._queue.popleft()
+            pages, state = rows
             slot = self.slots.allocate(request.room)
             assert slot is not None
             self._rooms[request.room] = _Room(request, self.clock.now)
             if self.rank.device.holds_bytes:
-                reserve = Reserve(request.room, request.input, pages, slot)
+                reserve = Reserve(request.room, request.input, pages, slot, state)
                 self.send(self.followers, reserve)
                 self.receiver.reserve(reserve)
-            self.send(leader(request.prefill), Destination(request.room, pages, slot))
+            self.send(leader(request.prefill), Destination(request.room, pages, slot, state))
+
+    def _allocate(self, request: Submit) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages and the rows of state that *request* gets, for its input and all of its output."""
+        tokens = request.input + request.output
+        pages = self.pages.allocate(request.room, self.job.page_count(tokens))
+        if pages is None:
+            return None
+        state = self.state.allocate(request.room, request.input, tokens, pages)
+        if state is None:
+            self.pages.release(request.room)
+            return None
+        return pages, state
 
     def _reject(self, room: _Room) -> None:
         del self._rooms[room.request.room]
         self.pages.release(room.request.room)
+        self.state.release(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: _Room) -> None:
@@ -293,6 +309,7 @@ class Leader(Worker):
         assert stamps is not None
         del self._rooms[number]
         self.pages.release(number)
+        self.state.release(number)
         message = Finished(
             number,
             room.reserved,

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.mapping import Grid, RankMap
+from pdsim.kv.state import StatePool
 from pdsim.serving.compute import ForwardTime
 
 __all__ = ["ROUTER", "Job", "instance_of", "leader", "rank_name"]
@@ -16,9 +18,9 @@ __all__ = ["ROUTER", "Job", "instance_of", "leader", "rank_name"]
 ROUTER = "router"
 
 
-def rank_name(instance: str, tp_rank: int) -> str:
-    """Return the name of a rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
-    return f"{instance}.{tp_rank}"
+def rank_name(instance: str, index: int) -> str:
+    """Return the name of the *index*-th rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
+    return f"{instance}.{index}"
 
 
 def leader(instance: str) -> str:
@@ -33,12 +35,21 @@ def instance_of(rank: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The instances, their memory, their schedulers' limits, and how long a forward takes on either side."""
+    """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
 
-    prefill_tp: int
-    prefill_instances: int
-    decode_tp: int
+    With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
+    scheduler: ``prefill0d1`` is group 1 of engine 0.
+    """
+
+    prefill: Grid  # of one group
+    prefill_instances: int  # engines
+    decode: Grid
     decode_instances: int
+    prefill_dp: int = 1  # groups of an engine
+    decode_dp: int = 1
+    all_cp_ranks: bool = False
+    state_slots: int = 0  # of mamba layers, on each rank
+    window_share: float = 0.0  # pages of sliding-window layers for each page
     shape: KvShape
     page_size: int
     prefill_pages: int
@@ -64,31 +75,66 @@ class Job:
     @property
     def prefills(self) -> tuple[str, ...]:
         """The prefill instances."""
-        return tuple(f"prefill{index}" for index in range(self.prefill_instances))
+        return tuple(_groups("prefill", self.prefill_instances, self.prefill_dp))
 
     @property
     def decodes(self) -> tuple[str, ...]:
         """The decode instances."""
-        return tuple(f"decode{index}" for index in range(self.decode_instances))
+        return tuple(_groups("decode", self.decode_instances, self.decode_dp))
 
-    def tp(self, instance: str) -> int:
-        """Return how many ranks *instance* has."""
-        return self.prefill_tp if instance.startswith("prefill") else self.decode_tp
+    def check(self) -> None:
+        """Raise a `ValueError` if the model cannot be divided over these ranks, or not handed over between them."""
+        self.rank_map.writers(0)
+        for layout in (self.prefill_layout(), self.decode_layout()):
+            layout.aux_offsets(0)  # looks at every head and dimension
+
+    @property
+    def rank_map(self) -> RankMap:
+        """Who writes what to whom."""
+        return RankMap(self.shape, self.prefill, self.decode, self.all_cp_ranks)
+
+    def grid(self, instance: str) -> Grid:
+        """Return the ranks of *instance*."""
+        return self.prefill if instance.startswith("prefill") else self.decode
 
     def ranks(self, instance: str) -> Iterator[str]:
         """Yield the ranks of *instance*, its leader first."""
-        for tp_rank in range(self.tp(instance)):
-            yield rank_name(instance, tp_rank)
+        for index in range(self.grid(instance).size):
+            yield rank_name(instance, index)
 
-    @property
-    def prefill_layout(self) -> KvLayout:
-        """The pool of a prefill rank."""
-        return KvLayout(self.shape, self.prefill_tp, self.page_size, self.prefill_pages, self.slots)
+    def prefill_layout(self, index: int = 0) -> KvLayout:
+        """Return the pool of a prefill rank."""
+        return self._layout(self.prefill, index, self.prefill_pages)
 
-    @property
-    def decode_layout(self) -> KvLayout:
-        """The pool of a decode rank."""
-        return KvLayout(self.shape, self.decode_tp, self.page_size, self.decode_pages, self.slots)
+    def decode_layout(self, index: int = 0) -> KvLayout:
+        """Return the pool of a decode rank."""
+        return self._layout(self.decode, index, self.decode_pages)
+
+    def window_pages(self, pages: int) -> int:
+        """Return how many pages the sliding-window layers of a rank with so many *pages* have."""
+        return max(1, int(pages * self.window_share))
+
+    def window_need(self, tokens: int) -> int:
+        """Return the most pages that the window of a request of *tokens* touches."""
+        return min(self.page_count(tokens), self.page_count(self.shape.state.window) + 1)
+
+    def state_pool(self, layout: KvLayout) -> StatePool:
+        """Return the state rows of a group with pools of *layout*, none of them taken."""
+        return StatePool(self.shape.state, self.page_size, layout.state_slots, layout.window_pages)
+
+    def _layout(self, grid: Grid, index: int, pages: int) -> KvLayout:
+        state = self.shape.state
+        return KvLayout(
+            self.shape,
+            grid.tp,
+            self.page_size,
+            pages,
+            self.slots,
+            grid.pp,
+            grid.at(index).pp,
+            self.state_slots if state.mamba else 0,
+            self.window_pages(pages) if state.window else 0,
+        )
 
     def longest(self, given: int, wanted: int) -> float:
         """Return how long a request of *given* and *wanted* tokens can take that is first in every queue."""
@@ -100,3 +146,8 @@ class Job:
     def page_count(self, tokens: int) -> int:
         """Return how many pages hold *tokens* tokens."""
         return -(-tokens // self.page_size)
+
+
+def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
+    for engine in range(engines):
+        yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]

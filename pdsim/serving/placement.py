@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import Machine
-from pdsim.kv.layout import KvShape
+from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side
 from pdsim.transfer import Place
 from pdsim.units import format_size
@@ -42,14 +42,23 @@ def pages(side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, sche
     if kv.pool:
         pool = float(kv.pool)
     elif machine.gpu is not None and machine.gpus:
-        pool = machine.gpu.memory * scheduler.memory_fraction - model.parameters * model.dtype_bytes / side.tp
+        weights = model.parameters * model.dtype_bytes / side.tp / side.pp
+        pool = machine.gpu.memory * scheduler.memory_fraction - weights
     else:
         pool = machine.host.memory * scheduler.memory_fraction / -(-ranks // machine.nodes)
-    page = kv.page_size * shape.token_bytes(side.tp)
-    count = int(pool // page)
+    state = kv.state_slots or scheduler.decode_batch
+    stages = [KvLayout(shape, side.attention_tp, kv.page_size, 1, 1, side.pp, stage, 1, 1) for stage in range(side.pp)]
+    pages = [stage.row_bytes("kv") + stage.row_bytes("index") for stage in stages]
+    sizes = [page + kv.window_share * stage.row_bytes("window") for page, stage in zip(pages, stages, strict=True)]
+    # the stage that runs out first decides, for pages have the same numbers in all
+    left, page = min(
+        ((pool - state * stage.row_bytes("mamba"), size) for stage, size in zip(stages, sizes, strict=True) if size),
+        key=lambda both: both[0] / both[1],
+    )
+    count = int(left // page)
     if count < 1:
         raise ConfigError(
-            f"a page of kv.page_size={kv.page_size} tokens takes {format_size(page)} a rank, and {format_size(pool)} "
+            f"a page of kv.page_size={kv.page_size} tokens takes {format_size(page)} a rank, and {format_size(left)} "
             f"are left for KV at tp={side.tp}; raise tp, kv.pool or scheduler.memory_fraction, or lower kv.page_size"
         )
     return count

@@ -36,19 +36,19 @@ from pdsim.transfer import Program, Rank
 __all__ = ["program"]
 
 
-def program(rank: Rank, *, instance: str, tp_rank: int, job: Mapping[str, Any]) -> Program:
+def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a prefill instance until the router stops it."""
-    member = Leader if tp_rank == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, tp_rank).run())
+    member = Leader if index == 0 else Worker
+    return (yield from member(rank, Job.from_plain(job), instance, index).run())
 
 
 class Worker(Member):
     """A rank that computes what its leader says, and writes what it computed."""
 
-    def __init__(self, rank: Rank, job: Job, instance: str, tp_rank: int) -> None:
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
-        self.sender = KvSender(rank, job.prefill_layout, tp_rank, self.conclude)
+        self.sender = KvSender(rank, job.prefill_layout(index), job.prefill, index, self.conclude, job.all_cp_ranks)
         self._missing = set(job.decodes)  # instances not connected yet
         self.handlers |= {
             Register: self._register,
@@ -96,7 +96,7 @@ class Worker(Member):
 
     def _found(self, instance: str, gone: bool = False) -> None:
         """Be ready once every instance is connected, or known to be gone."""
-        if instance in self._missing and (gone or self.sender.connected(instance, self.job.decode_tp)):
+        if instance in self._missing and (gone or self.sender.connected(instance, self.job.decode)):
             self._missing.remove(instance)
             if not self._missing:
                 self.ready()
@@ -117,6 +117,7 @@ class _Room:
     noticed: float = 0.0
     started: float = 0.0
     runs: Runs = ()  # of the whole request, once it has pages
+    state: tuple[Runs, ...] = ()  # of each component
     done: int = 0  # tokens that a forward has covered or covers now
     chunks: int = 0
     source_slot: int = -1
@@ -133,16 +134,17 @@ class Leader(Worker):
     takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, tp_rank: int) -> None:
-        super().__init__(rank, job, instance, tp_rank)
-        self.followers = [rank_name(instance, other) for other in range(1, job.prefill_tp)]
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
         self.pages = PagePool(job.prefill_pages)
         self.slots = SlotPool(job.slots)
+        self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, _Room] = {}
         self._early: dict[int, Destination] = {}  # came before their `Submit`
         self._queue: deque[_Room] = deque()
         self._idle: Event | None = None
-        self._not_ready = job.prefill_tp
+        self._not_ready = job.prefill.size
         handlers: dict[type[Message], Handler] = {
             Ready: lambda _, __: self.ready(),
             Submit: self._submit,
@@ -179,12 +181,12 @@ class Leader(Worker):
             elif not room.failed:
                 room.nbytes += message.nbytes
                 room.over += 1
-                if room.over == self.job.prefill_tp:
+                if room.over == self.job.prefill.size:
                     self._forget(room)
                     self.send(ROUTER, Prefilled(message.room, room.nbytes))
         else:
             room.over += 1
-            if room.over == self.job.prefill_tp:
+            if room.over == self.job.prefill.size:
                 self._forget(room)
                 self.send(leader(room.request.decode), Released(message.room))
 
@@ -235,6 +237,7 @@ class Leader(Worker):
         if room.source_slot >= 0:
             self.pages.release(number)
             self.slots.release(number)
+            self.state.release(number)
             self._wake()
 
     # --- the scheduler ---
@@ -289,10 +292,15 @@ class Leader(Worker):
         pages = self.pages.allocate(request.room, self.job.page_count(request.input))
         if pages is None:
             return False
+        state = self.state.allocate(request.room, request.input, request.input, pages)
+        if state is None:
+            self.pages.release(request.room)
+            return False
         slot = self.slots.allocate(request.room)
         assert slot is not None
         room.source_slot = slot
         room.runs = pair(pages, destination.pages)
+        room.state = tuple(map(pair, state, destination.state))
         room.started = self.clock.now
         return True
 
@@ -309,11 +317,13 @@ class Leader(Worker):
             request.decode,
             room.chunks,
             first,
+            request.input,
             cut(room.runs, first, end - first),
             last,
             (room.source_slot, destination.slot),
             room.noticed,
             room.started,
+            room.state if last else (),
         )
         room.chunks += 1
         return chunk

@@ -8,6 +8,7 @@ from typing import Any
 
 from simpy.events import Event
 
+from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Abort, Failed, Finished, Gone, Message, Ping, Pong, Prefilled, Ready, Stop, Submit
 from pdsim.serving.job import Job, instance_of, leader
 from pdsim.serving.member import Handler, Member
@@ -46,19 +47,23 @@ class _Request:
 class _Side:
     """The instances of one side, and the tokens outstanding at each."""
 
-    def __init__(self, instances: Sequence[str], policy: str) -> None:
+    def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
         self.load = dict.fromkeys(instances, 0)
+        self._dp = dp
+        self._group = {instance: number % dp for number, instance in enumerate(instances)}
         self._policy = policy
         self._turn = 0
 
-    def choose(self) -> str | None:
-        """Return the instance that is to have the next request, or None if none is left."""
-        if not self.load:
+    def choose(self, room: int) -> str | None:
+        """Return the instance that is to have *room*, one of those of its `dp_rank`, or None if none is left."""
+        group = dp_rank(room, self._dp)
+        able = self.load if self._dp == 1 else [name for name in self.load if self._group[name] == group]
+        if not able:
             return None
         if self._policy == "least_tokens":
-            return min(self.load, key=self.load.__getitem__)
+            return min(able, key=self.load.__getitem__)
         self._turn += 1
-        return list(self.load)[(self._turn - 1) % len(self.load)]
+        return list(able)[(self._turn - 1) % len(able)]
 
     def add(self, instance: str, tokens: int) -> None:
         """Count *tokens* more, or fewer, at *instance*, unless it is gone."""
@@ -77,8 +82,8 @@ class Router(Member):
     def __init__(self, rank: Rank, job: Job, requests: Sequence[Sequence[float]]) -> None:
         super().__init__(rank, job)
         self.requests = [_Request(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
-        self.prefills = _Side(job.prefills, job.policy)
-        self.decodes = _Side(job.decodes, job.policy)
+        self.prefills = _Side(job.prefills, job.prefill_dp, job.policy)
+        self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
         instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: self.clock.now for instance in instances for name in job.ranks(instance)}
         self.not_ready = set(instances)
@@ -150,7 +155,7 @@ class Router(Member):
         self._stop_if_done()
 
     def _submit(self, room: int, request: _Request) -> None:
-        prefill, decode = self.prefills.choose(), self.decodes.choose()
+        prefill, decode = self.prefills.choose(room), self.decodes.choose(room)
         if prefill is None or decode is None:
             self._close(request, f"PeerLost: no {'decode' if prefill else 'prefill'} instance is left")
             return

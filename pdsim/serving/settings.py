@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Compute", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
+__all__ = ["Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
 
 
 def _positive(owner: str, **values: float) -> None:
@@ -29,6 +29,40 @@ def _one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hybrid:
+    """What a model keeps beside full attention's keys and values; without values, nothing.
+
+    *pattern* names the kind of each layer, repeated as often as it takes: ``a`` full attention, ``w`` attention over
+    the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
+    """
+
+    pattern: str = "a"
+    window: int = 0  # tokens
+    conv_groups: tuple[int, ...] = ()  # channels of a mamba layer's convolution, of each part that is sharded by itself
+    conv_width: int = 0  # past inputs that it keeps of each channel: the kernel less one
+    ssm_heads: int = 0  # of a mamba layer's recurrent state
+    ssm_head_elements: int = 0  # of the state in one head
+    ssm_dtype_bytes: int = 4
+    index_bytes: int = 0  # of a token's row in the index of sparse attention, in one layer
+
+    def __post_init__(self) -> None:
+        _not_negative("model.hybrid", window=self.window, index_bytes=self.index_bytes)
+        if "a" not in self.pattern or set(self.pattern) - set("awm"):
+            raise ValueError(f"model.hybrid.pattern must be of a, w and m with at least one a, got {self.pattern!r}")
+        if "w" in self.pattern:
+            _positive("model.hybrid", window=self.window)
+        if "m" in self.pattern:
+            _positive(
+                "model.hybrid",
+                conv_groups=min(self.conv_groups, default=0),
+                conv_width=self.conv_width,
+                ssm_heads=self.ssm_heads,
+                ssm_head_elements=self.ssm_head_elements,
+                ssm_dtype_bytes=self.ssm_dtype_bytes,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llm:
     """The shape of a language model: `conf/model`."""
 
@@ -44,6 +78,7 @@ class Llm:
     latent_dim: int = 0  # elements of that row
     dtype_bytes: int = 2  # of a KV element and of a weight
     context: int = 131072  # longest input + output, tokens
+    hybrid: Hybrid = field(default_factory=Hybrid)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,18 +101,35 @@ class Llm:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The prefill or the decode side: *instances* engines of *tp* tensor-parallel ranks, one GPU each."""
+    """The prefill or the decode side: *instances* engines of ``tp * pp * cp`` ranks, one GPU each.
+
+    *tp* is the tensor parallelism of the whole engine.  With data-parallel attention, *dp* > 1, its ranks form *dp*
+    attention groups of ``tp // dp`` ranks a stage, each with requests, pages and a scheduler of its own, as in SGLang:
+    dp=4 with tp=4 is four groups of attention tp 1.
+    """
 
     tp: int
     instances: int = 1
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context-parallel ranks
+    dp: int = 1  # attention groups
 
     def __post_init__(self) -> None:
-        _positive("parallel", tp=self.tp, instances=self.instances)
+        _positive("parallel", tp=self.tp, instances=self.instances, pp=self.pp, cp=self.cp, dp=self.dp)
+        if self.tp % self.dp:
+            raise ValueError(
+                f"parallel.dp must divide tp={self.tp}, whose ranks it divides among groups, got {self.dp}"
+            )
+
+    @property
+    def attention_tp(self) -> int:
+        """Tensor-parallel ranks of an attention group."""
+        return self.tp // self.dp
 
     @property
     def gpus(self) -> int:
         """GPUs in all."""
-        return self.tp * self.instances
+        return self.tp * self.pp * self.cp * self.instances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +138,16 @@ class Parallel:
 
     prefill: Side
     decode: Side
+
+    def __post_init__(self) -> None:
+        prefill, decode = self.prefill, self.decode
+        if decode.cp != 1:
+            raise ValueError(f"decode.cp={decode.cp}: decode ranks are not context-parallel; leave decode.cp at 1")
+        if decode.pp not in (1, prefill.pp):
+            raise ValueError(
+                f"decode.pp={decode.pp} and prefill.pp={prefill.pp}: decode has the stages of prefill or a single one; "
+                f"use decode.pp=1 or decode.pp={prefill.pp}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +195,14 @@ class Kv:
     """The KV cache and how it is handed over."""
 
     page_size: int = 64  # tokens
-    pool: Size = 0  # bytes of KV a GPU; 0 is what the weights leave, times *Scheduler.memory_fraction*
+    pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times *Scheduler.memory_fraction*
+    all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
+    state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
+    window_share: float = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
 
     def __post_init__(self) -> None:
-        _positive("kv", page_size=self.page_size)
-        _not_negative("kv", pool=self.pool)
+        _positive("kv", page_size=self.page_size, window_share=self.window_share)
+        _not_negative("kv", pool=self.pool, state_slots=self.state_slots)
 
 
 @dataclass(frozen=True, kw_only=True)

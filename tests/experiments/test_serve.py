@@ -238,7 +238,7 @@ def test_a_request_larger_than_the_pool_is_refused_before_anything_runs():
 
 def test_sizes_that_do_not_divide_one_another_are_refused():
     model = replace(LLM, heads=12, kv_heads=12)
-    with pytest.raises(ConfigError, match=r"prefill.tp=2 and parallel.decode.tp=3"):
+    with pytest.raises(ConfigError, match=r"prefill tp=2 and decode tp=3: one must divide the other"):
         serve(configured(Side(tp=2), Side(tp=3), model))
 
 

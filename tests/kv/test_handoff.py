@@ -10,6 +10,7 @@ import pytest
 
 from pdsim.fabric.world import Model
 from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Settled, decode, encode
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
@@ -22,7 +23,7 @@ HERE = "tests.kv.test_handoff"
 
 
 def chunk(index: int, runs: list[list[int]], last: bool, room: int = 7, first_page: int = 0) -> Chunk:
-    return Chunk(room, "decode0", index, first_page, tuple(map(tuple, runs)), last, (0, 1), 0.0, 0.0)
+    return Chunk(room, "decode0", index, first_page, 10, tuple(map(tuple, runs)), last, (0, 1), 0.0, 0.0)
 
 
 def prefill(rank: Rank, *, script: list[list[Any]]) -> Program:
@@ -33,7 +34,7 @@ def prefill(rank: Rank, *, script: list[list[Any]]) -> Program:
         fields = [getattr(message, name) for name in message.__struct_fields__]
         reports.append([rank.clock.now, type(message).__name__, *fields])
 
-    sender = KvSender(rank, LAYOUT, 0, report)
+    sender = KvSender(rank, LAYOUT, Grid(1), 0, report)
     message = yield rank.channel.receive()
     register = decode(message.payload)
     assert isinstance(register, Register)
@@ -58,7 +59,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
         LAYOUT,
         "decode0",
         0,
-        1,
+        RankMap(SHAPE, Grid(1), Grid(1)),
         lambda message, last: reports.append([rank.clock.now, message.reason, last.count]),
     )
     rank.channel.send("prefill0.0", encode(receiver.register()))
@@ -193,7 +194,7 @@ def test_a_pool_of_another_kind_is_refused_with_both_values(page_size: int, laye
 
 def mismatched(rank: Rank, *, page_size: int, layers: int) -> Program:
     layout = KvLayout(replace(SHAPE, layers=layers), 1, page_size, 8, 2)
-    sender = KvSender(rank, layout, 0, lambda message: None)
+    sender = KvSender(rank, layout, Grid(1), 0, lambda message: None)
     message = yield rank.channel.receive()
     register = decode(message.payload)
     assert isinstance(register, Register)

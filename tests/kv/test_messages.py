@@ -8,7 +8,7 @@ import pytest
 from pdsim.kv import messages
 from pdsim.kv.messages import VERSION, Chunk, Destination, Forward, Message, MessageError, Ping, Submit, decode, encode
 
-CHUNK = Chunk(3, "decode0", 1, 4, ((5, 6, 2),), True, (0, 1), 0.25, 0.5)
+CHUNK = Chunk(3, "decode0", 1, 4, 400, ((5, 6, 2),), True, (0, 1), 0.25, 0.5)
 SOME = [Ping(), Submit(1, 100, 10, "prefill0", "decode1"), Destination(1, ((0, 2), (7, 1)), 3), Forward(0.5, (CHUNK,))]
 
 

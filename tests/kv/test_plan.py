@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
-from pdsim.kv.mapping import HeadSlice, head_slice, owned_heads, writers
+from pdsim.kv.mapping import Grid, HeadSlice, Part, RankMap, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
 from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_235B, layout
 
@@ -31,7 +31,7 @@ def test_descriptors_of_8192_tokens_are_those_of_the_reference(shape: KvShape, t
 @pytest.mark.parametrize(("shape", "tp", "count"), [(LLAMA_8B, 1, 524_288), (QWEN3_235B, 4, 1_540_096)])
 def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape: KvShape, tp: int, count: int):
     pool = layout(shape, tp, pages=128)
-    assert len(Planner(pool, pool, HeadSlice(0, 0, 1)).batch(WHOLE)) == count
+    assert len(Planner(pool, pool, Part(("kv",), HeadSlice(0, 0, 1))).batch(WHOLE)) == count
 
 
 def test_tokens_that_lie_alone_cost_a_descriptor_each():
@@ -92,8 +92,9 @@ def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(hea
     runs = group(source_pages, target_pages)
     for rank in range(decode):
         memory = np.zeros(target.size, np.uint8)
-        for writer in writers(shape, prefill, decode, rank):
-            batch = Planner(source, target, head_slice(shape, prefill, decode, writer, rank)).batch(runs)
+        both = RankMap(shape, Grid(prefill), Grid(decode))
+        for writer in both.writers(rank):
+            batch = Planner(source, target, both.part(writer, rank)).batch(runs)
             sent = contents(source, writer, source_pages)
             for start, to, size in zip(batch.source_offset, batch.target_offset, batch.size, strict=True):
                 memory[to : to + size] = sent[start : start + size]
