@@ -1,0 +1,80 @@
+"""What distinguishes the ways in which backends hand KV over, as data: `policy` in `conf/backend`.
+
+Unknown here: what a transfer costs (`pdsim.fabric.machine.Engine`), and how any of this is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["POOLS", "Policy", "Staging"]
+
+POOLS = {"default": ("batch", "device"), "nvlink": ("control", "host"), "intra_node_nvlink": ("batch", "device")}
+"""Path and memory of first-token metadata by the pool that a backend takes KV memory from, as SGLang pairs them: its
+NVLINK pool cannot carry host memory, so rows go over TCP; within a node they lie on the GPU and go as KV does."""
+
+
+def _one_of(allowed: tuple[str, ...], **values: str) -> None:
+    for name, value in values.items():
+        if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
+            raise ValueError(f"policy.{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a prefill rank hands KV to a backend, and how the other side learns of it.
+
+    Without values: every chunk is posted at once, grouped, in one write with the metadata.
+    """
+
+    queues: int = 0  # each with one worker that blocks until its write is done; 0 posts everything at once
+    shard: str = "session"  # a room's queue: by the peers that it goes to, or by its number ("room")
+    call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, or one "plane"
+    grouping: str = "runs"  # a descriptor is a run of neighbouring pages, or one page ("pages")
+    notify: str = (
+        "write"  # attached to every write; or once a room, as a "message" or when the scheduler polls ("poll")
+    )
+    pool: str = "default"  # that KV is in: one of `POOLS`
+    metadata: str = ""  # in the last "batch", in a "write" of its own, over the "control" channel; "" is by the pool
+    metadata_memory: str = ""  # "device" or "host"; "" is by the pool
+    staging: bool = True  # whether the backend has a staged path
+
+    def __post_init__(self) -> None:
+        if self.queues < 0:
+            raise ValueError(f"policy.queues must be >= 0, got {self.queues}")
+        _one_of(("session", "room"), shard=self.shard)
+        _one_of(("chunk", "plane"), call=self.call)
+        _one_of(("runs", "pages"), grouping=self.grouping)
+        _one_of(("write", "message", "poll"), notify=self.notify)
+        _one_of(tuple(POOLS), pool=self.pool)
+        _one_of(("", "batch", "write", "control"), metadata=self.metadata)
+        _one_of(("", "device", "host"), metadata_memory=self.metadata_memory)
+        if self.metadata_on == "host" and self.metadata_by != "control":
+            raise ValueError(
+                f"policy.metadata={self.metadata_by} needs rows in the registered memory of the device, "
+                "policy.metadata_memory is host; use policy.metadata=control"
+            )
+
+    @property
+    def metadata_by(self) -> str:
+        """Which way metadata goes: ``"batch"``, ``"write"`` or ``"control"``."""
+        return self.metadata or POOLS[self.pool][0]
+
+    @property
+    def metadata_on(self) -> str:
+        """Which memory its rows lie in: ``"device"`` or ``"host"``."""
+        return self.metadata_memory or POOLS[self.pool][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """The staged path between ranks that keep different heads: sizes in bytes, the same on all ranks of a side."""
+
+    ring: int  # of each decode rank
+    buffer: int  # of each queue of a prefill rank
+    wait: float  # seconds that a chunk waits for a slot before it goes in slices
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "buffer", "wait"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"staging {name} must be > 0, got {getattr(self, name)}")

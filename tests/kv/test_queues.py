@@ -1,0 +1,58 @@
+"""Queues with blocking workers: who waits for whom, in exact times."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdsim.clock import Clock
+from pdsim.kv.queues import Job, Queues
+from pdsim.transfer import Program
+
+
+def run(count: int, work: list[tuple[float, int, str, float]]) -> list[tuple[float, str]]:
+    """Put jobs, each at a time under a key with a name and a length; return when which ended."""
+    clock, done = Clock(), []
+
+    def job(name: str, seconds: float) -> Job:
+        def program(_: int) -> Program:
+            yield clock.timeout(abs(seconds))
+            if seconds < 0:
+                raise RuntimeError(name)
+            done.append((clock.now, name))
+
+        return program
+
+    queues = Queues(clock, count, lambda _, error: done.append((clock.now, f"{error} failed")))
+    for at, key, name, seconds in work:
+        clock.call_at(at, lambda arguments: queues.put(arguments[0], job(*arguments[1:])), (key, name, seconds))
+    clock.run()
+    return done
+
+
+def test_a_slow_job_holds_up_its_queue_and_no_other():
+    work = [(0.0, 0, "slow", 4.0), (1.0, 4, "behind", 1.0), (1.0, 1, "beside", 1.0)]
+    assert run(4, work) == [(2.0, "beside"), (4.0, "slow"), (5.0, "behind")]
+
+
+def test_without_queues_nobody_waits():
+    work = [(0.0, 0, "slow", 4.0), (1.0, 4, "behind", 1.0)]
+    assert run(0, work) == [(2.0, "behind"), (4.0, "slow")]
+
+
+def test_a_queue_is_first_come_first_served():
+    work = [(0.0, 0, "a", 1.0), (0.5, 0, "b", 0.25), (0.5, 0, "c", 0.25)]
+    assert run(1, work) == [(1.0, "a"), (1.25, "b"), (1.5, "c")]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_worker_outlives_a_job_that_raises(count: int):
+    assert run(count, [(0.0, 0, "bad", -1.0), (2.0, 0, "good", 1.0)]) == [(1.0, "bad failed"), (3.0, "good")]
+
+
+def test_a_worker_wakes_for_what_comes_after_a_pause():
+    assert run(2, [(0.0, 0, "a", 1.0), (5.0, 0, "b", 1.0)]) == [(1.0, "a"), (6.0, "b")]
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(ValueError, match="count must be >= 0, got -1"):
+        Queues(Clock(), -1, lambda job, error: None)
