@@ -390,6 +390,7 @@ class Rank:
     channel: Channel
     recorder: Recorder
     peers: tuple[str, ...]  # the names of all other ranks
+    observer: Any = None  # on the model, `pdsim.fabric.faults.Observer` if the job is watched
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,22 @@
 """Control messages on the model: a TCP socket from every rank to every other.
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
-``tcp_latency`` to arrive.  That is a sum, so a message costs one event.  Not modelled: that control messages and data
-share the node's TCP link, and a sender that is slowed down by a receiver that does not read.
+``tcp_latency`` to arrive.  That is a sum, so a message costs one event.  A faulty network holds messages up
+(`pdsim.fabric.faults`), but never lets one overtake another on the same socket.  Not modelled: that control messages
+and data share the node's TCP link, and a sender that is slowed down by a receiver that does not read.
 """
 
 from __future__ import annotations
 
+from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 from pdsim.clock import Clock, Mailbox
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from simpy.events import Event
 
     from pdsim.fabric.machine import Host
@@ -24,15 +28,28 @@ class SimChannel:
     """One rank's sockets: the simulated `pdsim.transfer.Channel`.
 
     *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
+    *hold*, if given, is asked for how many seconds each message is held up, and *watch* told of every message.
     """
 
-    def __init__(self, name: str, host: Host, job: Clock, clock: Clock, ranks: dict[str, SimChannel]) -> None:
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        job: Clock,
+        clock: Clock,
+        ranks: dict[str, SimChannel],
+        hold: Callable[[], float] | None = None,
+        watch: Callable[[str, str, bytes], None] | None = None,
+    ) -> None:
         self.name = name
         self._host = host
         self._job = job
         self._ranks = ranks
         self._inbox = Mailbox(clock)
         self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
+        self._hold = hold
+        self._watch = watch
+        self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
         self._closed = False
         ranks[name] = self
 
@@ -43,11 +60,13 @@ class SimChannel:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
         if self._closed or channel._closed:
             return
+        if self._watch is not None:
+            self._watch(self.name, receiver, payload)
         host, job = self._host, self._job
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
         self._free[receiver] = sent
         message = Message(self.name, payload)
-        job.call_at(sent + host.tcp_latency, channel._arrive, message)
+        job.call_at(self._arrival(receiver, sent + host.tcp_latency), channel._arrive, message)
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
@@ -56,6 +75,13 @@ class SimChannel:
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
         self._closed = True
+
+    def _arrival(self, receiver: str, at: float) -> float:
+        if self._hold is None:
+            return at
+        after = nextafter(self._arrivals.get(receiver, 0.0), inf)
+        at = self._arrivals[receiver] = max(at + self._hold(), after)
+        return at
 
     def _arrive(self, message: Message) -> None:
         if not self._closed:

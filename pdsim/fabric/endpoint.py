@@ -2,7 +2,8 @@
 
 Bytes are read at the source and written at the target at the instant of completion.  That is the latest moment at
 which a real engine may still read its source, so a sender that reuses memory before the end is caught (as is a
-receiver that reads before it was told to); a torn transfer, half old and half new, is not modelled.
+receiver that reads before it was told to).  With `Faults.stray` both happen at any instant since the call; a torn
+transfer, half old and half new, is not modelled.
 
 Nothing recalls a transfer: after a `TransferTimeout` its flow goes on, its bytes and its notification may still
 arrive, and `Transfer.settled` says when that is over.  Only a transfer that still waited for room in the send queue
@@ -31,10 +32,11 @@ from pdsim.errors import (
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import Lane, Poster, Posting
 from pdsim.fabric.flight import Connection, Flight, Registration
-from pdsim.fabric.memory import SimBuffer, copy_bytes
+from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
 if TYPE_CHECKING:
+    from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.machine import Engine
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.sharing import Network
@@ -58,6 +60,8 @@ class Fabric:
     network: Network
     topology: Topology
     engine: Engine
+    chance: Chance | None = None
+    observer: Observer | None = None
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
 
 
@@ -67,6 +71,7 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: str
     engine: str
     regions: list[Region]
+    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
 
 class SimEndpoint:
@@ -77,6 +82,7 @@ class SimEndpoint:
     ) -> None:
         self.name = name
         self.site = site
+        self.life = fabric.clock.now
         self.ended: float | None = None  # when it was closed or killed
         self._fabric = fabric
         self._clock = clock
@@ -97,6 +103,15 @@ class SimEndpoint:
     def engine(self) -> str:
         """``"model:"`` and the engine's name."""
         return self._engine
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as usual posting takes."""
+        return self._poster.slowness
+
+    @slowness.setter
+    def slowness(self, factor: float) -> None:
+        self._poster.slowness = factor
 
     @property
     def notifications(self) -> Mailbox:
@@ -146,7 +161,7 @@ class SimEndpoint:
         """Return JSON: this rank's name, its engine and the regions registered so far."""
         self._check_open()
         regions = [registration.region for registration in self._regions.values()]
-        return msgspec.json.encode(_Address(self.name, self.engine, regions))
+        return msgspec.json.encode(_Address(self.name, self.engine, regions, self.life))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
@@ -159,10 +174,10 @@ class SimEndpoint:
         except msgspec.DecodeError as error:
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
         remote = self._fabric.endpoints.get(there.rank)
-        if remote is None or remote.ended is not None:
+        if remote is None or remote.ended is not None or remote.life != there.life:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
-        if connection is None:
+        if connection is None or connection.remote is not remote:
             connection = self._connections[there.rank] = Connection(self, remote, self._lane(remote))
         return Peer(there.rank, {region.name: region for region in there.regions}, connection)
 
@@ -214,27 +229,85 @@ class SimEndpoint:
             self._lose(self._number, flight)
         else:
             try:
-                flight.posting = connection.lane.post(
-                    batch.nbytes, len(batch.size), not write, self._on_complete, self._number
-                )
+                flight.posting = self._post(flight, self._number)
             except SendQueueFull as error:
                 self._refuse(self._number, flight, error)
                 return transfer
         self._deadlines.add(now + limit, self._number)
         return transfer
 
+    def _post(self, flight: Flight, number: int) -> Posting:
+        fabric, batch, lane = self._fabric, flight.transfer.batch, flight.connection.lane
+        if fabric.observer is not None:
+            fabric.observer.posted(batch, flight.transfer.label)
+        if fabric.chance is None:
+            return lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number)
+        held = fabric.chance.transfer()
+        posting = lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number, held)
+        if fabric.chance.strays and posting.posted is not None:
+            read, land = fabric.chance.instants(lane.seconds(posting))
+            fabric.clock.call_at(fabric.clock.now + read, self._read_early, number)
+            fabric.clock.call_at(fabric.clock.now + max(read, land), self._land_early, number)
+        return posting
+
+    def _read_early(self, number: int) -> None:
+        """Take a copy of what *number* has at its source, if it is still under way."""
+        flight = self._moving(number)
+        buffers = None if flight is None else flight.buffers()
+        if flight is None or buffers is None:
+            return
+        batch, observer = flight.transfer.batch, self._fabric.observer
+        if observer is not None:
+            observer.read(batch, flight.transfer.label)
+        flight.pieces = []
+        if self._device.holds_bytes:
+            flight.pieces = [piece.copy() for piece in read_pieces(batch, buffers[0])]
+
+    def _land_early(self, number: int) -> None:
+        """Let what was read for *number* land, if it is still under way."""
+        flight = self._moving(number)
+        buffers = None if flight is None else flight.buffers()
+        if flight is None or buffers is None or flight.pieces is None:
+            return
+        batch, observer = flight.transfer.batch, self._fabric.observer
+        if observer is not None:
+            observer.landed(batch, flight.transfer.label)
+        flight.landed = True
+        if self._device.holds_bytes:
+            write_pieces(batch, buffers[1], flight.pieces)
+
+    def _moving(self, number: int) -> Flight | None:
+        flight = self._flights.get(number)
+        stopped = flight is None or flight.posting is None or flight.posting.aborted
+        return None if stopped else flight
+
+    def _move(self, flight: Flight, source: SimBuffer, target: SimBuffer) -> None:
+        """Move what has not moved yet."""
+        batch, label, observer = flight.transfer.batch, flight.transfer.label, self._fabric.observer
+        if flight.landed:
+            return
+        if observer is not None and flight.pieces is None:
+            observer.read(batch, label)
+        if observer is not None:
+            observer.landed(batch, label)
+        if not self._device.holds_bytes:
+            return
+        if flight.pieces is None:
+            copy_bytes(batch, source, target)
+        else:
+            write_pieces(batch, target, flight.pieces)
+
     def _on_complete(self, posting: Posting) -> None:
         """Bytes first, then the notification, then the event that the poster waits for."""
         flight = self._flights[posting.tag]
         there = flight.connection.remote
-        registration = there.registration(flight.remote)
+        buffers = flight.buffers()
         error = None
-        if registration is None:
+        if buffers is None:
             name = f"{flight.remote.owner}/{flight.remote.name}"
             error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
-        elif self._device.holds_bytes:
-            here, away = flight.local.buffer, registration.buffer
-            copy_bytes(flight.transfer.batch, *((here, away) if flight.write else (away, here)))
+        else:
+            self._move(flight, *buffers)
         record = self._land(posting.tag, flight, error)
         if flight.notify and error is None:
             there._notifications.deliver(Notification(self.name, flight.notify))

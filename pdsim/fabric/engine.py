@@ -16,7 +16,7 @@ more if its wire does not start at once.
 from __future__ import annotations
 
 from collections import deque
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from pdsim.errors import SendQueueFull
@@ -35,18 +35,21 @@ __all__ = ["Lane", "Poster", "Posting"]
 class Poster:
     """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
 
-    __slots__ = ("free",)
+    __slots__ = ("free", "slowness")
 
     def __init__(self) -> None:
         self.free = 0.0  # when it has done everything that it was given
+        self.slowness = 1.0  # how many times as long as usual its work takes
 
 
 class Posting:
     """One transfer in the hands of the engine.  Made by `Lane.post`."""
 
-    __slots__ = ("_done", "_flow", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
+    __slots__ = ("_done", "_flow", "_held", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
 
-    def __init__(self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any) -> None:
+    def __init__(
+        self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
+    ) -> None:
         self.nbytes = nbytes
         self.descriptors = descriptors
         self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
@@ -54,6 +57,7 @@ class Posting:
         self.tag = tag
         self._wire = wire
         self._done = done
+        self._held = held
         self._flow: Flow | None = None
 
 
@@ -103,13 +107,20 @@ class Lane:
         self._inward = _Wire(network.path((*inward.links, *queues), model.rate), model, inward.latency)
 
     def post(
-        self, nbytes: int, descriptors: int, inward: bool, done: Callable[[Posting], None], tag: Any = None
+        self,
+        nbytes: int,
+        descriptors: int,
+        inward: bool,
+        done: Callable[[Posting], None],
+        tag: Any = None,
+        held: float = 0.0,
     ) -> Posting:
         """Post a transfer to the peer, or from it if *inward*; ``done(posting)`` is called when it is complete.
 
-        Raise `SendQueueFull` if the queue has no room and the engine does not wait.
+        *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does not
+        wait.
         """
-        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag)
+        posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
         if not self.model.depth or (not self._waiting and self._has_room(descriptors)):
             self._admit(posting)
         elif self.model.full == "wait":
@@ -120,6 +131,13 @@ class Lane:
                 f"{self.model.depth} and refuses more; send smaller batches or fewer at once"
             )
         return posting
+
+    def seconds(self, posting: Posting) -> float:
+        """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
+        assert posting.posted is not None
+        wire = posting._wire
+        narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
+        return posting.posted - self._clock.now + posting.nbytes / narrowest + wire.latency + posting._held
 
     def abort(self, posting: Posting) -> None:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
@@ -142,7 +160,8 @@ class Lane:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
         start = max(now, poster.free)
-        posting.posted = poster.free = start + (model.call + posting.descriptors * model.descriptor)
+        work = (model.call + posting.descriptors * model.descriptor) * poster.slowness
+        posting.posted = poster.free = start + work
         begin = start if model.overlap else posting.posted
         if begin > now:
             self._clock.call_at(begin, self._begin, posting)
@@ -159,7 +178,7 @@ class Lane:
     def _on_carried(self, posting: Posting) -> None:
         posting._flow = None
         assert posting.posted is not None
-        at = max(self._clock.now, posting.posted) + posting._wire.latency
+        at = max(self._clock.now, posting.posted) + posting._wire.latency + posting._held
         self._clock.call_at(at, self._complete, posting)
 
     def _complete(self, posting: Posting) -> None:

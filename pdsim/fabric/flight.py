@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdsim.fabric.endpoint import SimEndpoint
     from pdsim.fabric.engine import Lane, Posting
-    from pdsim.fabric.memory import SimBuffer
+    from pdsim.fabric.memory import Bytes, SimBuffer
     from pdsim.transfer import Region, Transfer
 
 __all__ = ["Connection", "Flight", "Registration"]
@@ -38,7 +38,19 @@ class Connection:
 class Flight:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
-    __slots__ = ("connection", "held", "local", "notify", "posting", "remote", "submitted", "transfer", "write")
+    __slots__ = (
+        "connection",
+        "held",
+        "landed",
+        "local",
+        "notify",
+        "pieces",
+        "posting",
+        "remote",
+        "submitted",
+        "transfer",
+        "write",
+    )
 
     def __init__(
         self,
@@ -58,12 +70,21 @@ class Flight:
         self.notify = notify
         self.submitted = submitted
         self.posting: Posting | None = None
+        self.pieces: list[Bytes] | None = None  # what has been read, if that was before the end
+        self.landed = False  # if that was before the end
         there = connection.remote.registration(remote)
         self.held = None if there is None else there.buffer
         if self.held is not None:
             self.held.hold()
         local.unsettled += 1
         local.buffer.hold()
+
+    def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
+        """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
+        there = self.connection.remote.registration(self.remote)
+        if there is None:
+            return None
+        return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)
 
     def release(self) -> None:
         """Let go of the memory on both sides."""

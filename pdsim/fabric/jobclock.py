@@ -7,13 +7,14 @@ whose event it was, and to end a rank by force is to drop its events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from heapq import heappop
 from typing import TYPE_CHECKING
 
 from simpy.core import BoundClass, EmptySchedule
 
 from pdsim.clock import Clock
+from pdsim.fabric.faults import Ties
 
 if TYPE_CHECKING:
     from simpy.events import Process
@@ -29,7 +30,7 @@ class RankClock(Clock):
         self.job = job
         # Environment.__init__ would make a queue and a time of its own
         self._queue = job._queue
-        self._eid = job._eid
+        self._eid = job._eid if job.ties is None else Ties(job, job.ties)  # type: ignore[assignment]
         self._active_proc: Process | None = None
         BoundClass.bind_early(self)
 
@@ -50,8 +51,12 @@ class RankClock(Clock):
 class JobClock(Clock):
     """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()
+        self.ties = ties
+        """Draws, if what is due at one instant on several ranks is to happen in any order."""
+        if ties is not None:
+            self._eid = Ties(self, ties, each=True)  # type: ignore[assignment]
         self.events = 0
         """Events processed until now."""
 

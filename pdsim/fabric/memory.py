@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]
 
-__all__ = ["LAUNCH", "POOLS", "DeviceMemory", "SimBuffer", "SimDevice", "copy_bytes"]
+__all__ = [
+    "LAUNCH",
+    "POOLS",
+    "Bytes",
+    "DeviceMemory",
+    "SimBuffer",
+    "SimDevice",
+    "copy_bytes",
+    "read_pieces",
+    "write_pieces",
+]
+
+Bytes = npt.NDArray[np.uint8]
 
 LAUNCH = 3e-6
 """Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's constant of a memory kernel."""
@@ -194,6 +206,7 @@ class SimDevice:
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
         self._free = 0.0
+        self.slowness = 1.0  # how many times as long as usual computation takes
         self._buffers: dict[SimBuffer, None] = {}
 
     @property
@@ -253,7 +266,7 @@ class SimDevice:
         """
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
-        self._free = max(self._clock.now, self._free) + seconds
+        self._free = max(self._clock.now, self._free) + seconds * self.slowness
         return self._clock.at(self._free)
 
     def close(self) -> None:
@@ -290,11 +303,22 @@ class SimDevice:
 
 def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:
     """Move the contents of *batch* at once: all is read before anything is written."""
-    contents, written = source.contents, target.contents
-    ends = zip(batch.source_offset.tolist(), (batch.source_offset + batch.size).tolist(), strict=True)
-    pieces = [contents[start:end] for start, end in ends]
+    pieces = read_pieces(batch, source)
     if source is target:
         pieces = [piece.copy() for piece in pieces]
+    write_pieces(batch, target, pieces)
+
+
+def read_pieces(batch: Batch, source: SimBuffer) -> list[Bytes]:
+    """Return views of what the descriptors of *batch* cover at the source."""
+    contents = source.contents
+    ends = zip(batch.source_offset.tolist(), (batch.source_offset + batch.size).tolist(), strict=True)
+    return [contents[start:end] for start, end in ends]
+
+
+def write_pieces(batch: Batch, target: SimBuffer, pieces: list[Bytes]) -> None:
+    """Put *pieces*, one for each descriptor of *batch*, where they belong at the target."""
+    written = target.contents
     for to, piece in zip(batch.target_offset.tolist(), pieces, strict=True):
         written[to : to + len(piece)] = piece
 

@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +15,7 @@ from simpy.core import EmptySchedule
 from pdsim.errors import ConfigError
 from pdsim.fabric.channel import SimChannel
 from pdsim.fabric.endpoint import Fabric, SimEndpoint
+from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.jobclock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from simpy.events import Event
 
     from pdsim.fabric.machine import Engine, Machine
+    from pdsim.fabric.sharing import Link
 
 __all__ = ["Model"]
 
@@ -37,9 +40,10 @@ STRIDE = 16384
 class Model:
     """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
 
-    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  The model itself draws no random numbers:
-    *seed* is there for stochastic parts to come, and equal jobs give equal outcomes whatever it is.
-    ``progress(now)`` is called now and then with the virtual time.
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*,
+    which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names them: a rank
+    that waits forever would otherwise not be noticed beside one that never stops to ask whether it is there.
+    ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
     """
 
     machine: Machine
@@ -47,10 +51,15 @@ class Model:
     memory: str = "timing"
     seed: int = 0
     progress: Callable[[float], None] | None = None
+    faults: Faults | None = None
+    limit: float = inf
+    observer: Observer | None = None
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
             raise ConfigError(f"memory={self.memory!r} must be 'timing' or 'tracked'")
+        if not self.limit > 0:
+            raise ConfigError(f"limit={self.limit} must be > 0 seconds")
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
@@ -110,19 +119,59 @@ class _Job:
         _check_names(names, kill)
         programs = [_load(spec) for spec in specs]
         self._model = model
-        self._clock = JobClock()
+        self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
+        shuffled = self._chance is not None and model.faults is not None and model.faults.shuffle
+        self._clock = JobClock(self._chance.ties if self._chance is not None and shuffled else None)
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
-        self._fabric = Fabric(self._clock, self._network, self._topology, model.engine)
+        self._fabric = Fabric(self._clock, self._network, self._topology, model.engine, self._chance, model.observer)
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
+        self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
         self._live = {spec.name: self._member(spec) for spec in specs}
         self._results: dict[str, RankResult] = {}
-        for spec, function in zip(specs, programs, strict=True):
-            self._start(spec, function, tuple(name for name in names if name != spec.name))
+        for name in names:
+            self._start(name)
         for name, at in kill.items():
             self._clock.call_at(at, self._kill, name)
-        self._names = names
+        if isfinite(model.limit):
+            self._clock.call_at(model.limit, self._overrun, model.limit)
+        if model.faults is not None:
+            self._plan(model.faults)
+
+    def _plan(self, faults: Faults) -> None:
+        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
+        links = {link.name: link for link in self._network.links}
+        _check_names(tuple(self._specs), faults.restarts)
+        for rank in (slow.rank for slow in faults.slow):
+            _check_names(tuple(self._specs), {rank: 0.0})
+        for name, at in faults.restarts.items():
+            self._clock.call_at(at, self._restart, name)
+        for slow in faults.slow:
+            self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
+            self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
+        for squeeze in faults.squeezes:
+            link = links.get(squeeze.link)
+            if link is None:
+                raise ConfigError(f"faults.squeezes name link {squeeze.link!r}; there are {', '.join(links)}")
+            capacity = link.capacity
+            for at, share in ((squeeze.start, squeeze.factor), (squeeze.end, 1.0)):
+                self._clock.call_at(at, self._squeeze, (link, capacity * share))
+
+    def _slow(self, what: tuple[str, float]) -> None:
+        name, factor = what
+        member = self._live.get(name)
+        if member is not None:
+            member.device.slowness = member.endpoint.slowness = factor
+
+    def _squeeze(self, what: tuple[Link, float]) -> None:
+        self._network.set_capacity(*what)
+
+    def _restart(self, name: str) -> None:
+        """Start *name* again, as a new process with an endpoint of its own, if it was killed before."""
+        if name not in self._live:
+            self._live[name] = self._member(self._specs[name][0])
+            self._start(name)
 
     def run(self) -> Outcome:
         clock, progress = self._clock, self._model.progress
@@ -140,8 +189,11 @@ class _Job:
         site = self._topology.site(spec.place)
         device = SimDevice(self._memory(site), clock, self._network, self._topology.memory(site))
         records = _Records()
+        hold = self._chance.message if self._chance is not None else None
+        observer = self._model.observer
+        watch = observer.sent if observer is not None else None
         endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
-        channel = SimChannel(spec.name, self._model.machine.host, self._clock, clock, self._channels)
+        channel = SimChannel(spec.name, self._model.machine.host, self._clock, clock, self._channels, hold, watch)
         return _Member(clock, device, endpoint, channel, records)
 
     def _memory(self, site: Site) -> DeviceMemory:
@@ -153,11 +205,13 @@ class _Job:
             self._memories[site.name] = memory
         return memory
 
-    def _start(self, spec: RankSpec, function: Callable[..., Program], peers: tuple[str, ...]) -> None:
-        member = self._live[spec.name]
-        rank = Rank(spec.name, member.clock, member.device, member.endpoint, member.channel, member.records, peers)
+    def _start(self, name: str) -> None:
+        member, (spec, function) = self._live[name], self._specs[name]
+        peers = tuple(other for other in self._specs if other != name)
+        parts = member.clock, member.device, member.endpoint, member.channel, member.records
+        rank = Rank(name, *parts, peers, self._model.observer)
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
-        process.callbacks.append(lambda event: self._on_end(spec.name, event))
+        process.callbacks.append(lambda event: self._on_end(name, event))
 
     def _on_end(self, name: str, event: Event) -> None:
         """End rank *name*, whose program has returned or raised."""
@@ -185,7 +239,16 @@ class _Job:
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
         member = self._live.pop(name)
         member.end(by_force)
-        self._results[name] = RankResult(name, value, error, member.endpoint.engine, member.records.transfers)
+        before = self._results[name].transfers if name in self._results else ()
+        transfers = [*before, *member.records.transfers] if before else member.records.transfers
+        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers)
+        if self._model.observer is not None:
+            self._model.observer.ended(name, error)
+
+    def _overrun(self, limit: float) -> None:
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
 
     def _deadlock(self) -> None:
         names = ", ".join(self._live)
@@ -199,7 +262,7 @@ class _Job:
         pools = {
             f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
         }
-        return Outcome({name: self._results[name] for name in self._names}, seconds, links, pools, self._clock.events)
+        return Outcome({name: self._results[name] for name in self._specs}, seconds, links, pools, self._clock.events)
 
 
 def _check_names(names: Sequence[str], kill: Mapping[str, float]) -> None:

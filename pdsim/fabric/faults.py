@@ -1,0 +1,161 @@
+"""What goes wrong in a modelled job, and the chance that decides it.
+
+A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that one
+seed gives one run.  Nothing here breaks a promise of the waist: messages of one sender to one receiver keep their
+order, and bytes are read and land between the call and `Transfer.settled`.  Without a plan nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import count
+from math import log1p
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pdsim.clock import Clock
+    from pdsim.transfer import Batch
+
+__all__ = ["Chance", "Faults", "Observer", "Slow", "Squeeze", "Ties"]
+
+
+class Slow(NamedTuple):
+    """From *start* to *end*, computing and posting take *factor* times as long on *rank*."""
+
+    rank: str
+    start: float
+    end: float
+    factor: float
+
+
+class Squeeze(NamedTuple):
+    """From *start* to *end*, *link* carries *factor* times what it otherwise does; 0 cuts it."""
+
+    link: str
+    start: float
+    end: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """A plan.  Shares are from 0 to 1, times in seconds after the start; *delay* and *lateness* are means."""
+
+    delayed: float = 0.0  # share of control messages that are held up, and those behind them on the same socket
+    delay: float = 0.0  # for how long, exponential
+    late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
+    lateness: float = 0.0  # for how long, exponential
+    stray: bool = False  # bytes are read and land at any instant between post and completion, not at the last
+    shuffle: bool = False  # what is due at one instant on several ranks happens in any order
+    slow: tuple[Slow, ...] = ()
+    squeezes: tuple[Squeeze, ...] = ()
+    restarts: Mapping[str, float] = field(default_factory=dict)  # of ranks that were killed before
+
+    def __post_init__(self) -> None:
+        for name in ("delayed", "late"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
+        for name in ("delay", "lateness"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"faults.{name} must be >= 0, got {getattr(self, name)}")
+        for name, start, end, factor in (*self.slow, *self.squeezes):
+            if not 0 <= start <= end or not factor >= 0:
+                raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the names of what this plan makes use of."""
+        return tuple(kind.name for kind in fields(self) if getattr(self, kind.name))
+
+
+class Observer(Protocol):
+    """What a job tells whoever checks it, in the order in which it happens.  It must not change anything."""
+
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:
+        """Take note of a control message that leaves."""
+
+    def posted(self, batch: Batch, label: str) -> None:
+        """Take note of a transfer that was asked for."""
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Take note that the bytes of a transfer are read at the source now."""
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Take note that the bytes of a transfer are at the target now."""
+
+    def joined(self, member: Any) -> None:
+        """Take note of a program's own object, which it shows of its own accord (`Rank.observer`)."""
+
+    def ended(self, rank: str, error: str) -> None:
+        """Take note of the end of *rank*, with the *error* of `RankResult`."""
+
+
+class Chance:
+    """The draws of one job."""
+
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self._faults = faults
+        self._messages = _uniforms(seed, "fabric.messages")
+        self._lateness = _uniforms(seed, "fabric.lateness")
+        self._instants = _uniforms(seed, "fabric.instants")
+        self.ties = _uniforms(seed, "fabric.ties")
+        self.strays = faults.stray
+
+    def message(self) -> float:
+        """Return for how long the next control message is held up."""
+        return _held(self._messages, self._faults.delayed, self._faults.delay)
+
+    def transfer(self) -> float:
+        """Return for how long the completion of the next transfer is held up."""
+        return _held(self._lateness, self._faults.late, self._faults.lateness)
+
+    def instants(self, seconds: float) -> tuple[float, float]:
+        """Return after how long a transfer that may take *seconds* reads its source, and then writes its target.
+
+        Either at once, at some time in between or, as good as never, at the end.
+        """
+        return self._instant(seconds), self._instant(seconds)
+
+    def _instant(self, seconds: float) -> float:
+        kind = next(self._instants)
+        return (0.0, seconds * next(self._instants), seconds * 1e3)[int(kind * 3)]
+
+
+class Ties:
+    """Keys for what is scheduled: those of one rank in order within an instant, those of several ranks in any.
+
+    With *each*, every key is drawn: the hardware promises no order at all.
+    """
+
+    def __init__(self, clock: Clock, draws: Iterator[float], each: bool = False) -> None:
+        self._clock = clock
+        self._draws = draws
+        self._each = each
+        self._count = count()
+        self._at = -1.0
+        self._key = 0
+
+    def __iter__(self) -> Ties:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> int:
+        """Return the next key."""
+        now = self._clock.now
+        if self._each or now != self._at:
+            self._at, self._key = now, int(next(self._draws) * (1 << 20)) << 40
+        return self._key + next(self._count)
+
+
+def _held(draws: Iterator[float], share: float, mean: float) -> float:
+    if not share or next(draws) >= share:
+        return 0.0
+    return -mean * log1p(-next(draws))
+
+
+def _uniforms(seed: int, name: str) -> Iterator[float]:
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
+    while True:
+        yield from random.random(64).tolist()

@@ -1,0 +1,269 @@
+"""What goes wrong on purpose: drawn from one seed, never against a promise of the waist, and nothing without a plan."""
+
+import dataclasses
+
+import pytest
+
+from pdsim.errors import ConfigError, PeerLost, TransferError
+from pdsim.fabric.faults import Faults, Slow, Squeeze
+from pdsim.fabric.world import Model
+from pdsim.transfer import Batch
+from tests.fabric.machines import engine, machine, run
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+def one(rank, count=20):
+    for index in range(count):
+        rank.channel.send("ear", b"%d" % index)
+        yield rank.clock.timeout(0.1)
+
+
+def two(rank, count=20):
+    yield from one(rank, count)
+
+
+def ear(rank, count=40):
+    heard = []
+    for _ in range(count):
+        message = yield rank.channel.receive()
+        heard.append((message.sender, int(message.payload), rank.clock.now))
+    return heard
+
+
+def writer(rank, change_at=0.0, timeout=None):
+    """Write 100 bytes "a", which take 2.75 s; set them to "b" at *change_at* after the call."""
+    buffer = rank.device.allocate(1000)
+    region = rank.endpoint.register(buffer, "kv")
+    buffer.write(0, b"a" * 100)
+    _, address = yield rank.channel.receive()
+    peer = rank.endpoint.connect(address)
+    start = rank.clock.now
+    if change_at:
+        rank.clock.call_at(start + change_at, lambda _: buffer.write(0, b"b" * 100), None)
+    transfer = rank.endpoint.write(peer, Batch(region, peer.regions["kv"], [0], [0], [100]), timeout=timeout)
+    try:
+        yield transfer
+        how = "ok"
+    except TransferError as error:
+        how = type(error).__name__
+        yield transfer.settled
+    rank.channel.send("reader", b"over")
+    return [how, rank.clock.now - start]
+
+
+def reader(rank):
+    """Look at the memory each eighth of a second until the writer is done; return what changed, and when."""
+    buffer = rank.device.allocate(1000)
+    rank.endpoint.register(buffer, "kv")
+    rank.channel.send("writer", rank.endpoint.address())
+    over, seen = rank.channel.receive(), []
+    rank.clock.process(wait(over))
+    while not over.triggered:
+        yield rank.clock.timeout(0.125)
+        now = buffer.read(0, 1).decode()
+        if not seen or now != seen[-1][0]:
+            seen.append([now, rank.clock.now])
+    return seen
+
+
+def wait(event):
+    yield event
+
+
+def computer(rank):
+    ends = []
+    for _ in range(3):
+        yield rank.device.compute(1.0)
+        ends.append(rank.clock.now)
+    return ends
+
+
+def first(rank):
+    yield from _steps(rank)
+
+
+def second(rank):
+    yield from _steps(rank)
+
+
+def _steps(rank):
+    for _ in range(30):
+        yield rank.clock.timeout(1.0)
+        rank.channel.send("arbiter", b"x")
+
+
+def arbiter(rank):
+    order = []
+    for _ in range(60):
+        message = yield rank.channel.receive()
+        order.append(message.sender)
+    return order
+
+
+def phoenix(rank):
+    """Say hello, and stay."""
+    rank.endpoint.register(rank.device.allocate(100), "kv")
+    rank.channel.send("friend", rank.endpoint.address())
+    yield rank.clock.timeout(10.0)
+    return rank.clock.now
+
+
+def friend(rank):
+    """Connect to both lives of the phoenix; the first address leads nowhere once it is over."""
+    region = rank.endpoint.register(rank.device.allocate(100), "kv")
+    _, before = yield rank.channel.receive()
+    old = rank.endpoint.connect(before)
+    _, after = yield rank.channel.receive()
+    found = []
+    try:
+        rank.endpoint.connect(before)
+    except PeerLost:
+        found.append("gone")
+    for peer in (old, rank.endpoint.connect(after)):
+        try:
+            record = yield rank.endpoint.write(peer, Batch(region, peer.regions["kv"], [0], [0], [10]))
+            found.append(record.status)
+        except PeerLost:
+            found.append("lost")
+    return found
+
+
+def patient(rank):
+    yield rank.channel.receive()
+
+
+def restless(rank):
+    while True:
+        yield rank.clock.timeout(1.0)
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+HELD = Faults(delayed=0.5, delay=1.0)
+
+
+def model(faults=None, seed=0, **changes):
+    return Model(machine(), engine(), memory="tracked", seed=seed, faults=faults, **changes)
+
+
+def heard(faults, seed=0):
+    return run(one, two, ear, model=model(faults, seed)).ranks["ear"].value
+
+
+def test_messages_of_one_socket_keep_their_order_and_those_of_two_do_not():
+    found = heard(HELD)
+    for sender in ("one", "two"):
+        assert [number for name, number, _ in found if name == sender] == list(range(20))
+    assert [number for _, number, _ in found] != sorted(number for _, number, _ in found)
+
+
+def test_one_seed_gives_one_run_and_another_seed_another():
+    assert heard(HELD, seed=7) == heard(HELD, seed=7)
+    assert heard(HELD, seed=7) != heard(HELD, seed=8)
+
+
+def test_a_plan_of_nothing_changes_nothing():
+    assert heard(Faults(), seed=3) == heard(None)
+
+
+# --- transfers ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion():
+    read, landed = set(), set()
+    for seed in range(12):
+        ranks = run((writer, {"change_at": 1.5}), reader, model=model(Faults(stray=True), seed)).ranks
+        assert ranks["writer"].value == ["ok", 2.75]
+        what, when = ranks["reader"].value[-1]
+        read.add(what)
+        landed.add(when)
+    assert read == {"a", "b"}  # before and after the writer changed them
+    assert len(landed) > 4
+
+
+def test_without_strays_bytes_are_read_at_the_end():
+    assert run((writer, {"change_at": 1.5}), reader, model=model()).ranks["reader"].value[-1][0] == "b"
+
+
+def test_a_transfer_that_is_held_up_times_out_and_lands_later():
+    faults = Faults(late=1.0, lateness=5.0)
+    how, at = run((writer, {"timeout": 3.0}), reader, model=model(faults, seed=2)).ranks["writer"].value
+    assert how == "TransferTimeout"
+    assert at > 3.0
+
+
+# --- slow ranks and links -------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
+    slow = Faults(slow=(Slow("computer", 0.5, 2.5, 3.0),))
+    assert run(computer, model=model(slow)).ranks["computer"].value == [1.0, 4.0, 5.0]
+    posting = Faults(slow=(Slow("writer", 0.0, 9.0, 2.0),))
+    assert run(writer, reader, model=model(posting)).ranks["writer"].value == ["ok", 4.0]  # 2 * 1.25 + 1 + 0.5
+
+
+def test_a_link_that_is_cut_carries_on_when_it_is_mended():
+    names = ("node0/gpu0/nvlink.out", 0.0, 10.0, 0.0)
+    how, took = run(writer, reader, model=model(Faults(squeezes=(Squeeze(*names),)))).ranks["writer"].value
+    assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
+    orders = {
+        tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value) for s in (1, 2)
+    }
+    assert len(orders) == 2
+    plain = run(first, second, arbiter, model=model()).ranks["arbiter"].value
+    assert plain == ["first", "second"] * 30
+    assert all(set(order[i : i + 2]) == {"first", "second"} for order in orders for i in range(0, 60, 2))
+
+
+def test_a_killed_rank_that_starts_again_is_another_one_to_its_peers():
+    plan = model(Faults(restarts={"phoenix": 3.0}))
+    ranks = run(phoenix, friend, model=plan, kill={"phoenix": 2.0}).ranks
+    assert ranks["friend"].value == ["gone", "lost", "ok"]
+    assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
+
+
+def test_a_rank_that_lives_is_not_started_again():
+    assert run(computer, model=model(Faults(restarts={"computer": 1.5}))).ranks["computer"].value == [1.0, 2.0, 3.0]
+
+
+def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
+    ranks = run(patient, restless, computer, model=model(limit=50.0)).ranks
+    assert ranks["patient"].error == "Overrun: patient, restless still run after 50 s, the limit of the model"
+    assert ranks["computer"].error == ""
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"delayed": 1.5}, "delayed"), ({"delay": -1.0}, "delay"), ({"slow": (Slow("a", 2.0, 1.0, 2.0),)}, "in order")],
+)
+def test_a_plan_is_checked(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Faults(**changes)
+
+
+NOT_THERE = [
+    Faults(restarts={"x": 1.0}),
+    Faults(slow=(Slow("x", 0.0, 1.0, 2.0),)),
+    Faults(squeezes=(Squeeze("x", 0.0, 1.0, 0.0),)),
+]
+
+
+@pytest.mark.parametrize("faults", NOT_THERE)
+def test_a_plan_for_what_is_not_there_is_refused(faults):
+    with pytest.raises(ConfigError, match="'x'"):
+        run(computer, model=model(faults))
+
+
+def test_a_plan_names_what_it_makes_use_of():
+    assert Faults(delayed=0.5, delay=1.0).kinds() == ("delayed", "delay")
+    assert dataclasses.replace(HELD, delayed=0.0, delay=0.0).kinds() == ()
