@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from simpy.events import Event
 
+from backends.halfopen import half_open
 from backends.host import HostBuffer, HostDevice
 from backends.identity import is_dead
 from backends.link import Line, Link
@@ -52,6 +53,9 @@ _ABANDONED: list[RealEndpoint] = []
 GRACE = 0.25
 """Seconds to wait, after an engine reported a failure, for the news that the peer is gone: the kernel closes the
 engine's connections and ours at the same time, but they are looked at by different threads."""
+
+WATCH = 0.02
+"""Seconds between two looks for the proof that a peer is severed."""
 
 _NOTIFY, _WITHDRAW, _RETURN, _MEET, _WELCOME = b"notify", b"withdraw", b"return", b"meet", b"welcome"
 
@@ -131,6 +135,10 @@ class RealEndpoint:
     def _detach(self, idle: bool) -> None:
         """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
         raise NotImplementedError
+
+    def _drained(self) -> bool:
+        """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
+        return not half_open()
 
     def _handlers(self) -> dict[bytes, Any]:
         return {
@@ -299,6 +307,29 @@ class RealEndpoint:
                 f"{', '.join(sorted(peer.regions)) or 'none'}; a region registered later needs a newer address"
             )
         return state
+
+    def severed(self, peer: str) -> Event:
+        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.severed`.
+
+        A dead process starts nothing; what the kernel still has of it has been taken in once none of this process's
+        connections has a dead end.
+        """
+        event = Event(self.clock)
+        self._look(peer, event)
+        return event
+
+    def _look(self, peer: str, event: Event) -> None:
+        if self._closed:
+            return
+        if self._is_severed(peer):
+            event.succeed()
+        else:
+            self._call_at(self.clock.now + WATCH, lambda _: self._look(peer, event))
+
+    def _is_severed(self, peer: str) -> bool:
+        self.link.poll()
+        unclean = [line for line in self.link.known(peer) if not line.closed]
+        return not unclean or (all(line.lost and is_dead(line.card.process) for line in unclean) and self._drained())
 
     # --- how transfers end ------------------------------------------------------------------------------------------
 

@@ -20,19 +20,19 @@ def _host() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def _state(pid: int) -> tuple[str, str]:
-    """Return the state and start time of a process; ``("X", "")`` if there is none."""
+def _state(pid: int) -> tuple[str, int, str]:
+    """Return the state, number of threads and start time of a process; ``("X", 0, "")`` if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return "X", ""
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0, ""
     fields = text.rpartition(")")[2].split()  # the name before may hold anything, parentheses included
-    return fields[0], fields[19]  # state and starttime: fields 3 and 22 of proc_pid_stat(5)
+    return fields[0], int(fields[17]), fields[19]  # fields 3, 20 and 22 of proc_pid_stat(5)
 
 
 def myself() -> str:
     """Return what names this process among all others, now and later."""
-    return f"{_host()}/{os.getpid()}/{_state(os.getpid())[1]}"
+    return f"{_host()}/{os.getpid()}/{_state(os.getpid())[2]}"
 
 
 def is_dead(identity: str) -> bool:
@@ -40,5 +40,6 @@ def is_dead(identity: str) -> bool:
     host, pid, start = identity.rsplit("/", 2)
     if host != _host():
         return False
-    state, started = _state(int(pid))
-    return state in "XZ" or started != start
+    state, threads, started = _state(int(pid))
+    # a zombie's other threads may still run, and hold its memory and its sockets until the last is gone
+    return (state in "XZ" and threads <= 1) or started != start

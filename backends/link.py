@@ -106,6 +106,10 @@ class Link:
         """Those that are not lost."""
         return tuple(line for line in self._lines.values() if not line.lost)
 
+    def known(self, name: str) -> list[Line]:
+        """Return the lines to all lives of rank *name* that this endpoint has met, lost ones included."""
+        return [line for line in self._lines.values() if line.name == name]
+
     def reach(self, card: Card, timeout: float) -> Line:
         """Return the line to *card*, made if need be.  Raise `PeerLost` if nothing answers within *timeout* seconds."""
         self.poll()

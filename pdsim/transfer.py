@@ -342,6 +342,17 @@ class Endpoint(Protocol):
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
 
+    def severed(self, peer: str) -> Event:
+        """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
+
+        It is about every life of that rank that has connected to this endpoint: each has ended, or has closed its
+        endpoint with nothing under way, and what it had sent has landed or is lost.  With none it succeeds at once.
+
+        Where a writer is gone and cannot say `Transfer.settled`, this is the owner's only proof that memory may be
+        handed out again.  It may never come: silence is no proof, and not every engine can tell what lies in its
+        queues.  So wait for it with a deadline.
+        """
+
     def close(self) -> None:
         """Give everything back: connections, registrations, threads, descriptors.  May be called twice."""
 

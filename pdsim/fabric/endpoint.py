@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from simpy.events import Event
 
 from pdsim.clock import Clock, Mailbox, fire
 from pdsim.errors import (
@@ -93,6 +94,8 @@ class SimEndpoint:
         self._poster = Poster()
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
+        self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed
+        self._severed: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
         self._flights: dict[int, Flight] = {}  # by number; those that have not settled
         self._number = 0
         self._quarantined = 0
@@ -179,6 +182,7 @@ class SimEndpoint:
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
             connection = self._connections[there.rank] = Connection(self, remote, self._lane(remote))
+            remote._visitors.setdefault(self.name, []).append(self)
         return Peer(there.rank, {region.name: region for region in there.regions}, connection)
 
     def write(
@@ -190,6 +194,13 @@ class SimEndpoint:
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
         return self._start(peer, batch, False, b"", timeout, label)
+
+    def severed(self, peer: str) -> Event:
+        """Return an event that succeeds `DETECTION` after the end of all lives of *peer* that have connected here."""
+        event = Event(self._clock)
+        self._severed.setdefault(peer, []).append(event)
+        self._part(peer)
+        return event
 
     def close(self) -> None:
         """Break all connections and withdraw all regions.
@@ -400,7 +411,19 @@ class SimEndpoint:
         self._connections.clear()
         return flights
 
+    def _part(self, peer: str) -> None:
+        """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""
+        now = self._fabric.clock.now
+        lives = [life for life in self._visitors.pop(peer, ()) if life.ended is None or now < life.ended + DETECTION]
+        if lives:
+            self._visitors[peer] = lives
+            return
+        for event in self._severed.pop(peer, ()):
+            event.succeed()
+
     def _disconnect(self, remote: SimEndpoint) -> None:
+        if remote.name in self._visitors and remote.ended is not None:
+            self._fabric.clock.call_at(remote.ended + DETECTION, self._part, remote.name)
         for number, flight in self._flights.items():
             if flight.connection.remote is remote and flight.posting is not None:
                 flight.connection.lane.abort(flight.posting)

@@ -763,3 +763,46 @@ def compute_in_turn(rank: Rank) -> Program:
         yield event
         ends.append((rank.clock.now - start) / length)
     return ends
+
+
+def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
+    """Write over and over, several writes at a time, until the supervisor ends this rank."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    peer = (yield from mail.meet(to))[to]
+    under_way: deque[Transfer] = deque()
+    while True:
+        under_way.append(rank.endpoint.write(peer, one(mine, peer.regions["sink"], size)))
+        if len(under_way) == count:
+            yield under_way.popleft()
+
+
+def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
+    """Wait for the proof that *writer* is severed; then look whether bytes still change."""
+    mail = Mail(rank)
+    buffer = filled(rank, size, None)
+    rank.endpoint.register(buffer, "sink")
+    stranger = rank.endpoint.severed(writer)
+    yield stranger
+    yield from mail.meet(writer)
+    yield rank.clock.timeout(1.0)
+    event = rank.endpoint.severed(writer)
+    yield rank.clock.timeout(0.1)
+    early = event.triggered
+    yield event | rank.clock.timeout(within)
+    at, proven = rank.clock.now, event.triggered
+    changed = None
+    if rank.device.holds_bytes and proven:
+        buffer.write(0, bytes(size))
+        yield rank.clock.timeout(0.5)
+        changed = sum(map(bool, buffer.read(0, size)))
+    return {"early": early, "proven": proven, "at": at, "changed": changed}
+
+
+def write_and_close(rank: Rank, to: str, size: int) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    peer = (yield from mail.meet(to))[to]
+    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], size))
+    yield rank.clock.timeout(1.5)
+    rank.endpoint.close()
