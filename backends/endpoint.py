@@ -28,6 +28,7 @@ from simpy.events import Event
 from backends.halfopen import half_open
 from backends.host import HostBuffer, HostDevice
 from backends.identity import is_dead
+from backends.lending import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back
 from backends.link import Line, Link
 from backends.state import FORMAT, Address, Entry, Flight, PeerState
 from pdsim.clock import Mailbox, WallClock
@@ -57,7 +58,7 @@ engine's connections and ours at the same time, but they are looked at by differ
 WATCH = 0.02
 """Seconds between two looks for the proof that a peer is severed."""
 
-_NOTIFY, _WITHDRAW, _RETURN, _MEET, _WELCOME = b"notify", b"withdraw", b"return", b"meet", b"welcome"
+_NOTIFY = b"notify"
 
 
 class RealEndpoint:
@@ -91,12 +92,11 @@ class RealEndpoint:
         self._peers: dict[bytes, PeerState] = {}  # by token
         self._flights: dict[Flight, None] = {}  # neither complete nor failed
         self._quarantine: dict[Flight, None] = {}  # failed and moving
-        self._lent: dict[tuple[str, int], tuple[HostBuffer, set[bytes]]] = {}  # withdrawn regions: who may still write
         self._deadlines: list[tuple[float, int, Flight]] = []
         self._sequence = count()
         self._next_check = float("inf")
         self._epoch = 0
-        self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
+        self._lending = Lending(device)
         self._closed = False
         self._pid = os.getpid()
         self.link = Link(clock, rank, bind, self._handlers(), self._on_lost)
@@ -143,10 +143,10 @@ class RealEndpoint:
     def _handlers(self) -> dict[bytes, Any]:
         return {
             _NOTIFY: self._on_notify,
-            _WITHDRAW: self._on_withdraw,
-            _RETURN: self._on_return,
-            _MEET: self._on_meet,
-            _WELCOME: self._on_welcome,
+            MEET: self._on_meet,
+            WELCOME: self._on_welcome,
+            WITHDRAW: self._on_withdraw,
+            RETURN: self._lending.on_return,
         }
 
     # --- Endpoint: memory -------------------------------------------------------------------------------------------
@@ -184,13 +184,7 @@ class RealEndpoint:
         del self._entries[region.name]
         entry.buffer.registered = False
         self._epoch += 1
-        self._withdrawn[region.name] = self._epoch
-        lines = self.link.lines
-        if lines:
-            self._lent[region.name, self._epoch] = (entry.buffer, {line.card.token for line in lines})
-            self.device.hold(entry.buffer)
-        for line in lines:
-            self.link.send(line, _WITHDRAW, region.name.encode(), str(self._epoch).encode())
+        self._lending.withdraw(self.link, region.name, self._epoch, entry.buffer)
 
     def _own(self, region: Region) -> Entry:
         entry = self._entries.get(region.name)
@@ -232,7 +226,7 @@ class RealEndpoint:
         if state is None:
             state = PeerState(line, self._meet(where.engine), where.epoch)
             self._peers[where.card.token] = state
-            self.link.send(line, _MEET, str(where.epoch).encode())
+            self.link.send(line, MEET, str(where.epoch).encode())
         elif where.epoch > state.epoch:
             state.handle, state.epoch = self._meet(where.engine), where.epoch
             state.withdrawn.difference_update(name for name, *_ in where.regions)
@@ -403,7 +397,7 @@ class RealEndpoint:
         flight.local.moving -= 1
         peer = flight.peer
         peer.moving[flight.remote.name] -= 1
-        self._return_withdrawn(peer)
+        give_back(self.link, peer)
 
     def _announce(self, flight: Flight) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
@@ -454,9 +448,7 @@ class RealEndpoint:
         self.notifications.put(Notification(line.name, body[0]))
 
     def _on_meet(self, line: Line, body: list[bytes]) -> None:
-        since = int(body[0])
-        names = [name.encode() for name, epoch in self._withdrawn.items() if epoch > since]
-        self.link.send(line, _WELCOME, *names)
+        self.link.send(line, WELCOME, *self._lending.since(int(body[0])))
 
     def _on_welcome(self, line: Line, body: list[bytes]) -> None:
         state = self._peers[line.card.token]
@@ -468,34 +460,15 @@ class RealEndpoint:
         name, epoch = body[0].decode(), int(body[1])
         state = self._peers.get(line.card.token)
         if state is None:
-            self.link.send(line, _RETURN, *body)
+            self.link.send(line, RETURN, *body)
             return
         if epoch > state.epoch:
             state.withdrawn.add(name)
         state.owed.append((name, epoch))
-        self._return_withdrawn(state)
-
-    def _return_withdrawn(self, state: PeerState) -> None:
-        for name, epoch in tuple(state.owed):
-            if not state.moving[name]:
-                state.owed.remove((name, epoch))
-                self.link.send(state.line, _RETURN, name.encode(), str(epoch).encode())
-
-    def _on_return(self, line: Line, body: list[bytes]) -> None:
-        self._take_back((body[0].decode(), int(body[1])), line)
-
-    def _take_back(self, key: tuple[str, int], line: Line) -> None:
-        buffer, holders = self._lent[key]
-        holders.discard(line.card.token)
-        if not holders:
-            del self._lent[key]
-            self.device.release(buffer)
+        give_back(self.link, state)
 
     def _on_lost(self, line: Line) -> None:
-        if line.closed:  # it left in order: nothing of its transfers is under way
-            for key, (_, holders) in tuple(self._lent.items()):
-                if line.card.token in holders:
-                    self._take_back(key, line)
+        self._lending.on_lost(line)
         for flight in tuple(self._flights):
             if flight.peer.line is line:
                 self._break(flight, PeerLost(f"{line.name} {line.lost}"), moving=not self._recalled(flight))
@@ -525,7 +498,5 @@ class RealEndpoint:
         if not idle:
             _ABANDONED.append(self)
         self.link.close(clean=idle)
-        if idle:  # the engine is gone, and nobody can write through it any more
-            for buffer, _ in self._lent.values():
-                self.device.release(buffer)
-            self._lent.clear()
+        if idle:
+            self._lending.close()

@@ -84,6 +84,7 @@ def through_endpoint(rank: Rank, peer: Peer, batch: Batch, times: int) -> Genera
 
 
 def addresses(batch: Batch) -> tuple[Any, Any]:
+    """Return where the blocks of *batch* start, here and at the peer."""
     return batch.source_offset + batch.source.address, batch.target_offset + batch.target.address
 
 
@@ -155,6 +156,7 @@ def measure(name: str) -> tuple[str, list[list[float]]]:
 
 
 def table(engine: str, rows: Sequence[Sequence[float]]) -> str:
+    """Return the figures of one engine, a line for each shape."""
     lines = [
         f"{engine}",
         f"{'batch':>16} {'pdsim us':>10} {'bare us':>10} {'added us':>9} {'added, least':>12} {'bandwidth ratio':>15}",
@@ -169,6 +171,7 @@ def table(engine: str, rows: Sequence[Sequence[float]]) -> str:
 
 
 def main() -> int:
+    """Measure, print, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("engines", nargs="*", default=["mooncake_tcp", "nixl_tcp", "nixl_shm"])
     below = False

@@ -43,6 +43,10 @@ def test_an_address_older_than_a_withdrawal_does_not_reach_the_memory(any_engine
     assert outcome.ranks["b"].value is True
 
 
+def test_an_endpoint_refuses_to_work_in_a_forked_child(any_engine):
+    assert Processes(any_engine, deadline=60).run([spec("a", programs.fork)]).ranks["a"].value == 42
+
+
 @pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
 def test_a_write_to_a_dead_process_settles(name):
     from tests.conformance.conftest import engine, make_target

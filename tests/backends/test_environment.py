@@ -25,9 +25,7 @@ def test_what_the_user_set_wins_over_a_default(clean):
 
 def test_what_is_needed_is_not_set_against_the_users_will(clean):
     clean.setenv("PDSIM_TEST_A", "0")
-    with pytest.raises(
-        ConfigError, match="backend 'engine' needs PDSIM_TEST_A=1, but the environment has PDSIM_TEST_A=0"
-    ):
+    with pytest.raises(ConfigError, match="'engine' needs PDSIM_TEST_A=1, but the environment has PDSIM_TEST_A=0"):
         prepare("engine", {"PDSIM_TEST_A": "1"}, {})
 
 

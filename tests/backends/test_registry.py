@@ -35,7 +35,7 @@ def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
 
     broken = EntryPoint("broken", "no_such_module:Endpoint", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
-    with pytest.raises(BackendUnavailable, match="'broken' .* cannot be imported: No module named 'no_such_module'"):
+    with pytest.raises(BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_module'"):
         registry.load("broken")
 
 
