@@ -110,11 +110,12 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
         Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over"),
     ]
     for name, definition in LATENCIES.items():
-        found += distribution(name, "s", _values(table, name), definition, (50.0, 90.0, 99.0))
+        found += distribution(name, "s", _values(table, name), definition, (50.0, 90.0, 99.0), tabled=True)
     e2e = float(_values(table, "e2e").sum())
     for name, definition in PHASES.items():
         share = float(_values(table, name).sum()) / e2e if e2e else None
-        found.append(Metric(f"share_{name}", share, f"share of the end-to-end time of all requests: {definition}"))
+        rule = f"share of the end-to-end time of all requests: {definition}"
+        found.append(Metric(f"share_{name}", share, rule, tabled=True))
     if outcome.links:
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
         found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
@@ -125,17 +126,18 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
 
 def tables(table: Columns, outcome: Outcome) -> list[Table]:
     """Return latencies, phases, instances and, of a model, links and pools."""
-    headings = {"": "what", "mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
-    latencies = [[f"{name} s", *_spread(_values(table, name))] for name in LATENCIES]
-    parts = headings | {"share": "of the end-to-end time of all requests"}
+    spread = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
+    latency = {"latency s": ""} | spread | {"from, to": ""}
+    latencies = [[name, *_spread(_values(table, name)), definition] for name, definition in LATENCIES.items()]
+    part = {"part s": ""} | spread | {"share": "of the end-to-end time of all requests", "what": ""}
     e2e = float(_values(table, "e2e").sum())
-    phases = [
-        [f"{name} s", *_spread(_values(table, name)), float(_values(table, name).sum()) / e2e if e2e else None]
-        for name in PHASES
-    ]
+    phases: list[list[Any]] = []
+    for name, definition in PHASES.items():
+        values = _values(table, name)
+        phases.append([name, *_spread(values), float(values.sum()) / e2e if e2e else None, definition])
     found = [
-        Table("Latency", headings, latencies),
-        Table("Where the time went", parts, phases),
+        Table("Latency", latency, latencies),
+        Table("Where the time went", part, phases),
         Table(
             "Instances",
             {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},

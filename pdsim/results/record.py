@@ -18,6 +18,7 @@ class Metric:
     name: str
     value: float | int | None  # None where nothing could be measured
     definition: str  # one sentence, printed beside the number
+    tabled: bool = False  # one of the tables has it too, so that people need not read it twice
 
 
 @dataclass(frozen=True)

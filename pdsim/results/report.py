@@ -88,7 +88,8 @@ def _grid(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str
 
 
 def _show_metrics(console: Console, metrics: Mapping[str, Mapping[str, Any]]) -> None:
-    rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in metrics.items()]
+    untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
+    rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
     if rows:
         _grid(console, ("metric", "value", "definition"), rows, (False, True, False))
 

@@ -45,16 +45,23 @@ def mean(values: Values) -> float | None:
 
 
 def distribution(
-    name: str, unit: str, values: Values, definition: str, percentiles: Sequence[float] = PERCENTILES
+    name: str,
+    unit: str,
+    values: Values,
+    definition: str,
+    percentiles: Sequence[float] = PERCENTILES,
+    *,
+    tabled: bool = False,
 ) -> tuple[Metric, ...]:
     """Return the mean and the *percentiles* of *values* as metrics ``<name>_avg_<unit>``, ``<name>_p99_<unit>``, ...
 
     *definition* says what one value is, such as "time from arrival to the first token".
     """
-    metrics = [Metric(f"{name}_avg_{unit}", mean(values), f"mean of: {definition}")]
+    metrics = [Metric(f"{name}_avg_{unit}", mean(values), f"mean of: {definition}", tabled)]
     for q in percentiles:
         least = f"; needs {needed(q)} samples, has {len(values)}" if len(values) < needed(q) else ""
-        metrics.append(Metric(f"{name}_{label(q)}_{unit}", percentile(values, q), f"p{q:g} of: {definition}{least}"))
+        rule = f"p{q:g} of: {definition}{least}"
+        metrics.append(Metric(f"{name}_{label(q)}_{unit}", percentile(values, q), rule, tabled))
     return tuple(metrics)
 
 

@@ -135,7 +135,7 @@ def summary(result: Result) -> dict[str, Any]:
     ranks = outcome.ranks.items() if outcome else ()
     return {
         "schema": schema.VERSION,
-        "metrics": {m.name: {"value": m.value, "definition": m.definition} for m in result.summary},
+        "metrics": {m.name: {"value": m.value, "definition": m.definition, "tabled": m.tabled} for m in result.summary},
         "tables": [
             {"title": table.title, "columns": dict(table.columns), "rows": [list(row) for row in table.rows]}
             for table in result.tables

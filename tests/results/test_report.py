@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pdsim.results import report
-from pdsim.results.record import Table
+from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
 from tests.results.conftest import MACHINE, make_config, make_result
 
@@ -96,7 +96,7 @@ def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
     text = report.as_json(folder)
     assert "\n" not in text
     found = json.loads(text)
-    assert found["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time"}
+    assert found["metrics"]["bw_gbs"] == {"value": 5.25, "definition": "bytes over time", "tabled": False}
     assert found["evidence"]["weakest"] == "assumed"
     assert found["folder"] == str(folder)
     assert found["command"] == ["pdsim", "run"]
@@ -161,3 +161,11 @@ def test_what_is_not_a_terminal_gets_no_bar():
     with report.Progress("serving", file, after=0.0) as bar:
         bar(0.5, "half")
     assert file.getvalue() == ""
+
+
+def test_a_number_that_a_table_shows_is_printed_once(config):
+    metrics = [Metric("e2e_avg_s", 4.25, "mean", tabled=True), Metric("requests", 7, "all of them")]
+    folder = Run(config).finish(make_result(summary=metrics))
+    assert "requests" in printed(folder)
+    assert "e2e_avg_s" not in printed(folder)
+    assert json.loads(report.as_json(folder))["metrics"]["e2e_avg_s"]["value"] == 4.25
