@@ -16,15 +16,14 @@ The rules:
 
 from __future__ import annotations
 
-import heapq
 import os
-from itertools import count
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from simpy.events import Event
 
+from backends.deadlines import Deadlines
 from backends.halfopen import half_open
 from backends.host import HostBuffer, HostDevice
 from backends.identity import is_dead
@@ -92,9 +91,7 @@ class RealEndpoint:
         self._peers: dict[bytes, PeerState] = {}  # by token
         self._flights: dict[Flight, None] = {}  # neither complete nor failed
         self._quarantine: dict[Flight, None] = {}  # failed and moving
-        self._deadlines: list[tuple[float, int, Flight]] = []
-        self._sequence = count()
-        self._next_check = float("inf")
+        self._deadlines = Deadlines(clock, self._expire)
         self._epoch = 0
         self._lending = Lending(device)
         self._closed = False
@@ -269,7 +266,7 @@ class RealEndpoint:
         state.waiting.append(flight)
         self.link.poll()  # a withdrawal or a loss that is known already must not be missed
         if not flight.triggered:
-            self._watch_deadline(flight)
+            self._deadlines.watch(flight)
             self._dispatch(state)
         return flight
 
@@ -405,24 +402,8 @@ class RealEndpoint:
 
     # --- deadlines --------------------------------------------------------------------------------------------------
 
-    def _watch_deadline(self, flight: Flight) -> None:
-        at = flight.submitted + flight.timeout
-        heapq.heappush(self._deadlines, (at, next(self._sequence), flight))
-        if at < self._next_check:
-            self._next_check = at
-            self._call_at(at, self._check_deadlines)
-
-    def _check_deadlines(self, _: Event) -> None:
-        self._next_check = float("inf")
-        while self._deadlines:
-            at, _sequence, flight = self._deadlines[0]
-            if not flight.triggered and at > self.clock.now:
-                self._next_check = at
-                self._call_at(at, self._check_deadlines)
-                return
-            heapq.heappop(self._deadlines)
-            if not flight.triggered:
-                self._break(flight, self._too_late(flight), moving=not self._recalled(flight))
+    def _expire(self, flight: Flight) -> None:
+        self._break(flight, self._too_late(flight), moving=not self._recalled(flight))
 
     def _recalled(self, flight: Flight) -> bool:
         """Return whether *flight* was still waiting, and take it out of the queue."""
