@@ -115,7 +115,9 @@ WHOLE = Part(("kv", "mamba", "window", "index"), None)
 
 def _check(prefill_tp: int, decode_tp: int) -> None:
     if max(prefill_tp, decode_tp) % min(prefill_tp, decode_tp):
-        raise ValueError(f"prefill tp={prefill_tp} and decode tp={decode_tp}: one must divide the other; use powers of two")
+        raise ValueError(
+            f"prefill tp={prefill_tp} and decode tp={decode_tp}: one must divide the other; use powers of two"
+        )
 
 
 def tp_writers(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
@@ -49,7 +48,8 @@ class KvReceiver:
         self._index = index
         self._report = report
         self.writers = rank_map.writers(index)
-        self._expected = lru_cache(maxsize=1024)(partial(rank_map.expected, index))
+        # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
+        self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _Room] = {}
         self._buffer = rank.device.allocate(layout.size)
         rank.endpoint.register(self._buffer, REGION)
@@ -93,7 +93,7 @@ class KvReceiver:
         return room
 
     def _check(self, number: int, room: _Room) -> None:
-        if room.last is None or len(room.counts) < self._expected(room.last.pages):
+        if room.last is None or len(room.counts) < self._expected[min(room.last.pages, len(self._expected) - 1)]:
             return
         if room.received < sum(room.counts.values()):
             return
