@@ -27,10 +27,14 @@ _AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
 
 
 class Contents:
-    """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold."""
+    """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold.
 
-    def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int) -> None:
+    Metadata lies in *aux*, at the same offsets, if that is given.
+    """
+
+    def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
         self._buffer = buffer
+        self._metadata = aux or buffer
         self._layout = layout
         self._tp_rank = tp_rank
         heads = owned_heads(layout.shape, layout.tp, tp_rank)
@@ -49,7 +53,7 @@ class Contents:
     def fill_aux(self, room: int, slot: int) -> None:
         """Write the first-token metadata of *room* into *slot*."""
         for index, (offset, size) in enumerate(self._aux(slot)):
-            self._buffer.write(offset, _aux_row(room, index, size))
+            self._metadata.write(offset, _aux_row(room, index, size))
 
     def verify(self, room: int, pages: Pages, tokens: int) -> str:
         """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first other."""
@@ -66,7 +70,7 @@ class Contents:
     def verify_aux(self, room: int, slot: int) -> str:
         """Return "" if *slot* holds the metadata of *room*, else which buffer does not."""
         for index, (offset, size) in enumerate(self._aux(slot)):
-            if self._buffer.read(offset, size) != _aux_row(room, index, size):
+            if self._metadata.read(offset, size) != _aux_row(room, index, size):
                 return f"room {room}: metadata buffer {index} of slot {slot} holds something else"
         return ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdsim.errors import PdsimError
-from pdsim.kv.layout import KvLayout
+from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs
 
@@ -18,35 +18,52 @@ __all__ = [
     "Abort",
     "Arrival",
     "Arrived",
+    "Ask",
     "Chunk",
     "Destination",
+    "Dropped",
+    "Enroll",
     "Failed",
+    "Fence",
+    "Fenced",
     "Finished",
     "Forward",
     "Gone",
+    "Grant",
+    "Meet",
     "Message",
     "MessageError",
+    "Metadata",
     "Ping",
     "Pong",
     "Prefilled",
+    "Quiet",
     "Ready",
+    "Refused",
     "Register",
     "Released",
     "Reserve",
+    "Return",
     "Sent",
     "Settled",
     "Stop",
     "Submit",
+    "Terms",
     "decode",
     "encode",
+    "refusal",
 ]
 
-VERSION = 2
+VERSION = 3
 """Of the schema; to be raised with every change of a message's fields."""
 
 
 class MessageError(PdsimError):
     """Bytes that are not a message of this schema: another version, an unknown type, a wrong field."""
+
+
+class Refused(MessageError):
+    """Another rank will have nothing to do with this one, and says why."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -56,17 +73,45 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 # --- setting up -----------------------------------------------------------------------------------------------------
 
 
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks of a job must have alike."""
+
+    page_size: int  # tokens
+    dtype_bytes: int  # of an element of KV
+
+
+class Enroll(Message, frozen=True):
+    """A rank to the bootstrap service, once in its life: here I am."""
+
+    instance: str
+    index: int  # of the rank in its group
+    incarnation: int  # nanoseconds on the job's clock at which this life began
+    terms: Terms
+
+
+class Meet(Message, frozen=True):
+    """The bootstrap service to all ranks of two instances that have formed: get connected."""
+
+    life: str  # the receiver's own: its instance and that one's epoch
+    peer: str  # the other's
+
+
 class Register(Message, frozen=True):
     """A decode rank to the prefill ranks that will write to it: how to reach its pool and how that is laid out."""
 
+    peer: str  # the life of the prefill instance that it is meant for
     address: bytes
-    instance: str
+    instance: str  # the life of the decode instance
     index: int  # of the rank in its group
     layout: KvLayout
+    metadata_rows: tuple[int, ...] = AUX_ROWS  # bytes of each row of first-token metadata
 
 
 class Ready(Message, frozen=True):
-    """A rank to its leader, a leader to the router: connected, requests may come."""
+    """A prefill rank to its leader, that one to the router: connected, requests may come for these two lives."""
+
+    life: str
+    peer: str
 
 
 class Ping(Message, frozen=True):
@@ -78,10 +123,28 @@ class Pong(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """A prefill rank to the router: this instance cannot be reached; the router to prefill ranks: do not wait."""
+    """A prefill rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
+
+    Ranks of the instance itself end: an instance lives and dies as a whole.  *until* is the newest incarnation that is
+    meant, lest one that was started meanwhile ends too.
+    """
 
     instance: str
     reason: str
+    until: int = -1
+
+
+class Fence(Message, frozen=True):
+    """A decode leader to its ranks: say when it is proven that nothing of this prefill instance moves here any more."""
+
+    number: int
+    instance: str
+
+
+class Fenced(Message, frozen=True):
+    """The answer to `Fence`, once it is proven."""
+
+    number: int
 
 
 class Stop(Message, frozen=True):
@@ -144,7 +207,10 @@ class Forward(Message, frozen=True):
 
 
 class Arrival(Message, frozen=True):
-    """Attached to each write of a chunk.  *count*, in the last one only, is how many writes there were in all."""
+    """Attached to each write of a chunk.  *count*, of the last chunk only, is how many there were in all.
+
+    Backends whose writes carry nothing send one of these when all writes of a room have completed.
+    """
 
     room: int
     writer: int  # index of the rank in its group
@@ -153,6 +219,39 @@ class Arrival(Message, frozen=True):
     noticed: float
     started: float
     ended: float  # when the forward of the last chunk ended
+    chunk: int = -1  # whose slot of the staging ring was written; -1 if pages were
+
+
+class Metadata(Message, frozen=True):
+    """A prefill rank to a decode rank, instead of a write: the rows of first-token metadata."""
+
+    arrival: Arrival
+    rows: tuple[bytes, ...]
+
+
+class Ask(Message, frozen=True):
+    """A prefill rank to a decode rank, before a forward: a slot of the staging ring for this chunk, please."""
+
+    room: int
+    writer: int
+    chunk: int
+    size: int  # bytes of its block
+    pages: Pages  # of the decode rank, in the order of the block
+
+
+class Grant(Message, frozen=True):
+    """A decode rank to a prefill rank: the answer to `Ask`.  With a negative *position* there is no slot."""
+
+    room: int
+    chunk: int
+    position: int  # in the ring; its remainder by the ring's size is the offset
+
+
+class Return(Message, frozen=True):
+    """A prefill rank to a decode rank: of the failed room nothing moves any more, here are all its slots back."""
+
+    room: int
+    writer: int
 
 
 class Sent(Message, frozen=True):
@@ -175,6 +274,12 @@ class Arrived(Message, frozen=True):
 
     room: int
     reason: str = ""
+
+
+class Quiet(Message, frozen=True):
+    """A decode rank to its leader: nothing of the forgotten room is being copied here any more."""
+
+    room: int
 
 
 class Prefilled(Message, frozen=True):
@@ -207,9 +312,17 @@ class Failed(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Give the room up: the router to leaders, a prefill leader to its followers."""
+    """Give the room up: the router to leaders, a decode leader to a prefill leader, a leader to its followers."""
 
     room: int
+    life: str = ""  # of the prefill instance that a decode leader means: no other can speak for it
+
+
+class Dropped(Message, frozen=True):
+    """A leader to the router: the room is given up here; *untouched* if none of its bytes can have moved."""
+
+    room: int
+    untouched: bool
 
 
 class Released(Message, frozen=True):
@@ -219,7 +332,12 @@ class Released(Message, frozen=True):
 
 
 _Any = (
-    Register
+    Enroll
+    | Meet
+    | Fence
+    | Fenced
+    | Dropped
+    | Register
     | Ready
     | Ping
     | Pong
@@ -233,6 +351,11 @@ _Any = (
     | Sent
     | Settled
     | Arrived
+    | Metadata
+    | Ask
+    | Grant
+    | Return
+    | Quiet
     | Prefilled
     | Finished
     | Failed
@@ -240,6 +363,7 @@ _Any = (
     | Released
 )
 _PREFIX = bytes([VERSION])
+_REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Any).decode
 
@@ -249,8 +373,18 @@ def encode(message: Message) -> bytes:
     return _PREFIX + _encode(message)
 
 
+def refusal(reason: str) -> bytes:
+    """Return the bytes that refuse a rank, in a form that every version of the schema understands."""
+    return _REFUSAL + reason.encode()
+
+
 def decode(payload: bytes) -> Message:
-    """Return the message in *payload*.  Raise a `MessageError` that names what was got and what was expected."""
+    """Return the message in *payload*.
+
+    Raise a `MessageError` that names what was got and what was expected, and a `Refused` if it is a `refusal`.
+    """
+    if payload[:1] == _REFUSAL:
+        raise Refused(payload[1:].decode(errors="replace"))
     if payload[:1] != _PREFIX:
         got = f"schema version {payload[0]}" if payload else "an empty message"
         raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")

@@ -37,7 +37,7 @@ class Policy:
     pool: str = "default"  # that KV is in: one of `POOLS`
     metadata: str = ""  # in the last "batch", in a "write" of its own, over the "control" channel; "" is by the pool
     metadata_memory: str = ""  # "device" or "host"; "" is by the pool
-    staging: bool = True  # whether the backend has a staged path
+    staging: bool = False  # whether the backend has a staged path
 
     def __post_init__(self) -> None:
         if self.queues < 0:
@@ -49,11 +49,21 @@ class Policy:
         _one_of(tuple(POOLS), pool=self.pool)
         _one_of(("", "batch", "write", "control"), metadata=self.metadata)
         _one_of(("", "device", "host"), metadata_memory=self.metadata_memory)
+        if self.staging and not (self.queues and self.notify == "write"):
+            raise ValueError(
+                f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} and "
+                f"notify={self.notify}"
+            )
         if self.metadata_on == "host" and self.metadata_by != "control":
             raise ValueError(
                 f"policy.metadata={self.metadata_by} needs rows in the registered memory of the device, "
                 "policy.metadata_memory is host; use policy.metadata=control"
             )
+
+    @property
+    def memory_pool(self) -> str:
+        """The pool of `pdsim.transfer.Device.allocate`: memory for transfers within a node needs none of its own."""
+        return "nvlink" if self.pool == "nvlink" else "default"
 
     @property
     def metadata_by(self) -> str:

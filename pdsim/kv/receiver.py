@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdsim.kv import metadata
 from pdsim.kv.contents import Contents
+from pdsim.kv.landing import Landing
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
-from pdsim.kv.messages import Arrival, Arrived, MessageError, Register, Reserve, decode
-from pdsim.kv.sender import REGION
+from pdsim.kv.messages import (
+    Arrival,
+    Arrived,
+    MessageError,
+    Metadata,
+    Quiet,
+    Register,
+    Reserve,
+    decode,
+)
+from pdsim.kv.paths import REGION
+from pdsim.kv.policy import Policy, Staging
 from pdsim.transfer import Notification, Rank
 
 __all__ = ["KvReceiver"]
+
+DEVICE = Policy()
+"""Metadata lies on the device."""
 
 
 @dataclass(slots=True)
@@ -23,14 +38,17 @@ class _Room:
     received: int = 0  # writes that arrived
     counts: dict[int, int] = field(default_factory=dict)  # how many each writer made, once its last is here
     last: Arrival | None = None
+    rows: tuple[bytes, ...] = ()  # of metadata that came as a message
+    reason: str = ""  # why what arrived cannot be used
 
 
 class KvReceiver:
     """Receives what the prefill ranks of *rank_map* write to a decode rank, the *index*-th of its group *instance*.
 
-    A room is complete when as many writes have arrived as its writers say that they made.  On memory that has contents
-    every byte is then compared, for which the room's pages must be known by `reserve`, before or after (the two travel
-    different ways).  *report* is called once for each room with `Arrived` and the last `Arrival`.
+    A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
+    scattered.  On memory that has contents every byte is then compared, for which the room's pages must be known by
+    `reserve`, before or after (the two travel different ways).  *report* is called once for each room with `Arrived`
+    and the last `Arrival`, *quiet* once for each room to `forget`.
     """
 
     def __init__(
@@ -41,6 +59,9 @@ class KvReceiver:
         index: int,
         rank_map: RankMap,
         report: Callable[[Arrived, Arrival], None],
+        quiet: Callable[[Quiet], None],
+        policy: Policy = DEVICE,
+        staging: Staging | None = None,
     ) -> None:
         self.layout = layout
         self._rank = rank
@@ -51,17 +72,20 @@ class KvReceiver:
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _Room] = {}
-        self._buffer = rank.device.allocate(layout.size)
-        rank.endpoint.register(self._buffer, REGION)
-        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
+        self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        region = rank.endpoint.register(self._buffer, REGION)
+        self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
+        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
+        self.landing = Landing(rank, layout, index, rank_map, region, staging, quiet) if staging else None
+        self._quiet = quiet
 
     def __len__(self) -> int:
         """Return the number of rooms that are not complete."""
         return len(self._rooms)
 
-    def register(self) -> Register:
-        """Return what every one of `writers` needs to know."""
-        return Register(self._rank.endpoint.address(), self._instance, self._index, self.layout)
+    def register(self, life: str, peer: str) -> Register:
+        """Return what every one of `writers` needs to know: those of the life *peer* about this group's *life*."""
+        return Register(peer, self._rank.endpoint.address(), life, self._index, self.layout)
 
     def reserve(self, message: Reserve) -> None:
         """Take note of the pages that a room owns here, which memory with contents needs to be told."""
@@ -70,16 +94,36 @@ class KvReceiver:
         self._check(message.room, room)
 
     def forget(self, room: int) -> None:
-        """Drop what is known of *room*, of which nothing will be written any more."""
+        """Drop what is known of *room*, of which nothing will be written any more.
+
+        `Quiet` follows once nothing of it is copied any more either.
+        """
         self._rooms.pop(room, None)
+        if self.landing is None:
+            self._quiet(Quiet(room))
+        else:
+            self.landing.forget(room)
 
     def notice(self, notification: Notification) -> None:
         """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
         arrival = decode(notification.payload)
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
+        if arrival.chunk < 0:
+            self.arrive(arrival)
+        elif self.landing is not None:
+            self.landing.scatter(arrival, self.arrive)
+
+    def store(self, message: Metadata) -> None:
+        """Take note of metadata that came as a message."""
+        self._room(message.arrival.room).rows = message.rows
+        self.arrive(message.arrival)
+
+    def arrive(self, arrival: Arrival, reason: str = "") -> None:
+        """Count one write, with a *reason* one that cannot be used."""
         room = self._room(arrival.room)
         room.received += 1
+        room.reason = room.reason or reason
         if arrival.count:
             room.counts[arrival.writer] = arrival.count
             if room.last is None or arrival.ended >= room.last.ended:
@@ -97,11 +141,13 @@ class KvReceiver:
             return
         if room.received < sum(room.counts.values()):
             return
-        reason = ""
+        reason = room.reason
         if self._rank.device.holds_bytes:
             if room.reserve is None:
                 return
-            reason = self._verify(room.reserve)
+            if room.rows:  # into the slot that the room has now, whichever the writer meant
+                metadata.store(self._rows, self.layout, room.reserve.slot, room.rows)
+            reason = reason or self._verify(room.reserve)
         del self._rooms[number]
         self._report(Arrived(number, reason), room.last)
 

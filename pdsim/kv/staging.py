@@ -20,7 +20,7 @@ in line fits at the latest when the ring is empty, for what exceeds the ring was
 `Staging.wait`, because of quarantine or load, is refused and goes in slices.  So every question is answered, and no
 two chunks wait for each other.
 
-Unknown here: engines, time, and what a refusal leads to.
+Unknown here: time, rooms, and what a refusal leads to.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pdsim.errors import InvalidBatch, OutOfMemory
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.pages import Pages
-from pdsim.transfer import Batch, Region
+from pdsim.transfer import Batch, Buffer, Rank, Region, Transfer
 
-__all__ = ["BlockPlan", "Ring", "Slot", "block_plans"]
+__all__ = ["BlockPlan", "GatherBuffers", "Ring", "Slot", "block_plans"]
 
 Int64s = npt.NDArray[np.int64]
 K = TypeVar("K", bound=Hashable)
@@ -224,3 +224,40 @@ def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice, exact: boo
         BlockPlan(source, planes, heads.source, heads.heads, exact),
         BlockPlan(target, planes, heads.target, heads.heads, exact),
     )
+
+
+class GatherBuffers:
+    """The buffers of *rank* in which *count* queues gather, one of *size* bytes each.
+
+    A buffer is filled again once its last write has settled, not before.  Should a write fail and stay in quarantine,
+    its queue gets a fresh buffer, and the old one is given back if the write ever settles.
+    """
+
+    def __init__(self, rank: Rank, count: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._made = 0
+        self._buffers = [self._make() for _ in range(count)]
+        self._writes: list[Transfer | None] = [None] * count
+
+    def take(self, queue: int) -> Region:
+        """Return the buffer of *queue*, in which nothing moves.  Raise `OutOfMemory` if there is none left."""
+        write = self._writes[queue]
+        if write is not None and not write.settled.triggered:
+            old, self._buffers[queue] = self._buffers[queue], self._make()
+            write.settled.callbacks.append(lambda _: self._discard(*old))
+        self._writes[queue] = None
+        return self._buffers[queue][1]
+
+    def lend(self, queue: int, write: Transfer) -> None:
+        """Keep the buffer of *queue* as it is until *write* has settled."""
+        self._writes[queue] = write
+
+    def _make(self) -> tuple[Buffer, Region]:
+        buffer = self._rank.device.allocate(self._size)
+        self._made += 1
+        return buffer, self._rank.endpoint.register(buffer, f"gather{self._made}")
+
+    def _discard(self, buffer: Buffer, region: Region) -> None:
+        self._rank.endpoint.deregister(region)
+        self._rank.device.free(buffer)

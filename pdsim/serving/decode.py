@@ -15,13 +15,17 @@ from pdsim.kv.messages import (
     Abort,
     Arrival,
     Arrived,
+    Ask,
     Destination,
     Failed,
     Finished,
     Message,
+    Metadata,
+    Quiet,
     Ready,
     Released,
     Reserve,
+    Return,
     Submit,
 )
 from pdsim.kv.pages import PagePool, Pages, SlotPool
@@ -46,8 +50,26 @@ class Worker(Member):
     def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
-        self.receiver = KvReceiver(rank, job.decode_layout(index), instance, index, job.rank_map, self.arrived)
-        self.handlers |= {Reserve: self._reserve, Abort: self._forget}
+        self.receiver = KvReceiver(
+            rank,
+            job.decode_layout(index),
+            instance,
+            index,
+            job.rank_map,
+            self.arrived,
+            self.quiet,
+            job.handoff,
+            job.staging,
+        )
+        self.handlers |= {
+            Reserve: self._reserve,
+            Abort: self._forget,
+            Arrival: lambda _, message: self.receiver.arrive(message),
+            Metadata: lambda _, message: self.receiver.store(message),
+        }
+        if self.receiver.landing is not None:
+            landing = self.receiver.landing
+            self.handlers |= {Ask: landing.ask, Return: lambda _, message: landing.give_back(message)}
 
     def run(self) -> Program:
         """As `Member.run`, with the pool made known to all ranks that will write to it."""
@@ -64,6 +86,10 @@ class Worker(Member):
 
     def arrived(self, message: Arrived, _: Arrival) -> None:
         """Tell the leader that a room is complete here."""
+        self.send(leader(self.instance), message)
+
+    def quiet(self, message: Quiet) -> None:
+        """Tell the leader that nothing of a forgotten room is copied here any more."""
         self.send(leader(self.instance), message)
 
     def _notice(self) -> Program:
@@ -94,6 +120,8 @@ class _Room:
     polled: float = 0.0
     joined: float = 0.0
     aborted: bool = False
+    released: bool = False  # nothing of it is written any more
+    quiet: int = 0  # ranks that have forgotten it
 
 
 class Leader(Worker):
@@ -131,6 +159,7 @@ class Leader(Worker):
             Arrived: lambda _, message: self._count(message, None),
             Abort: self._abort,
             Released: self._released,
+            Quiet: lambda _, message: self.quiet(message),
         }
         self.handlers |= handlers
 
@@ -148,6 +177,16 @@ class Leader(Worker):
         """Count this rank's part of a room."""
         self._count(message, arrival)
 
+    def quiet(self, message: Quiet) -> None:
+        """Count a rank that has forgotten a room; with the last, give its pages back."""
+        room = self._rooms.get(message.room)
+        if room is None:
+            return
+        room.quiet += 1
+        if room.quiet == self.job.decode.size:
+            self._drop(message.room)
+            self._wake()
+
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:
@@ -157,7 +196,7 @@ class Leader(Worker):
 
     def _count(self, message: Arrived, arrival: Arrival | None) -> None:
         room = self._rooms.get(message.room)
-        if room is None:
+        if room is None or room.released:
             return
         room.ranks += 1
         room.reason = room.reason or message.reason
@@ -179,9 +218,10 @@ class Leader(Worker):
 
     def _released(self, _: str, message: Released) -> None:
         room = self._rooms.get(message.room)
-        if room is not None and room.ranks < self.job.decode.size:
-            self._drop(message.room)
-            self._wake()
+        if room is not None and room.ranks < self.job.decode.size and not room.released:
+            room.released = True
+            self.send(self.followers, Abort(message.room))
+            self.receiver.forget(message.room)
 
     def _drop(self, number: int) -> None:
         """Give the pages of a room back that never became complete."""
@@ -189,8 +229,6 @@ class Leader(Worker):
         self.pages.release(number)
         self.slots.release(number)
         self.state.release(number)
-        self.receiver.forget(number)
-        self.send(self.followers, Abort(number))
 
     # --- the scheduler ---
 

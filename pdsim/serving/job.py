@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
+from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute import ForwardTime
 
-__all__ = ["ROUTER", "Job", "instance_of", "leader", "rank_name"]
+__all__ = ["ROUTER", "Job", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
 ROUTER = "router"
 
@@ -23,14 +24,29 @@ def rank_name(instance: str, index: int) -> str:
     return f"{instance}.{index}"
 
 
-def leader(instance: str) -> str:
-    """Return the rank that schedules for *instance*."""
-    return rank_name(instance, 0)
+def leader(name: str) -> str:
+    """Return the rank that schedules for the instance, or the life of one, called *name*."""
+    return rank_name(instance_of(name), 0)
 
 
-def instance_of(rank: str) -> str:
-    """Return the instance that *rank* belongs to."""
-    return rank.partition(".")[0]
+def life_name(instance: str, epoch: int) -> str:
+    """Return the name of one life of an instance: ``life_name("prefill0", 2) == "prefill0@2"``."""
+    return f"{instance}@{epoch}"
+
+
+def epoch_of(life: str) -> int:
+    """Return the epoch of *life*: the inverse of `life_name`."""
+    return int(life.partition("@")[2])
+
+
+def instance_of(name: str) -> str:
+    """Return the instance that the rank or the life called *name* belongs to."""
+    return name.partition(".")[0].partition("@")[0]
+
+
+def index_of(rank: str) -> int:
+    """Return the number of *rank* in its group: the inverse of `rank_name`."""
+    return int(rank.partition(".")[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +77,13 @@ class Job:
     prefill_time: ForwardTime
     decode_time: ForwardTime
     policy: str  # of the router
+    handoff: Policy = field(default_factory=Policy)
+    staging: Staging | None = None
     deadline: float  # seconds of silence after which a rank counts as gone
+    dtype_bytes: int = 2  # of an element of KV
+    retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
+    bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
+    waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Job:

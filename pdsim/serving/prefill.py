@@ -17,6 +17,7 @@ from pdsim.kv.messages import (
     Failed,
     Forward,
     Gone,
+    Grant,
     Message,
     Prefilled,
     Ready,
@@ -48,12 +49,22 @@ class Worker(Member):
     def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
-        self.sender = KvSender(rank, job.prefill_layout(index), job.prefill, index, self.conclude, job.all_cp_ranks)
+        self.sender = KvSender(
+            rank,
+            job.prefill_layout(index),
+            job.prefill,
+            index,
+            self.conclude,
+            job.all_cp_ranks,
+            job.handoff,
+            job.staging,
+        )
         self._missing = set(job.decodes)  # instances not connected yet
         self.handlers |= {
             Register: self._register,
             Gone: self._gone,
             Forward: self._forward,
+            Grant: self.sender.grant,
             Abort: self._abort,
         }
 
@@ -82,6 +93,7 @@ class Worker(Member):
     def _write(self, message: Forward) -> None:
         for chunk in message.chunks:
             self.sender.send(chunk)
+        self.sender.poll()
 
     def _register(self, _: str, message: Register) -> None:
         try:

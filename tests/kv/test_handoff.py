@@ -61,6 +61,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
         0,
         RankMap(SHAPE, Grid(1), Grid(1)),
         lambda message, last: reports.append([rank.clock.now, message.reason, last.count]),
+        lambda message: None,
     )
     rank.channel.send("prefill0.0", encode(receiver.register()))
 

@@ -5,26 +5,27 @@ from __future__ import annotations
 import pytest
 
 from pdsim.clock import Clock
-from pdsim.kv.queues import Job, Queues
+from pdsim.kv.queues import Queues
 from pdsim.transfer import Program
 
 
+Item = tuple[str, float]  # name and length; a negative one fails
+
+
 def run(count: int, work: list[tuple[float, int, str, float]]) -> list[tuple[float, str]]:
-    """Put jobs, each at a time under a key with a name and a length; return when which ended."""
+    """Put items, each at a time under a key with a name and a length; return when which ended."""
     clock, done = Clock(), []
 
-    def job(name: str, seconds: float) -> Job:
-        def program(_: int) -> Program:
-            yield clock.timeout(abs(seconds))
-            if seconds < 0:
-                raise RuntimeError(name)
-            done.append((clock.now, name))
+    def job(item: Item, _: int) -> Program:
+        name, seconds = item
+        yield clock.timeout(abs(seconds))
+        if seconds < 0:
+            raise RuntimeError(name)
+        done.append((clock.now, name))
 
-        return program
-
-    queues = Queues(clock, count, lambda _, error: done.append((clock.now, f"{error} failed")))
-    for at, key, name, seconds in work:
-        clock.call_at(at, lambda arguments: queues.put(arguments[0], job(*arguments[1:])), (key, name, seconds))
+    queues: Queues[Item] = Queues(clock, count, job, lambda _, error: done.append((clock.now, f"{error} failed")))
+    for at, key, *item in work:
+        clock.call_at(at, lambda arguments: queues.put(*arguments), (key, tuple(item)))
     clock.run()
     return done
 
@@ -55,4 +56,4 @@ def test_a_worker_wakes_for_what_comes_after_a_pause():
 
 def test_a_negative_count_is_refused():
     with pytest.raises(ValueError, match="count must be >= 0, got -1"):
-        Queues(Clock(), -1, lambda job, error: None)
+        Queues(Clock(), -1, lambda item, queue: iter(()), lambda item, error: None)

@@ -1,0 +1,129 @@
+"""Which way a chunk goes from one prefill rank to one decode rank, and in which writes.
+
+==========  ============================================================================================
+grouped     both ranks keep the same rows: runs of neighbouring pages, all planes in one write or one each
+sliced      they keep different heads: a descriptor a token and plane
+staged      the same, gathered before and scattered after: one descriptor (`pdsim.kv.staging`)
+metadata    first-token metadata and state alone, where the other paths do not take them along
+==========  ============================================================================================
+
+Unknown here: queues, rooms' fates, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pdsim.kv.layout import AUX_ROWS, KvLayout
+from pdsim.kv.mapping import Part
+from pdsim.kv.messages import Chunk, Register
+from pdsim.kv.metadata import route
+from pdsim.kv.pages import Pages
+from pdsim.kv.plan import Runs, planner
+from pdsim.kv.policy import Policy
+from pdsim.kv.staging import BlockPlan, block_plans
+from pdsim.transfer import Batch, Peer
+
+__all__ = ["PATHS", "REGION", "STAGING", "Piece", "Target", "sources", "targets"]
+
+REGION = "kv"
+"""The name under which every rank registers its pool."""
+
+STAGING = "staging"
+"""The name under which a decode rank registers its ring."""
+
+PATHS = ("grouped", "sliced", "staged", "metadata")
+
+
+class Piece(NamedTuple):
+    """What one write moves."""
+
+    path: str
+    rows: Runs = ()
+    slots: tuple[int, int] | None = None
+    state: tuple[Runs, ...] = ()
+    plane: int = -1  # the only one of *rows* that it moves, counted among those that both ranks have; -1 is all
+
+
+class Target:
+    """A decode rank that sent *register*, as a prefill rank sees it that writes *part* to it.
+
+    *number* tells this rank's targets apart; *exact* says whether memory has contents.
+    """
+
+    def __init__(
+        self, peer: Peer, number: int, source: KvLayout, register: Register, part: Part, policy: Policy, exact: bool
+    ) -> None:
+        self.peer = peer
+        self.number = number
+        self.part = part
+        self.region = peer.regions[REGION]
+        self.ring = peer.regions.get(STAGING)
+        self.metadata, self.fallback = route(policy, AUX_ROWS, register.metadata_rows)
+        self._policy = policy
+        self._path = "grouped" if part.heads is None else "sliced"
+        self._planner = planner(source, register.layout, part)
+        theirs = set(register.layout.tables[0].planes)
+        self._planes = sum(plane in theirs for plane in source.tables[0].planes)
+        self._moves_state = any(component != "kv" for component in part.components)
+        self.blocks: BlockPlan | None = None
+        if part.heads is not None and self.ring is not None:
+            self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
+
+    def block(self, rows: Runs, limit: int) -> int:
+        """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
+        if not rows or self.blocks is None or self.ring is None or "kv" not in self.part.components:
+            return 0
+        size = self.blocks.nbytes(sum(count for _, _, count in rows))
+        return size if size <= min(limit, self.ring.size) else 0
+
+    def pieces(self, chunk: Chunk, rows: Runs) -> Iterator[Piece]:
+        """Yield the writes of *chunk*, of whose pages *rows* are this rank's to write.
+
+        How many there are depends on nothing that is not known before the first is posted.
+        """
+        rows = rows if "kv" in self.part.components else ()
+        slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
+        state = chunk.state if chunk.last and self._moves_state else ()
+        apart = self.metadata == "write" or self.blocks is not None or self._policy.call == "plane"
+        if rows and apart:
+            yield from self._rows(rows)
+            rows = ()
+        if rows:
+            yield Piece(self._path, self._grouped(rows), slots, state)
+        elif slots is not None or state:
+            yield Piece("metadata", (), slots, state)
+
+    def batch(self, piece: Piece) -> Batch:
+        """Return the descriptors of *piece*, over nameless regions."""
+        batch = self._planner.batch(piece.rows, piece.slots, piece.state)
+        if piece.plane < 0:
+            return batch
+        each = len(batch) // self._planes  # planes follow one another
+        part = slice(piece.plane * each, (piece.plane + 1) * each)
+        columns = (batch.source_offset[part], batch.target_offset[part], batch.size[part])
+        return Batch(batch.source, batch.target, *columns)
+
+    def _rows(self, rows: Runs) -> Iterator[Piece]:
+        if self._policy.call == "chunk" or self.blocks is not None:
+            yield Piece(self._path, self._grouped(rows))
+            return
+        for plane in range(self._planes):
+            yield Piece(self._path, self._grouped(rows), plane=plane)
+
+    def _grouped(self, rows: Runs) -> Runs:
+        """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""
+        if self._policy.grouping == "runs" or self._path == "sliced":
+            return rows
+        return tuple((source + i, target + i, 1) for source, target, count in rows for i in range(count))
+
+
+def sources(runs: Runs) -> Pages:
+    """Return the pages that *runs* come from."""
+    return tuple((source, count) for source, _, count in runs)
+
+
+def targets(runs: Runs) -> Pages:
+    """Return the pages that *runs* go to."""
+    return tuple((target, count) for _, target, count in runs)
