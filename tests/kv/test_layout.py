@@ -10,6 +10,7 @@ from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, KvLayout, KvShape
 
 LLAMA_8B = KvShape(layers=32, heads=8, head_bytes=128 * 2)
 QWEN3_235B = KvShape(layers=94, heads=4, head_bytes=128 * 2)
+QWEN3_32B = KvShape(layers=64, heads=8, head_bytes=128 * 2)
 DEEPSEEK_V3 = KvShape(layers=61, heads=1, head_bytes=128 * 2, latent_bytes=576 * 2)
 
 
@@ -19,10 +20,22 @@ def layout(shape: KvShape, tp: int = 1, page_size: int = 64, pages: int = 256, s
 
 @pytest.mark.parametrize(
     ("shape", "tp", "mebibytes"),
-    [(LLAMA_8B, 1, 1024), (QWEN3_235B, 4, 376), (DEEPSEEK_V3, 1, 549), (DEEPSEEK_V3, 8, 549)],
+    [
+        (LLAMA_8B, 1, 1024),
+        (LLAMA_8B, 2, 512),
+        (QWEN3_235B, 4, 376),
+        (QWEN3_32B, 2, 1024),
+        (DEEPSEEK_V3, 1, 549),
+        (DEEPSEEK_V3, 8, 549),
+    ],
 )
 def test_a_chunk_of_8192_tokens_takes_what_the_reference_says(shape: KvShape, tp: int, mebibytes: int):
     assert 8192 * shape.token_bytes(tp) == mebibytes << 20
+
+
+@pytest.mark.parametrize(("shape", "tp", "tokens"), [(QWEN3_235B, 4, 1394), (LLAMA_8B, 2, 1024), (QWEN3_32B, 2, 512)])
+def test_64_mebibytes_hold_as_many_tokens_as_the_reference_says(shape: KvShape, tp: int, tokens: int):
+    assert (64 << 20) // shape.token_bytes(tp) == tokens
 
 
 def test_a_latent_token_and_page_take_what_the_reference_says():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +14,7 @@ from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, Part, RankMap, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
-from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_235B, layout
+from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_32B, QWEN3_235B, layout
 
 WHOLE: Runs = ((0, 0, 128),)
 SCATTERED: Runs = tuple((2 * page, page, 1) for page in range(128))  # no two are neighbours on both sides
@@ -28,6 +31,21 @@ def test_descriptors_of_8192_tokens_are_those_of_the_reference(shape: KvShape, t
     assert plan.batch(WHOLE).nbytes == 8192 * shape.token_bytes(tp)
 
 
+@pytest.mark.parametrize("groups", [1, 5, 128])
+def test_descriptors_grow_with_the_runs_of_a_chunk(groups: int):
+    edges = np.linspace(0, 128, groups + 1).astype(int)
+    runs = tuple((2 * first, 2 * first, end - first) for first, end in pairwise(edges.tolist()))
+    for shape, tp, layers in ((LLAMA_8B, 1, 2 * 32), (QWEN3_235B, 4, 2 * 94), (DEEPSEEK_V3, 1, 61)):
+        pool = layout(shape, tp)
+        assert len(Planner(pool, pool).batch(runs)) == layers * groups
+
+
+@pytest.mark.parametrize(("pp", "stage", "count"), [(2, 0, 30), (2, 1, 31), (4, 3, 16)])
+def test_a_stage_writes_its_own_layers(pp: int, stage: int, count: int):
+    batch = Planner(replace(layout(DEEPSEEK_V3), pp=pp, stage=stage), layout(DEEPSEEK_V3)).batch(WHOLE)
+    assert (len(batch), batch.nbytes) == (count, 8192 * count * 1152)
+
+
 @pytest.mark.parametrize(("shape", "tp", "count"), [(LLAMA_8B, 1, 524_288), (QWEN3_235B, 4, 1_540_096)])
 def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape: KvShape, tp: int, count: int):
     pool = layout(shape, tp, pages=128)
@@ -35,8 +53,7 @@ def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape:
 
 
 def test_tokens_that_lie_alone_cost_a_descriptor_each():
-    # Qwen3-32B: 64 layers, 8 KV heads over two ranks, pages of one token
-    pool = layout(KvShape(64, 8, 256), tp=2, page_size=1, pages=16_384)
+    pool = layout(QWEN3_32B, tp=2, page_size=1, pages=16_384)
     runs = tuple((2 * page, page, 1) for page in range(8192))
     assert len(Planner(pool, pool).batch(runs)) == 1_048_576
 

@@ -1,0 +1,48 @@
+"""`experiment=serve` on the real engines: hybrid models between unlike ranks, every byte compared on arrival."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.serve import run
+from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from tests.conformance.conftest import REAL, engine, make_target
+from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
+from tests.experiments.test_transfer_real import LOOPBACK
+from tests.results.conftest import make_config
+
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "model"),
+    [
+        (Side(tp=2), Side(tp=1), HYBRID),
+        (Side(tp=1), Side(tp=2), HYBRID),
+        (Side(tp=1, pp=2), Side(tp=1), HYBRID_MLA),
+        (Side(tp=1, cp=2), Side(tp=1), HYBRID_MLA),
+    ],
+    ids=["tp 2 to 1", "tp 1 to 2", "pp 2 to 1", "cp 2 to 1"],
+)
+def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, decode, model):
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=engine(name),
+        model=model,
+        parallel=Parallel(prefill=prefill, decode=decode),
+        experiment={"name": "serve", "deadline": 30.0},
+        workload=replace(SMALL, count=4),
+        kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True),
+        scheduler=Scheduler(chunk=64, decode_batch=4),
+        compute=Compute(scale=0.1),
+    )
+    result = run(config, make_target(name), lambda fraction, text: None)
+    assert result.failures == []
+    assert set(result.requests["status"]) == {"ok"}
+    assert sum(result.requests["nbytes"]) == sum(record.nbytes for record in result.transfers)
