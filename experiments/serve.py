@@ -28,12 +28,18 @@ class Options:
 
     router: str = "least_tokens"  # or "round_robin"
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
+    retries: int = 3  # how often a request is started anew of which no byte had moved when an instance was lost
+    bootstrap_timeout: Seconds = 0.0  # that a room may wait at prefill for its pages at decode; 0 is for ever
+    waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0 is for ever
 
     def __post_init__(self) -> None:
         if self.router not in POLICIES:
             raise ValueError(f"experiment.router must be one of {', '.join(POLICIES)}, got {self.router!r}")
         if not self.deadline > 0:
             raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
+        for name in ("retries", "bootstrap_timeout", "waiting_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
@@ -93,6 +99,10 @@ def _job(config: Config, options: Options) -> Job:
         decode_time=time(parallel.decode),
         policy=options.router,
         deadline=options.deadline,
+        dtype_bytes=config.model.dtype_bytes,
+        retries=options.retries,
+        bootstrap_timeout=options.bootstrap_timeout,
+        waiting_timeout=options.waiting_timeout,
     )
 
 

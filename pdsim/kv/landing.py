@@ -100,6 +100,13 @@ class Landing:
                 self._drop(key)
         self._advance()
 
+    def sever(self, writer: int) -> None:
+        """Free all that a writer has which, as is proven, writes no more and can return nothing itself."""
+        for key, question in list(self._questions.items()):
+            if key[1] == writer and not question.scattering:
+                self._drop(key)
+        self._advance()
+
     def forget(self, room: int) -> None:
         """Scatter nothing more of *room*."""
         busy = False

@@ -135,10 +135,10 @@ class Gone(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """A decode leader to its ranks: say when it is proven that nothing of this prefill instance moves here any more."""
+    """A decode leader to its ranks: say when it is proven that nothing of this life moves here any more."""
 
     number: int
-    instance: str
+    life: str
 
 
 class Fenced(Message, frozen=True):

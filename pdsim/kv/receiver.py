@@ -22,6 +22,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.paths import REGION
 from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.rooms import OVER, Fading
 from pdsim.transfer import Notification, Rank
 
 __all__ = ["KvReceiver"]
@@ -72,6 +73,8 @@ class KvReceiver:
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _Room] = {}
+        self._over: Fading[None] = Fading(rank.clock, OVER)
+        self.ignored = 0  # arrivals of rooms that were forgotten before
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(self._buffer, REGION)
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
@@ -99,10 +102,16 @@ class KvReceiver:
         `Quiet` follows once nothing of it is copied any more either.
         """
         self._rooms.pop(room, None)
+        self._over.set(room, None)
         if self.landing is None:
             self._quiet(Quiet(room))
         else:
             self.landing.forget(room)
+
+    def sever(self, writer: int) -> None:
+        """Take back what *writer* has borrowed, now that it is proven that it writes here no more."""
+        if self.landing is not None:
+            self.landing.sever(writer)
 
     def notice(self, notification: Notification) -> None:
         """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""
@@ -116,11 +125,17 @@ class KvReceiver:
 
     def store(self, message: Metadata) -> None:
         """Take note of metadata that came as a message."""
+        if message.arrival.room in self._over:
+            self.ignored += 1
+            return
         self._room(message.arrival.room).rows = message.rows
         self.arrive(message.arrival)
 
     def arrive(self, arrival: Arrival, reason: str = "") -> None:
-        """Count one write, with a *reason* one that cannot be used."""
+        """Count one write, with a *reason* one that cannot be used; not of a room that is forgotten."""
+        if arrival.room in self._over:
+            self.ignored += 1
+            return
         room = self._room(arrival.room)
         room.received += 1
         room.reason = room.reason or reason

@@ -157,6 +157,15 @@ class KvSender:
         self._targets.setdefault(message.instance, []).append(target)
         self._sessions[message.instance] = self._sessions.get(message.instance, 0) + number
 
+    def meet(self, instance: str) -> None:
+        """Take note that rooms may go to *instance*, also if this rank has nothing to write there."""
+        self._targets.setdefault(instance, [])
+
+    def drop(self, instance: str) -> None:
+        """Forget the ranks of *instance*, which is gone; a chunk that is still to go there fails its room."""
+        self._targets.pop(instance, None)
+        self._sessions.pop(instance, None)
+
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Take note of chunks whose forward begins: each will be given to `send`, and then `poll` be called."""
         self._computing = True
@@ -174,6 +183,9 @@ class KvSender:
         state.planned -= 1
         if state.status is Status.FAILED:
             self._settle(state)
+            return
+        if chunk.decode not in self._targets:
+            self._break(state, chunk.decode, PeerLost(f"{chunk.decode} is gone"))
             return
         state.status = advance(state.status, Status.TRANSFERRING)
         if self._rank.device.holds_bytes:
@@ -271,7 +283,7 @@ class KvSender:
 
     def _put(self, delivery: _Delivery) -> None:
         chunk = delivery.chunk
-        self._queues.put(chunk.room if self._policy.shard == "room" else self._sessions[chunk.decode], delivery)
+        self._queues.put(chunk.room if self._policy.shard == "room" else self._sessions.get(chunk.decode, 0), delivery)
 
     def _tell(self, target: Target, message: Message) -> None:
         self._rank.channel.send(target.peer.name, encode(message))
@@ -411,11 +423,13 @@ class KvSender:
 
     def _broken(self, delivery: _Delivery, error: Exception) -> None:
         """Fail the room of *delivery*, because of *error*."""
-        state = delivery.state
+        self._break(delivery.state, delivery.chunk.decode, error)
+
+    def _break(self, state: _Room, decode: str, error: Exception) -> None:
         if state.status is not Status.FAILED:
             state.status = advance(state.status, Status.FAILED)
             state.parked.clear()
-            lost = delivery.chunk.decode if isinstance(error, PeerLost) else ""
+            lost = decode if isinstance(error, PeerLost) else ""
             self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 

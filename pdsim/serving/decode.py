@@ -11,27 +11,34 @@ from typing import Any
 
 from simpy.events import Event
 
+from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
     Arrival,
     Arrived,
     Ask,
     Destination,
+    Dropped,
     Failed,
+    Fence,
+    Fenced,
     Finished,
+    Meet,
     Message,
     Metadata,
     Quiet,
-    Ready,
     Released,
     Reserve,
     Return,
+    Stop,
     Submit,
 )
 from pdsim.kv.pages import PagePool, Pages, SlotPool
 from pdsim.kv.receiver import KvReceiver
-from pdsim.serving.job import ROUTER, Job, leader, rank_name
-from pdsim.serving.member import Handler, Member
+from pdsim.kv.rooms import Blocked, Timers
+from pdsim.kv.status import Status
+from pdsim.serving.job import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.member import EngineMember, Handler
 from pdsim.serving.steps import Stretch
 from pdsim.transfer import Program, Rank
 
@@ -44,12 +51,15 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     return (yield from member(rank, Job.from_plain(job), instance, index).run())
 
 
-class Worker(Member):
-    """A rank that receives its part of each request's KV and tells its leader."""
+class Worker(EngineMember):
+    """A rank that receives its part of each request's KV and tells its leader.
+
+    It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
+    moves here any more.  So what writes here is always of one life.
+    """
 
     def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
-        super().__init__(rank, job)
-        self.instance = instance
+        super().__init__(rank, job, instance, index)
         self.receiver = KvReceiver(
             rank,
             job.decode_layout(index),
@@ -61,7 +71,10 @@ class Worker(Member):
             job.handoff,
             job.staging,
         )
+        self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {
+            Meet: self._meet,
+            Fence: self._fence,
             Reserve: self._reserve,
             Abort: self._forget,
             Arrival: lambda _, message: self.receiver.arrive(message),
@@ -72,17 +85,9 @@ class Worker(Member):
             self.handlers |= {Ask: landing.ask, Return: lambda _, message: landing.give_back(message)}
 
     def run(self) -> Program:
-        """As `Member.run`, with the pool made known to all ranks that will write to it."""
-        registration = self.receiver.register()
-        for prefill in self.job.prefills:
-            self.send([rank_name(prefill, writer) for writer in self.receiver.writers], registration)
-        self.ready()
+        """As `EngineMember.run`, with an eye on what arrives."""
         self.clock.process(self._notice())
         return (yield from super().run())
-
-    def ready(self) -> None:
-        """Tell the leader that the prefill ranks have been written to."""
-        self.send(leader(self.instance), Ready())
 
     def arrived(self, message: Arrived, _: Arrival) -> None:
         """Tell the leader that a room is complete here."""
@@ -92,6 +97,10 @@ class Worker(Member):
         """Tell the leader that nothing of a forgotten room is copied here any more."""
         self.send(leader(self.instance), message)
 
+    def fenced(self, message: Fenced) -> None:
+        """Tell the leader that nothing of a prefill instance that is gone moves here any more."""
+        self.send(leader(self.instance), message)
+
     def _notice(self) -> Program:
         notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
         try:
@@ -99,6 +108,36 @@ class Worker(Member):
                 notice((yield notifications.get()))
         except Exception as error:
             self.fail(error)
+
+    def _meet(self, _: str, message: Meet) -> None:
+        self.life = message.life
+        self.clock.process(self._introduce(message.peer))
+
+    def _introduce(self, peer: str) -> Program:
+        """Make this rank's pool known to *peer*, a life of a prefill instance."""
+        yield from self._part(instance_of(peer), epoch_of(peer) - 1)
+        if not self.ended.triggered:
+            writers = [rank_name(instance_of(peer), writer) for writer in self.receiver.writers]
+            self.send(writers, self.receiver.register(self.life, peer))
+
+    def _fence(self, _: str, message: Fence) -> None:
+        self.clock.process(self._prove(message))
+
+    def _prove(self, message: Fence) -> Program:
+        yield from self._part(instance_of(message.life), epoch_of(message.life))
+        if not self.ended.triggered:
+            self.fenced(Fenced(message.number))
+
+    def _part(self, instance: str, epoch: int) -> Program:
+        """Wait for the proof that nothing of *instance* up to *epoch* moves here; there is none while it lives."""
+        for writer in self.receiver.writers:
+            if self._severed.get(instance, 0) >= epoch:
+                return
+            yield self.rank.endpoint.severed(rank_name(instance, writer))
+        if self._severed.get(instance, 0) < epoch:
+            self._severed[instance] = epoch
+            for writer in self.receiver.writers:
+                self.receiver.sever(writer)
 
     def _reserve(self, _: str, message: Reserve) -> None:
         self.receiver.reserve(message)
@@ -113,15 +152,20 @@ class _Room:
 
     request: Submit
     reserved: float
-    ranks: int = 0  # whose part has arrived
+    consensus: Consensus
     reason: str = ""  # why what arrived cannot be used
     stamps: Arrival | None = None
     arrived: float = 0.0
     polled: float = 0.0
     joined: float = 0.0
-    aborted: bool = False
+    left: bool = False  # nobody wants its tokens any more
     released: bool = False  # nothing of it is written any more
     quiet: int = 0  # ranks that have forgotten it
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until it is proven that nothing of it moves."""
+        return self.consensus.status is Status.FAILED
 
 
 class Leader(Worker):
@@ -132,6 +176,9 @@ class Leader(Worker):
 
     A request is admitted, in order of arrival, when there are pages for its input and all of its output: nothing that
     runs can ever run out of pages, so nothing is evicted and no two requests can wait for each other.
+
+    The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
+    of it moves or, if that instance is gone, until every rank here has proof of it.
     """
 
     def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
@@ -142,86 +189,156 @@ class Leader(Worker):
         self.state = job.state_pool(self.receiver.layout)
         self._bases = [0.0] + [job.decode_time.step(batch) for batch in range(1, job.decode_batch + 1)]
         self._cost = job.decode_time.context
-        self._not_ready = job.decode.size
         self._queue: deque[Submit] = deque()  # no pages yet
         self._rooms: dict[int, _Room] = {}
         self._complete: list[_Room] = []  # arrived, not noticed
         self._waiting: deque[_Room] = deque()  # noticed, no place in the batch
         self._running: list[tuple[int, int]] = []  # a heap of (step after which it is done, room)
+        self._left = False  # somebody has left
         self._context = 0  # tokens that the next step reads
         self._step = 0  # steps since the start
         self._stretch: Stretch | None = None  # since the last boundary that was an event
         self._due = math.inf  # the next such boundary, and its event
         self._due_event: Event | None = None
+        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        self._fence_number = 0
+        self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
+        self._blocked = Blocked(rank.clock, job.deadline, self._wake)
+        self._stopping = False
         handlers: dict[type[Message], Handler] = {
-            Ready: lambda _, __: self.ready(),
             Submit: self._submit,
-            Arrived: lambda _, message: self._count(message, None),
+            Arrived: lambda sender, message: self._count(index_of(sender), message, None),
             Abort: self._abort,
             Released: self._released,
             Quiet: lambda _, message: self.quiet(message),
+            Fenced: lambda sender, message: self._fenced(index_of(sender), message),
         }
         self.handlers |= handlers
 
     def report(self) -> dict[str, int]:
-        """Return how many pages there are, were used at most, and are held to the end: in quarantine."""
-        return {"pages": self.pages.pages, "peak_pages": self.pages.peak, "quarantined_pages": self.pages.used}
-
-    def ready(self) -> None:
-        """Tell the router, once all ranks of the instance are ready."""
-        self._not_ready -= 1
-        if not self._not_ready:
-            self.send(ROUTER, Ready())
+        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
+        return {
+            "pages": self.pages.pages,
+            "peak_pages": self.pages.peak,
+            "free_pages": self.pages.free,
+            "used_pages": self.pages.used - held,
+            "quarantined_pages": held,
+            "open_rooms": len(self._rooms) + len(self._queue) + len(self.receiver) + len(self._timers),
+            "ignored": self.ignored + self.receiver.ignored,
+        }
 
     def arrived(self, message: Arrived, arrival: Arrival) -> None:
         """Count this rank's part of a room."""
-        self._count(message, arrival)
+        self._count(self.index, message, arrival)
 
     def quiet(self, message: Quiet) -> None:
         """Count a rank that has forgotten a room; with the last, give its pages back."""
         room = self._rooms.get(message.room)
         if room is None:
+            self.ignore()
             return
         room.quiet += 1
         if room.quiet == self.job.decode.size:
             self._drop(message.room)
             self._wake()
 
+    def fenced(self, message: Fenced) -> None:
+        """Count this rank's proof."""
+        self._fenced(self.index, message)
+
+    def peer_gone(self, life: str) -> None:
+        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more."""
+        rooms = [number for number, room in self._rooms.items() if room.request.prefill == life]
+        rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
+        for number in rooms:
+            self._rooms[number].consensus.fail()
+            self._timers.drop(number)
+        self._begin_fence(life, rooms)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """End once no room is left: those that failed may wait for proof by half of the deadline, not longer."""
+        self._stopping = True
+        lives = dict.fromkeys(room.request.prefill for room in self._rooms.values() if room.failed)
+        for life in lives:  # its leader may end before it answers
+            self._begin_fence(life, [n for n, room in self._rooms.items() if room.request.prefill == life])
+        super().stop(sender, message)
+        self._end_if_drained()
+
+    def end(self, *_: Any) -> None:
+        """As `Member.end`, and the followers too."""
+        self.send(self.followers, Stop())
+        super().end()
+
+    def _end_if_drained(self) -> None:
+        if self._stopping and not any(room.failed for room in self._rooms.values()):
+            self.end()
+
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:
+        if request.decode != self.life:
+            self.ignore()
+            return
         self._queue.append(request)
         if len(self._queue) == 1:
             self._wake()
 
-    def _count(self, message: Arrived, arrival: Arrival | None) -> None:
+    def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
         room = self._rooms.get(message.room)
-        if room is None or room.released:
+        if room is None or room.consensus.over:
+            self.ignore()
             return
-        room.ranks += 1
         room.reason = room.reason or message.reason
         room.stamps = arrival or room.stamps
-        if room.ranks == self.job.decode.size:
+        if room.consensus.succeed(rank):
             room.arrived = self.clock.now
+            self._timers.drop(message.room)
             self._complete.append(room)
             self._wake()
 
     def _abort(self, _: str, message: Abort) -> None:
-        """Give a room up, unless it is complete; its pages stay until the prefill side says that they are at rest."""
+        """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
         room = self._rooms.get(message.room)
+        queued = len(self._queue)
         if room is None:
             self._queue = deque(request for request in self._queue if request.room != message.room)
-        elif room.ranks < self.job.decode.size and not room.aborted:
-            room.aborted = True
-            self.send(leader(room.request.prefill), Abort(message.room))
-            self._wake()  # if all that is left is in quarantine, nobody waits for pages any more
+        elif room.consensus.status is Status.SUCCESS:
+            room.left = self._left = True
+            self._wake()
+        else:
+            self._fail(room)
+        self.send(ROUTER, Dropped(message.room, len(self._queue) < queued))
+
+    def _expire(self, number: int) -> None:
+        """Fail a room that has waited too long."""
+        reason = f"TransferTimeout: not all of it has arrived within {self.job.waiting_timeout:g} s"
+        self.send(ROUTER, Failed(number, reason))
+        self._fail(self._rooms[number])
+
+    def _fail(self, room: _Room) -> None:
+        if room.consensus.fail():
+            number = room.request.room
+            self._timers.drop(number)
+            self.send(leader(room.request.prefill), Abort(number, room.request.prefill))
+            self._wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
 
     def _released(self, _: str, message: Released) -> None:
         room = self._rooms.get(message.room)
-        if room is not None and room.ranks < self.job.decode.size and not room.released:
+        if room is None or room.consensus.status is Status.SUCCESS:
+            self.ignore()
+            return
+        room.consensus.fail()
+        self._release(message.room)
+
+    def _release(self, number: int) -> None:
+        """Have a failed room forgotten, of which nothing is written any more; `quiet` follows."""
+        room = self._rooms.get(number)
+        if room is not None and room.failed and not room.released:
             room.released = True
-            self.send(self.followers, Abort(message.room))
-            self.receiver.forget(message.room)
+            self._timers.drop(number)
+            self.send(self.followers, Abort(number))
+            self.receiver.forget(number)
 
     def _drop(self, number: int) -> None:
         """Give the pages of a room back that never became complete."""
@@ -229,6 +346,24 @@ class Leader(Worker):
         self.pages.release(number)
         self.slots.release(number)
         self.state.release(number)
+        self._end_if_drained()
+
+    def _begin_fence(self, life: str, rooms: list[int]) -> None:
+        """Have *rooms* released once every rank has proof that nothing of *life* moves here."""
+        self._fence_number += 1
+        self._fences[self._fence_number] = rooms, set(range(self.job.decode.size))
+        fence = Fence(self._fence_number, life)
+        self.send(self.followers, fence)
+        self._fence("", fence)
+        self._wake()
+
+    def _fenced(self, rank: int, message: Fenced) -> None:
+        rooms, missing = self._fences[message.number]
+        missing.discard(rank)
+        if not missing:
+            del self._fences[message.number]
+            for number in rooms:
+                self._release(number)
 
     # --- the scheduler ---
 
@@ -257,6 +392,8 @@ class Leader(Worker):
         self._advance(due)
         self._finish()
         self._poll()
+        if self._left:
+            self._leave()
         self._join()
         self._admit()
         batch = len(self._running)
@@ -291,6 +428,20 @@ class Leader(Worker):
                 self._waiting.append(room)
         self._complete.clear()
 
+    def _leave(self) -> None:
+        """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
+        self._left = False
+        for entry in [entry for entry in self._running if self._rooms[entry[1]].left]:
+            self._running.remove(entry)
+            end, number = entry
+            request = self._rooms[number].request
+            self._context -= request.input + request.output - (end - self._step)
+            self._free(number)
+        heapq.heapify(self._running)
+        for room in [room for room in self._waiting if room.left]:
+            self._waiting.remove(room)
+            self._free(room.request.room)
+
     def _join(self) -> None:
         while self._waiting and len(self._running) < self.job.decode_batch:
             room = self._waiting.popleft()
@@ -307,17 +458,18 @@ class Leader(Worker):
             request = self._queue[0]
             rows = self._allocate(request)
             if rows is None:
-                if all(room.aborted for room in self._rooms.values()):  # nobody will ever give pages back
-                    self._queue.popleft()
-                    reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
-                    self.send(ROUTER, Failed(request.room, reason))
-                    continue
-                return
+                if not all(room.failed for room in self._rooms.values()) or not self._blocked.too_long(request.room):
+                    return
+                self._queue.popleft()
+                reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
+                self.send(ROUTER, Failed(request.room, reason))
+                continue
             self._queue.popleft()
             pages, state = rows
             slot = self.slots.allocate(request.room)
             assert slot is not None
-            self._rooms[request.room] = _Room(request, self.clock.now)
+            self._rooms[request.room] = _Room(request, self.clock.now, Consensus(self.job.decode.size))
+            self._timers.add(request.room)
             if self.rank.device.holds_bytes:
                 reserve = Reserve(request.room, request.input, pages, slot, state)
                 self.send(self.followers, reserve)
@@ -336,18 +488,23 @@ class Leader(Worker):
             return None
         return pages, state
 
+    def _page_count(self, room: _Room) -> int:
+        return sum(count for _, count in self.pages.owned(room.request.room))
+
+    def _free(self, number: int) -> None:
+        """Give the pages of a room back that is complete, and so at rest."""
+        del self._rooms[number]
+        self.pages.release(number)
+        self.state.release(number)
+
     def _reject(self, room: _Room) -> None:
-        del self._rooms[room.request.room]
-        self.pages.release(room.request.room)
-        self.state.release(room.request.room)
+        self._free(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: _Room) -> None:
         number, stamps = room.request.room, room.stamps
         assert stamps is not None
-        del self._rooms[number]
-        self.pages.release(number)
-        self.state.release(number)
+        self._free(number)
         message = Finished(
             number,
             room.reserved,

@@ -10,28 +10,35 @@ from typing import Any
 from simpy.events import Event
 
 from pdsim.errors import PdsimError, PeerLost
+from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
     Chunk,
     Destination,
+    Dropped,
     Failed,
     Forward,
     Gone,
     Grant,
+    Meet,
     Message,
+    MessageError,
     Prefilled,
     Ready,
     Register,
     Released,
     Sent,
     Settled,
+    Stop,
     Submit,
 )
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.sender import KvSender
-from pdsim.serving.job import ROUTER, Job, leader, rank_name
-from pdsim.serving.member import Handler, Member
+from pdsim.kv.status import Status
+from pdsim.serving.job import ROUTER, Job, index_of, instance_of, leader, rank_name
+from pdsim.serving.member import EngineMember, Handler
 from pdsim.transfer import Program, Rank
 
 __all__ = ["program"]
@@ -43,12 +50,14 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     return (yield from member(rank, Job.from_plain(job), instance, index).run())
 
 
-class Worker(Member):
-    """A rank that computes what its leader says, and writes what it computed."""
+class Worker(EngineMember):
+    """A rank that computes what its leader says, and writes what it computed.
+
+    It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
+    """
 
     def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
-        super().__init__(rank, job)
-        self.instance = instance
+        super().__init__(rank, job, instance, index)
         self.sender = KvSender(
             rank,
             job.prefill_layout(index),
@@ -59,24 +68,23 @@ class Worker(Member):
             job.handoff,
             job.staging,
         )
-        self._missing = set(job.decodes)  # instances not connected yet
+        self._met: set[str] = set()  # lives of decode instances
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self.handlers |= {
+            Meet: self._meet,
             Register: self._register,
-            Gone: self._gone,
             Forward: self._forward,
             Grant: self.sender.grant,
             Abort: self._abort,
         }
 
-    def run(self) -> Program:
-        """As `Member.run`; a rank that no decode rank needs is ready at once."""
-        for instance in self.job.decodes:
-            self._found(instance)
-        return (yield from super().run())
+    def report(self) -> dict[str, Any]:
+        """Return why metadata did not go the way of the policy, and how often."""
+        return {"fallbacks": self.sender.fallbacks}
 
-    def ready(self) -> None:
-        """Tell the leader that all decode ranks are connected."""
-        self.send(leader(self.instance), Ready())
+    def ready(self, message: Ready) -> None:
+        """Tell the leader that this rank is connected to all ranks of a decode instance that it writes to."""
+        self.send(leader(self.instance), message)
 
     def conclude(self, message: Sent | Settled) -> None:
         """Tell the leader how a room ended here."""
@@ -95,23 +103,40 @@ class Worker(Member):
             self.sender.send(chunk)
         self.sender.poll()
 
-    def _register(self, _: str, message: Register) -> None:
+    def peer_gone(self, life: str) -> None:
+        """Forget the ranks of *life*."""
+        self._met.discard(life)
+        self.sender.drop(life)
+        self._early = {name: register for name, register in self._early.items() if register.instance != life}
+
+    def _meet(self, _: str, message: Meet) -> None:
+        self.life = message.life
+        for life in [life for life in self._met if instance_of(life) == instance_of(message.peer)]:
+            self.peer_gone(life)
+        self._met.add(message.peer)
+        self.sender.meet(message.peer)
+        early, self._early = self._early, {}
+        for sender, register in early.items():
+            self._register(sender, register)
+        self._found(message.peer)
+
+    def _register(self, sender: str, message: Register) -> None:
+        if message.peer != self.life or message.instance not in self._met:
+            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
+            return
         try:
             self.sender.connect(message)
         except PeerLost as error:
             self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
-            return
-        self._found(message.instance)
+        except MessageError as error:
+            self.refuse(sender, str(error))
+        else:
+            self._found(message.instance)
 
-    def _gone(self, _: str, message: Gone) -> None:
-        self._found(message.instance, gone=True)
-
-    def _found(self, instance: str, gone: bool = False) -> None:
-        """Be ready once every instance is connected, or known to be gone."""
-        if instance in self._missing and (gone or self.sender.connected(instance, self.job.decode)):
-            self._missing.remove(instance)
-            if not self._missing:
-                self.ready()
+    def _found(self, life: str) -> None:
+        """Be ready once all ranks of *life* are connected that this one writes to."""
+        if self.sender.connected(life, self.job.decode):
+            self.ready(Ready(self.life, life))
 
     def _forward(self, _: str, message: Forward) -> None:
         self.compute(message)
@@ -125,6 +150,7 @@ class _Room:
     """A request at the prefill leader."""
 
     request: Submit
+    consensus: Consensus
     destination: Destination | None = None
     noticed: float = 0.0
     started: float = 0.0
@@ -133,9 +159,12 @@ class _Room:
     done: int = 0  # tokens that a forward has covered or covers now
     chunks: int = 0
     source_slot: int = -1
-    failed: bool = False
-    over: int = 0  # ranks that have sent all, or settled
     nbytes: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until every rank says that nothing of it moves."""
+        return self.consensus.status is Status.FAILED
 
 
 class Leader(Worker):
@@ -153,16 +182,20 @@ class Leader(Worker):
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, _Room] = {}
-        self._early: dict[int, Destination] = {}  # came before their `Submit`
+        self._destinations: Fading[Destination] = Fading(rank.clock, OVER)  # that came before their `Submit`
+        self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
         self._queue: deque[_Room] = deque()
         self._idle: Event | None = None
-        self._not_ready = job.prefill.size
+        self._ready: dict[str, set[int]] = {}  # by life of a decode instance: ranks that are connected to it
+        self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
+        self._blocked = Blocked(rank.clock, job.deadline, self._wake)
+        self._stopping = False
         handlers: dict[type[Message], Handler] = {
-            Ready: lambda _, __: self.ready(),
+            Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
             Destination: self._destination,
-            Sent: lambda _, message: self.conclude(message),
-            Settled: lambda _, message: self.conclude(message),
+            Sent: lambda sender, message: self._conclude(index_of(sender), message),
+            Settled: lambda sender, message: self._conclude(index_of(sender), message),
             Abort: self._abort,
         }
         self.handlers |= handlers
@@ -172,61 +205,124 @@ class Leader(Worker):
         self.clock.process(self._schedule())
         return (yield from super().run())
 
-    def report(self) -> dict[str, int]:
-        """Return how many pages there are, were used at most, and are held to the end: in quarantine."""
-        return {"pages": self.pages.pages, "peak_pages": self.pages.peak, "quarantined_pages": self.pages.used}
+    def report(self) -> dict[str, Any]:
+        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        holding = [room for room in self._rooms.values() if room.failed and room.source_slot >= 0]
+        held = sum(self.job.page_count(room.request.input) for room in holding)
+        return super().report() | {
+            "pages": self.pages.pages,
+            "peak_pages": self.pages.peak,
+            "free_pages": self.pages.free,
+            "used_pages": self.pages.used - held,
+            "quarantined_pages": held,
+            "open_rooms": len(self._rooms) + len(self.sender) + len(self._timers),
+            "ignored": self.ignored,
+        }
 
-    def ready(self) -> None:
-        """Tell the router, once all ranks of the instance are ready."""
-        self._not_ready -= 1
-        if not self._not_ready:
-            self.send(ROUTER, Ready())
+    def ready(self, message: Ready) -> None:
+        """Count this rank."""
+        self._count_ready(self.index, message)
 
     def conclude(self, message: Sent | Settled) -> None:
-        """Count a rank's part of a room as over; with the last, give its pages back."""
+        """Count this rank's part of a room as over."""
+        self._conclude(self.index, message)
+
+    def peer_gone(self, life: str) -> None:
+        """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
+        super().peer_gone(life)
+        self._ready.pop(life, None)
+        for room in [room for room in self._rooms.values() if room.request.decode == life]:
+            self._give_up(room)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """End once no room is left: those that failed may settle by half of the deadline, not longer."""
+        self._stopping = True
+        super().stop(sender, message)
+        self._end_if_drained()
+
+    def end(self, *_: Any) -> None:
+        """As `Member.end`, and the followers too."""
+        self.send(self.followers, Stop())
+        super().end()
+
+    def _end_if_drained(self) -> None:
+        if self._stopping and not any(room.failed for room in self._rooms.values()):
+            self.end()
+
+    def _count_ready(self, rank: int, message: Ready) -> None:
+        """Tell the router once all ranks are connected to a decode instance."""
+        if message.peer not in self._met:
+            self.ignore()
+            return
+        ranks = self._ready.setdefault(message.peer, set())
+        ranks.add(rank)
+        if len(ranks) == self.job.prefill.size:
+            self.send(ROUTER, message)
+
+    def _conclude(self, rank: int, message: Sent | Settled) -> None:
         room = self._rooms.get(message.room)
         if room is None:
-            return
-        if isinstance(message, Sent):
-            if message.reason:
-                self._fail(room, message.reason, message.lost)
-            elif not room.failed:
-                room.nbytes += message.nbytes
-                room.over += 1
-                if room.over == self.job.prefill.size:
-                    self._forget(room)
-                    self.send(ROUTER, Prefilled(message.room, room.nbytes))
-        else:
-            room.over += 1
-            if room.over == self.job.prefill.size:
+            self.ignore()
+        elif isinstance(message, Settled):
+            if room.consensus.settle(rank):
                 self._forget(room)
                 self.send(leader(room.request.decode), Released(message.room))
+        elif message.reason:
+            self._fail(room, message.reason, message.lost)
+        elif not room.failed:
+            room.nbytes += message.nbytes
+            if room.consensus.succeed(rank):
+                self._forget(room)
+                self.send(ROUTER, Prefilled(message.room, room.nbytes))
 
     # --- requests that come and go ---
 
     def _submit(self, _: str, request: Submit) -> None:
-        self._rooms[request.room] = _Room(request)
-        destination = self._early.pop(request.room, None)
+        if request.prefill != self.life:
+            self.ignore()
+            return
+        self._rooms[request.room] = _Room(request, Consensus(self.job.prefill.size))
+        self._timers.add(request.room)
+        destination = self._destinations.pop(request.room)
         if destination is not None:
             self._destination("", destination)
 
     def _destination(self, _: str, message: Destination) -> None:
         room = self._rooms.get(message.room)
-        if room is None:
-            self._early[message.room] = message
+        if message.room in self._over or (room is not None and (room.failed or room.destination is not None)):
+            self.ignore()
             return
+        if room is None:
+            self._destinations.set(message.room, message)
+            return
+        self._timers.drop(message.room)
         room.destination = message
         room.noticed = self.clock.now
         self._queue.append(room)
         self._wake()
 
     def _abort(self, sender: str, message: Abort) -> None:
-        self._early.pop(message.room, None)
+        """Give a room up: for the router, which is told whether it began; for its decode leader, if it means this life.
+
+        What another life has written, only that life or the decode side itself can say.
+        """
+        if sender != ROUTER and message.life != self.life:
+            self.ignore()
+            return
         room = self._rooms.get(message.room)
+        if sender == ROUTER:
+            self.send(ROUTER, Dropped(message.room, room is not None and room.source_slot < 0))
+        elif room is None:
+            self.send(sender, Released(message.room))
+        self._over.set(message.room, None)
+        self._destinations.pop(message.room)
         if room is not None:
             self._give_up(room)
-        elif sender != ROUTER:  # a decode leader that waits for `Released`
-            self.send(sender, Released(message.room))
+
+    def _expire(self, number: int) -> None:
+        """Fail a room whose pages on the other side have not been heard of for too long."""
+        reason = f"TransferTimeout: no pages at decode within {self.job.bootstrap_timeout:g} s"
+        self._fail(self._rooms[number], reason)
 
     def _fail(self, room: _Room, reason: str, lost: str = "") -> None:
         if not room.failed:
@@ -235,22 +331,23 @@ class Leader(Worker):
 
     def _give_up(self, room: _Room) -> None:
         """Stop working on *room*; `Settled` from every rank ends it."""
-        if room.failed:
-            return
-        room.failed = True
-        room.over = 0
-        self.send(self.followers, Abort(room.request.room))
-        self.sender.abort(room.request.room)
-        self._wake()
+        if room.consensus.fail():
+            self._timers.drop(room.request.room)
+            self.send(self.followers, Abort(room.request.room))
+            self.sender.abort(room.request.room)
+            self._wake()
 
     def _forget(self, room: _Room) -> None:
         number = room.request.room
         del self._rooms[number]
+        if room.failed:
+            self._over.set(number, None)
         if room.source_slot >= 0:
             self.pages.release(number)
             self.slots.release(number)
             self.state.release(number)
             self._wake()
+        self._end_if_drained()
 
     # --- the scheduler ---
 
@@ -283,7 +380,8 @@ class Leader(Worker):
                 self._queue.popleft()
                 continue
             if room.source_slot < 0 and not self._begin(room):
-                if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
+                alive = any(other.source_slot >= 0 and not other.failed for other in self._rooms.values())
+                if alive or not self._blocked.too_long(room.request.room):
                     break  # until one of them gives its pages back
                 self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
                 continue

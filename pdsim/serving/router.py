@@ -1,4 +1,7 @@
-"""The router: sends each request to a prefill and a decode instance, and keeps account of all of them to the end."""
+"""The router: sends each request to a prefill and a decode instance, and keeps account of all of them to the end.
+
+It is also where ranks enrol (`pdsim.kv.bootstrap`) and where it is decided that an instance is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,105 +11,120 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.kv.mapping import dp_rank
-from pdsim.kv.messages import Abort, Failed, Finished, Gone, Message, Ping, Pong, Prefilled, Ready, Stop, Submit
+from pdsim.kv.messages import (
+    Abort,
+    Dropped,
+    Enroll,
+    Failed,
+    Finished,
+    Gone,
+    Message,
+    MessageError,
+    Ping,
+    Pong,
+    Prefilled,
+    Ready,
+    Stop,
+    Submit,
+)
+from pdsim.serving.fleet import POLICIES, Fleet
 from pdsim.serving.job import Job, instance_of, leader
 from pdsim.serving.member import Handler, Member
 from pdsim.transfer import Program, Rank
 
 __all__ = ["POLICIES", "program"]
 
-POLICIES = ("least_tokens", "round_robin")
-"""The instance with the fewest tokens outstanding, the first among equals; or one after the other."""
 
-
-def program(rank: Rank, *, job: Mapping[str, Any], requests: Sequence[Sequence[float]]) -> Program:
+def program(
+    rank: Rank,
+    *,
+    job: Mapping[str, Any],
+    requests: Sequence[Sequence[float]],
+    leaves: Sequence[Sequence[float]] = (),
+) -> Program:
     """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
 
-    The value has ``start``, the time at which the first could have arrived, and for each request in order a row in
-    ``rows``: prefill instance, decode instance, bytes, status, and the times of `Finished` or None.
+    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  The value has
+    ``start``, the time at which the first could have arrived, and for each request in order a row in ``rows``: prefill
+    instance, decode instance, bytes, status, and the times of `Finished` or None.
     """
-    return (yield from Router(rank, Job.from_plain(job), requests).run())
+    return (yield from Router(rank, Job.from_plain(job), requests, leaves).run())
 
 
 @dataclass(slots=True)
 class _Request:
-    """What the router knows of a request; its room is its place in the list plus one."""
+    """What the router knows of a request."""
 
     arrival: float
     input: int
     output: int
-    prefill: str = ""
-    decode: str = ""
+    patience: float | None = None  # of its user
+    number: int = 0  # its place in the list
+    room: int = 0  # a new one each time that it is sent out
+    tries: int = 0
+    prefill: str = ""  # life
+    decode: str = ""  # life
     nbytes: int = 0
     prefilled: bool = False
+    counted: bool = False  # among the tokens outstanding
+    lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
+    asked: str = ""  # the leader of that
     status: str = ""  # "" while it is under way
     finished: Finished | None = None
-
-
-class _Side:
-    """The instances of one side, and the tokens outstanding at each."""
-
-    def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
-        self.load = dict.fromkeys(instances, 0)
-        self._dp = dp
-        self._group = {instance: number % dp for number, instance in enumerate(instances)}
-        self._policy = policy
-        self._turn = 0
-
-    def choose(self, room: int) -> str | None:
-        """Return the instance that is to have *room*, one of those of its `dp_rank`, or None if none is left."""
-        group = dp_rank(room, self._dp)
-        able = self.load if self._dp == 1 else [name for name in self.load if self._group[name] == group]
-        if not able:
-            return None
-        if self._policy == "least_tokens":
-            return min(able, key=self.load.__getitem__)
-        self._turn += 1
-        return list(able)[(self._turn - 1) % len(able)]
-
-    def add(self, instance: str, tokens: int) -> None:
-        """Count *tokens* more, or fewer, at *instance*, unless it is gone."""
-        if instance in self.load:
-            self.load[instance] += tokens
 
 
 class Router(Member):
     """The rank that requests arrive at.
 
-    It pings every rank; an instance with a rank that has been silent for `Job.deadline` seconds, or that a peer's
-    engine reports lost, gets no more requests, and those that depend on it fail.  Should everybody answer and yet no
-    request get anywhere, for that long and twice as long as the longest request can take, all that are open fail.
+    It pings every rank three times in `Job.deadline` seconds.  An instance with a rank that has been silent for all of
+    them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and its other ranks
+    end.  A request that depends on it fails, unless the leader of its other instance says that none of its bytes can
+    have moved: then it is sent out anew, in another room, at most `Job.retries` times.
+
+    Should everybody answer and yet no request get anywhere, for that long and twice as long as the longest request can
+    take, all that are open fail.
     """
 
-    def __init__(self, rank: Rank, job: Job, requests: Sequence[Sequence[float]]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        job: Job,
+        requests: Sequence[Sequence[float]],
+        leaves: Sequence[Sequence[float]] = (),
+    ) -> None:
         super().__init__(rank, job)
         self.requests = [_Request(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
-        self.prefills = _Side(job.prefills, job.prefill_dp, job.policy)
-        self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
-        instances = (*job.prefills, *job.decodes)
-        self.last_heard = {name: self.clock.now for instance in instances for name in job.ranks(instance)}
-        self.not_ready = set(instances)
+        for number, request in enumerate(self.requests):
+            request.number = number
+        for which, patience in leaves:
+            self.requests[int(which)].patience = patience
+        self.fleet = Fleet(job)
+        self.instances = (*job.prefills, *job.decodes)
+        self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
         self._next = 0  # the request that arrives next
         given = max((request.input for request in self.requests), default=1)
         wanted = max((request.output for request in self.requests), default=1)
         self._patience = job.deadline + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere
-        self._open = len(self.requests)
+        self._rooms: dict[int, _Request] = {}  # those that are under way
+        self._born = self.clock.now
         handlers: dict[type[Message], Handler] = {
+            Enroll: self._enroll,
             Ready: self._ready,
             Pong: lambda _, __: None,
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
-            Gone: lambda _, message: self._lose(message.instance, message.reason),
+            Dropped: self._dropped,
+            Gone: lambda _, message: self._lose_life(message.instance, message.reason),
         }
         self.handlers |= handlers
 
     def report(self) -> dict[str, Any]:
-        """Return the start and the rows."""
-        return {"start": self.start, "rows": [_row(request) for request in self.requests]}
+        """Return the start, the rows, and how many messages came too late."""
+        rows = [_row(request) for request in self.requests]
+        return {"start": self.start, "rows": rows, "ignored": self.ignored, "open_rooms": len(self._rooms)}
 
     def watch(self) -> Program:
         """Ping every rank three times a deadline, and give up instances that do not answer."""
@@ -116,14 +134,13 @@ class Router(Member):
             silent = [name for name, at in self.last_heard.items() if self.clock.now - at > self.job.deadline]
             for instance in dict.fromkeys(map(instance_of, silent)):
                 self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
+            self.guard(self._begin)
             if self.clock.now - self._moved > self._patience:
                 self.guard(self._give_up)
 
     def _give_up(self) -> None:
-        for room, request in enumerate(self.requests[: self._next], start=1):
-            if not request.status:
-                self._close(request, f"Stalled: no request got anywhere for {self._patience:g} s")
-                self._abort(room, request)
+        for request in tuple(self._rooms.values()):
+            self._fail(request, f"Stalled: no request got anywhere for {self._patience:g} s")
 
     def _handle(self, sender: str, payload: bytes) -> None:
         if sender in self.last_heard:
@@ -132,104 +149,176 @@ class Router(Member):
 
     # --- requests ---
 
-    def _ready(self, sender: str, _: Ready) -> None:
-        self.not_ready.discard(instance_of(sender))
-        self._begin()
-
     def _begin(self) -> None:
-        """Let requests arrive from now on, once every instance is ready or lost."""
-        if not self.not_ready and not self.start:
+        """Let requests arrive from now on, once all instances are connected or lost, or the deadline has passed."""
+        if not self.start and (self.fleet.connected or self.clock.now - self._born > self.job.deadline):
             self.start = self.clock.now
             self._arrive(None)
 
     def _arrive(self, _: Event | None) -> None:
-        while self._next < len(self.requests):
-            arrival = self.start + self.requests[self._next].arrival
+        while self._next < len(self.requests) and not self.ended.triggered:
+            request = self.requests[self._next]
+            arrival = self.start + request.arrival
             if arrival > self.clock.now:
                 event = self.clock.at(arrival)
                 assert event.callbacks is not None
                 event.callbacks.append(self._arrive)
                 return
             self._next += 1
-            self._submit(self._next, self.requests[self._next - 1])
+            if request.patience is not None:
+                self.clock.call_at(arrival + request.patience, self._leave, request)
+            self._submit(request)
         self._stop_if_done()
 
-    def _submit(self, room: int, request: _Request) -> None:
-        prefill, decode = self.prefills.choose(room), self.decodes.choose(room)
-        if prefill is None or decode is None:
-            self._close(request, f"PeerLost: no {'decode' if prefill else 'prefill'} instance is left")
+    def _submit(self, request: _Request) -> None:
+        request.room = 1 + request.number + request.tries * len(self.requests)
+        self._rooms[request.room] = request
+        pair = self.fleet.choose(request.room)
+        if pair is None:
+            self._close(request, f"PeerLost: no {self.fleet.missing()} instance is left")
             return
-        request.prefill, request.decode = prefill, decode
-        self.prefills.add(prefill, request.input)
-        self.decodes.add(decode, request.input + request.output)
+        request.prefill, request.decode = pair
+        request.tries += 1
+        request.counted = True
+        self.fleet.add(request.prefill, request.input)
+        self.fleet.add(request.decode, request.input + request.output)
         self._moved = self.clock.now
-        message = Submit(room, request.input, request.output, prefill, decode)
-        self.send(leader(decode), message)
-        self.send(leader(prefill), message)
+        message = Submit(request.room, request.input, request.output, request.prefill, request.decode)
+        self.send(leader(request.decode), message)
+        self.send(leader(request.prefill), message)
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
-        request = self.requests[message.room - 1]
+        request = self._find(message.room)
+        if request is None:
+            return
         request.nbytes = message.nbytes
         self._moved = self.clock.now
         if not request.prefilled:
             request.prefilled = True
-            self.prefills.add(request.prefill, -request.input)
+            self.fleet.add(request.prefill, -request.input)
 
     def _finished(self, _: str, message: Finished) -> None:
-        request = self.requests[message.room - 1]
-        if not request.status:
+        request = self._find(message.room)
+        if request is not None:
             request.finished = message
             self._close(request, "ok")
 
     def _failed(self, sender: str, message: Failed) -> None:
-        request = self.requests[message.room - 1]
-        if not request.status:
-            self._close(request, message.reason)
-            self._abort(message.room, request, but=sender)
+        request = self._find(message.room)
+        if request is not None:
+            self._fail(request, message.reason, but=sender)
         if message.lost:
-            self._lose(message.lost, f"PeerLost: {message.lost} is gone")
+            self._lose_life(message.lost, f"PeerLost: {message.lost} is gone")
 
-    def _abort(self, room: int, request: _Request, but: str = "") -> None:
-        for instance in (request.decode, request.prefill):
-            if leader(instance) != but:
-                self.send(leader(instance), Abort(room))
+    def _dropped(self, sender: str, message: Dropped) -> None:
+        request = self._rooms.get(message.room)
+        if request is None or sender != request.asked:
+            return
+        if not message.untouched or request.tries > self.job.retries:
+            self._close(request, request.lost)
+            return
+        self._uncount(request)
+        del self._rooms[request.room]
+        request.lost = request.asked = ""
+        self._submit(request)
+
+    def _leave(self, request: _Request) -> None:
+        if not request.status and not self.ended.triggered:
+            self._fail(request, f"Aborted: the user left after {request.patience:g} s")
+
+    def _find(self, room: int) -> _Request | None:
+        """Return the request in *room*; None, and count it, if that is over."""
+        request = self._rooms.get(room)
+        if request is None:
+            self.ignore()
+        return request
+
+    def _fail(self, request: _Request, reason: str, but: str = "") -> None:
+        """End *request* with *reason*, and have it given up, except by the leader *but*, which has done so."""
+        self._abort(request, but)
+        self._close(request, reason)
+
+    def _abort(self, request: _Request, but: str = "") -> None:
+        for life in (request.decode, request.prefill):
+            if life and leader(life) != but:
+                self.send(leader(life), Abort(request.room))
 
     def _close(self, request: _Request, status: str) -> None:
         """End *request* with *status*, for good."""
         request.status = status
         self._moved = self.clock.now
-        self._open -= 1
-        if request.prefill:
-            if not request.prefilled:
-                self.prefills.add(request.prefill, -request.input)
-            self.decodes.add(request.decode, -request.input - request.output)
+        del self._rooms[request.room]
+        self._uncount(request)
         self._stop_if_done()
 
+    def _uncount(self, request: _Request) -> None:
+        if request.counted:
+            request.counted = False
+            if not request.prefilled:
+                self.fleet.add(request.prefill, -request.input)
+            self.fleet.add(request.decode, -request.input - request.output)
+
     def _stop_if_done(self) -> None:
-        if not self._open and not self.ended.triggered:
-            for instance in (*self.job.prefills, *self.job.decodes):
+        if not self._rooms and self._next == len(self.requests) and not self.ended.triggered:
+            for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
-            self.ended.succeed()
+            self.end()
 
     # --- instances ---
 
+    def refuse(self, sender: str, reason: str) -> None:
+        """As `Member.refuse`; an instance with a rank that is refused is lost."""
+        super().refuse(sender, reason)
+        self._lose(instance_of(sender), f"MessageError: {reason}")
+
+    def _enroll(self, sender: str, message: Enroll) -> None:
+        try:
+            self.fleet.bootstrap.check(message)
+        except MessageError as error:
+            self.refuse(sender, str(error))
+            return
+        if self.fleet.bootstrap.replaces(message):
+            self._lose(message.instance, f"PeerLost: {sender} was started again")
+        self.last_heard[sender] = self.clock.now
+        for meet in self.fleet.enroll(message):
+            self.send(self.job.ranks(instance_of(meet.life)), meet)
+
+    def _ready(self, _: str, message: Ready) -> None:
+        if self.fleet.link(message.life, message.peer):
+            self._begin()
+        else:
+            self.ignore()
+
+    def _lose_life(self, life: str, reason: str) -> None:
+        """Give *life* up, unless it is over: its instance may have been started again since."""
+        if self.fleet.alive(life):
+            self._lose(instance_of(life), reason)
+        else:
+            self.ignore()
+
     def _lose(self, instance: str, reason: str) -> None:
         """Give *instance* up, and with it every request that still needs it."""
-        side = self.prefills if instance in self.prefills.load else self.decodes
-        if side.load.pop(instance, None) is None:
-            return
+        life, formed = self.fleet.life(instance), instance in self.fleet.side(instance).load
+        until = self.fleet.lose(instance)
         for name in self.job.ranks(instance):
-            del self.last_heard[name]
-        for room, request in enumerate(self.requests[: self._next], start=1):
-            needed = request.decode == instance or (request.prefill == instance and not request.prefilled)
-            if needed and not request.status:
-                self._close(request, reason)
-                self._abort(room, request)
-        if side is self.decodes:
-            for prefill in self.prefills.load:
-                self.send(self.job.ranks(prefill), Gone(instance, reason))
-        self.not_ready.discard(instance)
+            self.last_heard.pop(name, None)
+        self.send(self.job.ranks(instance), Gone(life, reason, until))
+        if formed:
+            for other in (self.fleet.prefills if instance in self.job.decodes else self.fleet.decodes).load:
+                self.send(self.job.ranks(other), Gone(life, reason))
+            for request in tuple(self._rooms.values()):
+                if request.decode == life or (request.prefill == life and not request.prefilled):
+                    self._recover(request, life, reason)
         self._begin()
+
+    def _recover(self, request: _Request, life: str, reason: str) -> None:
+        """Ask the other instance of *request*, which has lost *life*, whether it can start anew."""
+        other = request.prefill if request.decode == life else request.decode
+        if request.lost or request.prefilled or not self.fleet.alive(other):
+            self._fail(request, request.lost or reason)
+            return
+        request.lost, request.asked = reason, leader(other)
+        self._abort(request)
 
 
 def _row(request: _Request) -> list[Any]:
@@ -246,4 +335,4 @@ def _row(request: _Request) -> list[Any]:
             finished.joined,
             finished.finished,
         ]
-    return [request.prefill, request.decode, request.nbytes, request.status, *times]
+    return [instance_of(request.prefill), instance_of(request.decode), request.nbytes, request.status, *times]

@@ -63,7 +63,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
         lambda message, last: reports.append([rank.clock.now, message.reason, last.count]),
         lambda message: None,
     )
-    rank.channel.send("prefill0.0", encode(receiver.register()))
+    rank.channel.send("prefill0.0", encode(receiver.register("decode0", "prefill0")))
 
     def notice() -> Program:
         while True:

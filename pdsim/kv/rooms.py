@@ -1,0 +1,122 @@
+"""What is kept of rooms beside their state, none of it for ever: time limits, rooms that are over, blocked rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from pdsim.clock import Clock
+
+__all__ = ["OVER", "Blocked", "Fading", "Timers"]
+
+Value = TypeVar("Value")
+
+
+OVER = 600.0
+"""Seconds for which a room that failed is remembered, lest what comes late for it brings it back to life.  Far longer
+than any message or notification takes, and short enough to keep few of them."""
+
+
+class Timers:
+    """A time limit of *seconds* for each of many rooms; *expire* is called with one that reaches it.
+
+    All have the same limit, so they expire in the order in which they were added, and one event serves them all.
+    Without a limit (0 seconds) nothing ever expires.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
+        if seconds < 0:
+            raise ValueError(f"seconds must be >= 0, got {seconds}")
+        self._clock = clock
+        self._seconds = seconds
+        self._expire = expire
+        self._limits: dict[int, float] = {}
+        self._armed = False
+
+    def __len__(self) -> int:
+        """Return how many rooms have a limit."""
+        return len(self._limits)
+
+    def add(self, room: int) -> None:
+        """Begin the time of *room*."""
+        if self._seconds:
+            self._limits[room] = self._clock.now + self._seconds
+            self._arm()
+
+    def drop(self, room: int) -> None:
+        """End the time of *room*, if it has begun."""
+        self._limits.pop(room, None)
+
+    def _arm(self) -> None:
+        if self._limits and not self._armed:
+            self._armed = True
+            self._clock.call_at(next(iter(self._limits.values())), self._ring, None)
+
+    def _ring(self, _: Any) -> None:
+        self._armed = False
+        due = [room for room, limit in self._due()]
+        for room in due:
+            if self._limits.pop(room, None) is not None:
+                self._expire(room)
+        self._arm()
+
+    def _due(self) -> Iterator[tuple[int, float]]:
+        for room, limit in self._limits.items():
+            if limit > self._clock.now:
+                return
+            yield room, limit
+
+
+class Fading(Generic[Value]):
+    """Values by room that are forgotten *seconds* after they were set: what came for a room that may never come."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"seconds must be > 0, got {seconds}")
+        self._clock = clock
+        self._seconds = seconds
+        self._values: dict[int, tuple[float, Value]] = {}
+
+    def __len__(self) -> int:
+        """Return how many are remembered, those included whose time has passed since the last was set."""
+        return len(self._values)
+
+    def __contains__(self, room: int) -> bool:
+        """Return whether *room* is remembered."""
+        found = self._values.get(room)
+        return found is not None and self._clock.now < found[0]
+
+    def set(self, room: int, value: Value) -> None:
+        """Remember *value* for *room* from now on, and forget what is too old."""
+        self._values.pop(room, None)  # to the end: in order of time
+        self._values[room] = (self._clock.now + self._seconds, value)
+        while (oldest := next(iter(self._values))) not in self:
+            del self._values[oldest]
+
+    def pop(self, room: int) -> Value | None:
+        """Return what is remembered for *room* and forget it; None if nothing is."""
+        known = room in self
+        found = self._values.pop(room, None)
+        return found[1] if found is not None and known else None
+
+
+class Blocked:
+    """For how long the first room in a queue has found nothing but pages in quarantine in its way.
+
+    They come back once it is proven that nobody writes to them, so it is worth waiting, but not for ever: the room may
+    wait *seconds*.  *wake* is called when they are over.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._wake = wake
+        self._room = 0
+        self._until = 0.0
+
+    def too_long(self, room: int) -> bool:
+        """Return whether *room*, which is blocked now and has been since it was first asked for, must give up."""
+        if room != self._room:
+            self._room, self._until = room, self._clock.now + self._seconds
+            self._clock.call_at(self._until, lambda _: self._wake(), None)
+        return self._clock.now >= self._until
