@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import run
+from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from tests.conformance.conftest import REAL, engine, make_target
+from tests.experiments.test_serve import EIGHT, serve
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
 from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import make_config
+from tests.results.conftest import ENGINE, make_config
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
+
+
+def moved(result: Result) -> int:
+    return sum(record.nbytes for record in result.transfers)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -45,4 +51,5 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
     result = run(config, make_target(name), lambda fraction, text: None)
     assert result.failures == []
     assert set(result.requests["status"]) == {"ok"}
-    assert sum(result.requests["nbytes"]) == sum(record.nbytes for record in result.transfers)
+    model_run = serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))
+    assert moved(result) == moved(model_run) == sum(model_run.requests["nbytes"])
