@@ -25,7 +25,8 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pdsim.clock import LAST, Alarm, Clock
-from pdsim.fabric.waterfill import Link, Path, Waterfill
+from pdsim.fabric.links import Link, Path
+from pdsim.fabric.waterfill import Waterfill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,9 +37,6 @@ __all__ = ["Flow", "Link", "Network", "Path"]
 
 NOW = 1.0 + 1e-15
 """Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
-
-ENDED = 1.0 + 1e-14
-"""The same for the service of flows of one path."""
 
 
 class Flow:
@@ -71,8 +69,9 @@ class Network:
         """Events of the clock that the network has used."""
         self._by_links: dict[tuple[tuple[int, ...], float], Path] = {}
         self._waterfill = Waterfill()
-        self._changed: dict[Path, bool] = {}  # True: to be solved even if it has as many flows as before
-        self._ends: list[tuple[float, int, Path]] = []  # at least one entry, not too late, for every path with an end
+        self._changed: dict[Path, None] = {}
+        self._resized: dict[Link, None] = {}
+        self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._many = 256
         self._flows = 0
         self._solver = Alarm(clock, self._on_change, LAST)
@@ -122,9 +121,8 @@ class Network:
         """
         _check_capacity(capacity)
         link._resize(float(capacity))
-        for path in link._paths:
-            if path._active:
-                self._change(path, solve=True)
+        self._resized[link] = None
+        self._wait()
 
     def start(self, path: Path, size: float, done: Callable[[Any], None], tag: Any = None) -> Flow:
         """Start a flow of *size* bytes over *path* now; ``done(tag)`` is called when the last byte has arrived.
@@ -136,14 +134,16 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
-        self._advance(path)
         flow = Flow(path, size, done, tag)
-        flow._begin = path._service
-        path.flows += 1
-        path._begun += flow._begin
         self._flows += 1
-        end = path._service + size if path.links or path.cap < inf else path._service
-        heappush(path._flows, (end, self._flows, flow))
+        if size == 0.0 or path._unlimited:
+            self._instant.append((self._flows, flow))
+            self._wait()
+            return flow
+        flow._begin = begin = path._served(self.clock.now)
+        path.flows += 1
+        path._begun += begin
+        heappush(path._flows, (begin + size, self._flows, flow))
         self._change(path)
         return flow
 
@@ -152,17 +152,23 @@ class Network:
 
         Return 0.0 if it has ended or was aborted before.
         """
-        path = flow.path
-        entry = next((entry for entry in path._flows if entry[2] is flow), None)
         flow._done = None
-        if entry is None:
-            return 0.0
-        self._advance(path)
-        left = max(flow.size - (path._service - flow._begin), 0.0)
-        path._flows.remove(entry)
+        for entry in flow.path._flows:
+            if entry[2] is flow:
+                flow.path._flows.remove(entry)
+                return self._take(flow)
+        for instant in self._instant:
+            if instant[1] is flow:
+                self._instant.remove(instant)
+                return flow.size
+        return 0.0
+
+    def _take(self, flow: Flow) -> float:
+        now, path = self.clock.now, flow.path
+        left = max(flow.size - (path._served(now) - flow._begin), 0.0)
         heapify(path._flows)
-        path._drop(flow._begin, flow.size - left)
-        self._expect(path)  # the end that was due next may have been this flow's
+        path._drop(flow, flow.size - left)
+        self._waterfill.expect(path._limit, now)  # the end that was due next may have been this flow's
         self._change(path)
         return left
 
@@ -172,18 +178,14 @@ class Network:
                 raise ValueError(f"links must be of this network, {link} is not")
         path = Path(self.clock, len(self.paths), links, cap)
         self.paths.append(path)
-        path._register()
         return path
 
-    def _advance(self, path: Path) -> None:
-        now = self.clock.now
-        if path.flows:
-            path._service = path._served(now)
-        path._since = now
+    def _change(self, path: Path) -> None:
+        self._changed[path] = None
+        self._wait()
 
-    def _change(self, path: Path, solve: bool = False) -> None:
-        if solve or path not in self._changed:
-            self._changed[path] = solve
+    def _wait(self) -> None:
+        """Solve when nothing is left to happen at this instant."""
         if not self._solver.armed:
             self._solver.arm(self.clock.now)
 
@@ -205,7 +207,7 @@ class Network:
             if done is not None:
                 flow._done = None
                 done(flow.tag)
-        if self._changed:
+        if self._changed or self._resized:
             if self.clock.peek() <= now:
                 if not self._solver.armed:
                     self._solver.arm(now)
@@ -214,54 +216,36 @@ class Network:
         self._arm()
 
     def _due(self, now: float) -> list[Flow]:
-        ends = self._ends
+        ends = self._waterfill.ends
         limit = now * NOW
-        due: list[tuple[int, Flow]] = []
-        while ends and ends[0][0] <= limit:
-            at, index, path = heappop(ends)
-            if at != path._queued:
-                continue
-            if path._eta <= limit:
-                path._queued = path._eta = inf
-                path._finish(now, ENDED, due)
-                self._changed.setdefault(path, False)
-            else:
-                path._queued = path._eta
-                if path._eta < inf:
-                    heappush(ends, (path._eta, index, path))
+        due = self._instant
+        self._instant = []
+        for _, flow in due:
+            flow.path._ended += flow.size
+        while self._next_end() <= limit:
+            link = heappop(ends)[2]
+            link._queued = link._eta = inf
+            for order, flow in link._finish(now):
+                due.append((order, flow))
+                self._changed[flow.path] = None
         due.sort()
         return [flow for _, flow in due]
 
     def _solve(self, now: float) -> None:
         moved = []
-        for path, solve in self._changed.items():
-            if solve or not path._steady():
+        for path in self._changed:
+            if path.flows != path._count:
                 moved.append(path)
             else:
-                self._expect(path)
-        if moved:
-            changed = self._changed
-            for path in self._waterfill.solve(moved):
-                if path._rate != path._was:
-                    path._service += path._was * (now - path._since)
-                    path._since = now
-                    self._expect(path)
-                elif path in changed:
-                    self._expect(path)
+                self._waterfill.expect(path._limit, now)
+        if moved or self._resized:
+            self._waterfill.solve(moved, self._resized, now)
         self._changed.clear()
-
-    def _expect(self, path: Path) -> None:
-        """Say when the next flow of *path* ends."""
-        ahead = path._flows[0][0] - path._service if path._flows else inf
-        eta = path._since
-        if ahead > 0.0:
-            eta = eta + ahead / path._rate if path._rate > 0.0 else inf
-        path._eta = eta
-        if eta < path._queued:
-            path._queued = eta
-            heappush(self._ends, (eta, path.index, path))
+        self._resized.clear()
 
     def _arm(self) -> None:
+        if len(self._waterfill.ends) > self._many:
+            self._compact()
         at = self._next_end()
         if at < self._wake_at:
             self._wake_at = at
@@ -270,27 +254,26 @@ class Network:
             self._waker.arm(at)
 
     def _next_end(self) -> float:
-        ends = self._ends
-        if len(ends) > self._many:
-            self._compact()
+        """Return the time of the next end: that of the first entry, once the superseded ones before it are gone."""
+        ends = self._waterfill.ends
         while ends:
-            at, index, path = ends[0]
-            if at != path._queued:
-                heappop(ends)
-            elif path._eta == at:
+            at, index, link = ends[0]
+            if at == link._eta:
                 return at
+            if at == link._queued and link._eta < inf:
+                link._queued = link._eta
+                heapreplace(ends, (link._eta, index, link))
             else:
-                path._queued = path._eta
-                if path._eta < inf:
-                    heapreplace(ends, (path._eta, index, path))
-                else:
-                    heappop(ends)
+                heappop(ends)
+                if at == link._queued:
+                    link._queued = inf
         return inf
 
     def _compact(self) -> None:
-        self._ends[:] = [entry for entry in self._ends if entry[0] == entry[2]._queued]
-        heapify(self._ends)
-        self._many = 4 * len(self._ends) + 256
+        ends = self._waterfill.ends
+        ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
+        heapify(ends)
+        self._many = 4 * len(ends) + 256
 
 
 def _check_capacity(capacity: float) -> None:

@@ -345,7 +345,7 @@ class TestRounding:
 
         def again(left):
             nonlocal longest
-            longest = max(longest, len(network._ends))
+            longest = max(longest, len(network._waterfill.ends))
             if left:
                 network.start(short, 1.0, again, left - 1)
 
@@ -380,11 +380,11 @@ class TestRounding:
         assert len(ends) == 4001
         assert ends[-1] - ends[-501] == pytest.approx(500.0, rel=1e-9)
 
-    def test_a_path_that_empties_counts_its_service_from_zero(self, clock, network):
-        path = network.path([network.link("port", 1e9)])
-        network.start(path, 1e15, lambda _: None)
+    def test_a_link_that_empties_counts_its_service_from_zero(self, clock, network):
+        port = network.link("port", 1e9)
+        network.start(network.path([port]), 1e15, lambda _: None)
         clock.run()
-        assert path._service == 0.0
+        assert port._service == 0.0
 
 
 class TestWork:
