@@ -89,6 +89,14 @@ class Worker(EngineMember):
         self.clock.process(self._notice())
         return (yield from super().run())
 
+    def report(self) -> dict[str, int]:
+        """Return, of a staging ring, most bytes in slots, bytes held to the end, and how often there was no slot."""
+        landing = self.receiver.landing
+        if landing is None:
+            return {}
+        ring = landing.ring
+        return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": landing.refused}
+
     def arrived(self, message: Arrived, _: Arrival) -> None:
         """Tell the leader that a room is complete here."""
         self.send(leader(self.instance), message)
@@ -218,7 +226,7 @@ class Leader(Worker):
     def report(self) -> dict[str, int]:
         """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
         held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
-        return {
+        return super().report() | {
             "pages": self.pages.pages,
             "peak_pages": self.pages.peak,
             "free_pages": self.pages.free,
@@ -257,7 +265,7 @@ class Leader(Worker):
         self._begin_fence(life, rooms)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left: those that failed may wait for proof by half of the deadline, not longer."""
+        """End once no room is left; those that failed have `Job.deadline` seconds for the proof."""
         self._stopping = True
         lives = dict.fromkeys(room.request.prefill for room in self._rooms.values() if room.failed)
         for life in lives:  # its leader may end before it answers
@@ -271,7 +279,7 @@ class Leader(Worker):
         super().end()
 
     def _end_if_drained(self) -> None:
-        if self._stopping and not any(room.failed for room in self._rooms.values()):
+        if self._stopping and not self._rooms:
             self.end()
 
     # --- what comes in ---
@@ -496,6 +504,7 @@ class Leader(Worker):
         del self._rooms[number]
         self.pages.release(number)
         self.state.release(number)
+        self._end_if_drained()
 
     def _reject(self, room: _Room) -> None:
         self._free(room.request.room)

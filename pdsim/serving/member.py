@@ -156,9 +156,9 @@ class EngineMember(Member):
         """See to it that nothing waits for *life*, an instance of the other side that is given up."""
 
     def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
-        """End when the leader has; or, without a word from it, by half of the deadline."""
+        """End when the leader has; or, without a word from it, after `Job.deadline` seconds."""
         if sender == ROUTER:
-            self.clock.call_at(self.clock.now + self.job.deadline / 2, self.end, None)
+            self.clock.call_at(self.clock.now + self.job.deadline, self.end, None)
         else:
             self.end()
 

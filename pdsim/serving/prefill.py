@@ -235,7 +235,7 @@ class Leader(Worker):
             self._give_up(room)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left: those that failed may settle by half of the deadline, not longer."""
+        """End once no room is left: those that failed have `Job.deadline` seconds to settle."""
         self._stopping = True
         super().stop(sender, message)
         self._end_if_drained()
@@ -246,7 +246,7 @@ class Leader(Worker):
         super().end()
 
     def _end_if_drained(self) -> None:
-        if self._stopping and not any(room.failed for room in self._rooms.values()):
+        if self._stopping and not self._rooms:
             self.end()
 
     def _count_ready(self, rank: int, message: Ready) -> None:

@@ -304,11 +304,12 @@ class Router(Member):
             self.last_heard.pop(name, None)
         self.send(self.job.ranks(instance), Gone(life, reason, until))
         if formed:
-            for other in (self.fleet.prefills if instance in self.job.decodes else self.fleet.decodes).load:
-                self.send(self.job.ranks(other), Gone(life, reason))
+            # before the others hear of it: they are asked about rooms that they forget then
             for request in tuple(self._rooms.values()):
                 if request.decode == life or (request.prefill == life and not request.prefilled):
                     self._recover(request, life, reason)
+            for other in (self.fleet.prefills if instance in self.job.decodes else self.fleet.decodes).load:
+                self.send(self.job.ranks(other), Gone(life, reason))
         self._begin()
 
     def _recover(self, request: _Request, life: str, reason: str) -> None:
@@ -318,6 +319,7 @@ class Router(Member):
             self._fail(request, request.lost or reason)
             return
         request.lost, request.asked = reason, leader(other)
+        self._moved = self.clock.now
         self._abort(request)
 
 

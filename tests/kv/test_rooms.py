@@ -1,0 +1,43 @@
+"""What is kept of rooms beside their state: limits that expire in time, and memory that fades."""
+
+from pdsim.clock import Clock
+from pdsim.kv.rooms import Blocked, Fading, Timers
+
+
+def test_a_room_expires_exactly_at_its_limit_and_others_later():
+    clock, done = Clock(), []
+    timers = Timers(clock, 2.0, lambda room: done.append((clock.now, room)))
+    timers.add(1)
+    clock.call_at(0.5, timers.add, 2)
+    clock.call_at(1.0, timers.drop, 1)
+    clock.call_at(1.5, timers.add, 3)
+    clock.run()
+    assert done == [(2.5, 2), (3.5, 3)]
+    assert len(timers) == 0
+
+
+def test_without_a_limit_nothing_expires_and_nothing_is_kept():
+    clock = Clock()
+    timers = Timers(clock, 0.0, lambda room: None)
+    timers.add(1)
+    assert (len(timers), clock.peek()) == (0, float("inf"))
+
+
+def test_what_fades_is_forgotten_in_time_and_does_not_pile_up():
+    clock = Clock()
+    fading: Fading[str] = Fading(clock, 1.0)
+    for room in range(1000):
+        clock.call_at(room * 0.1, lambda room: fading.set(room, "here"), room)
+    clock.run(until=99.95)
+    assert len(fading) <= 11
+    assert [room in fading for room in (5, 995, 999)] == [False, True, True]
+    assert [fading.pop(999), fading.pop(999), fading.pop(5)] == ["here", None, None]
+
+
+def test_a_blocked_room_gives_up_after_its_time_and_the_next_gets_its_own():
+    clock, woken = Clock(), []
+    blocked = Blocked(clock, 2.0, lambda: woken.append(clock.now))
+    assert not blocked.too_long(1)
+    clock.run(until=2.0)
+    clock.run()
+    assert [woken, blocked.too_long(1), blocked.too_long(2)] == [[2.0], True, False]

@@ -1,0 +1,244 @@
+"""Instances that are killed, start again or are refused, users who leave, and time limits: what becomes of requests
+and pages, on the model, in exact times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.serve import Options, job, specs
+from pdsim.fabric.endpoint import DETECTION
+from pdsim.fabric.faults import Faults
+from pdsim.fabric.world import Model
+from pdsim.kv.bootstrap import Bootstrap
+from pdsim.kv.messages import VERSION, Enroll, MessageError, Terms
+from pdsim.serving.settings import Side
+from pdsim.serving.workload import Request
+from pdsim.transfer import Outcome, RankSpec
+from tests.experiments.test_serve import EIGHT, GQA, ONE, configured
+
+TWO = Side(tp=1, instances=2)
+CRAWLING = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e5))  # 7 pages take 0.3 s
+SLOW = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e6))
+LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens
+
+
+def serve(
+    requests: Sequence[Request],
+    kill: Mapping[str, float] = {},
+    restarts: Mapping[str, float] = {},
+    leaves: Sequence[Sequence[float]] = (),
+    change: Mapping[str, Mapping[str, Any]] = {},
+    prefill: Side = ONE,
+    decode: Side = ONE,
+    **changes: Any,
+) -> Outcome:
+    """Serve *requests*; *change* replaces entries of the job that a rank is given."""
+    options = {"deadline": 0.5} | changes.pop("options", {})
+    config = configured(prefill, decode, GQA, options=options, **changes)
+    what = job(config, Options(**options))
+    ranks: list[RankSpec] = []
+    for spec in specs(config, what, requests):
+        arguments = dict(spec.arguments)
+        if spec.name == "router":
+            arguments["leaves"] = [list(leave) for leave in leaves]
+        arguments["job"] = {**arguments["job"], **change.get(spec.name, {})}
+        ranks.append(replace(spec, arguments=arguments))
+    model = Model(config.hw, config.backend, memory="tracked", faults=Faults(restarts=restarts), limit=60.0)
+    return model.run(ranks, kill)
+
+
+def rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return what the router says of each request."""
+    names = ("prefill", "decode", "nbytes", "status", "reserved", "noticed", "started", "ended", "arrived")
+    return [dict(zip(names, row, strict=False)) for row in outcome.ranks["router"].value["rows"]]
+
+
+def statuses(outcome: Outcome) -> list[str]:
+    return [row["status"] for row in rows(outcome)]
+
+
+def account(outcome: Outcome, rank: str) -> tuple[int, int, int]:
+    """Return the free, used and quarantined pages of a leader, which are all of them."""
+    value = outcome.ranks[rank].value
+    found = value["free_pages"], value["used_pages"], value["quarantined_pages"]
+    assert sum(found) == value["pages"]
+    return found
+
+
+def at_rest(outcome: Outcome, *ranks: str) -> bool:
+    """Return whether all pages of these leaders are free and nothing is remembered of any room."""
+    clean = [outcome.ranks[rank].value["open_rooms"] == 0 for rank in ranks]
+    return all(clean) and all(account(outcome, rank)[1:] == (0, 0) for rank in ranks)
+
+
+# --- instances that are lost ----------------------------------------------------------------------------------------
+
+
+def test_pages_that_a_killed_prefill_rank_was_writing_are_used_again_once_that_is_over():
+    # two requests that each need most of the pool: the second waits for the pages of the first
+    big = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
+    config = {"hw": SLOW, "prefill": TWO, "options": {"router": "round_robin"}}
+    outcome = serve(big, {"prefill0.0": 0.1}, **config)
+    first, second = rows(outcome)
+    assert first["status"] == "PeerLost: nothing from prefill0 for 0.5 s"
+    assert second["status"] == "ok"
+    # pings go out every third of the deadline; the fourth time more than the deadline has passed without an answer,
+    # and by then the end of the writer has long been proven
+    assert second["reserved"] == pytest.approx(0.5 * 4 / 3, abs=1e-3)
+    assert at_rest(outcome, "prefill1.0", "decode0.0")
+
+
+def test_a_request_of_which_nothing_has_moved_is_served_by_another_instance():
+    # decode0 is lost while the second request waits there for pages; its prefill instance has not begun it
+    many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
+    sides = {"prefill": ONE, "decode": TWO, "options": {"router": "round_robin"}}
+    outcome = serve(many, {"decode0.0": 0.05}, **sides)
+    assert [row["decode"] for row in rows(outcome)] == ["decode0", "decode1", "decode1"]
+    assert [status.partition(":")[0] for status in statuses(outcome)] == ["PeerLost", "ok", "ok"]
+    assert at_rest(outcome, "prefill0.0", "decode1.0")
+
+
+def test_without_retries_such_a_request_fails_too():
+    many = [Request(0.0, 600, 200), Request(0.001, 600, 200), Request(0.002, 600, 200)]
+    sides = {"prefill": ONE, "decode": TWO, "options": {"router": "round_robin", "retries": 0}}
+    assert [status.partition(":")[0] for status in statuses(serve(many, {"decode0.0": 0.05}, **sides))] == [
+        "PeerLost",
+        "ok",
+        "PeerLost",
+    ]
+
+
+def test_an_instance_ends_as_a_whole():
+    outcome = serve([LONG], {"prefill0.1": 0.001}, prefill=Side(tp=2))
+    assert "prefill0 is given up" in outcome.ranks["prefill0.0"].error
+    assert outcome.ranks["decode0.0"].error == ""
+
+
+@pytest.mark.parametrize("instance", ["prefill0", "decode0"])
+@pytest.mark.parametrize("later", [0.01, 0.2, 1.0])
+def test_an_instance_that_starts_again_serves_again(instance: str, later: float):
+    requests = [Request(0.05 * number, 100, 4) for number in range(60)]
+    side = {"prefill": Side(tp=2), "decode": Side(tp=2)}
+    ranks = [f"{instance}.{index}" for index in range(2)]
+    restarts = {name: 0.5 + later + 0.001 * index for index, name in enumerate(ranks)}
+    outcome = serve(requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, **side)
+    found = statuses(outcome)
+    assert found[:9] == ["ok"] * 9
+    assert found[-10:] == ["ok"] * 10  # served by the new life
+    assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
+    requests = [Request(0.05 * number, 100, 4) for number in range(40)]
+    outcome = serve(requests, {"prefill0.0": 0.5}, {"prefill0.0": 0.51})
+    lost = [status for status in statuses(outcome) if status != "ok"]
+    assert set(lost) <= {"PeerLost: prefill0.0 was started again", "PeerLost: no connected instance is left",
+                         "PeerLost: no prefill instance is left"}  # fmt: skip
+    # met anew when the decode rank's proof is there, `DETECTION` after the kill
+    again = [row for row in rows(outcome) if row["status"] == "ok" and row["reserved"] > 0.5]
+    assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
+
+
+# --- aborts and time limits -----------------------------------------------------------------------------------------
+
+
+def test_a_user_who_leaves_in_mid_transfer_frees_the_pages_on_both_sides_when_the_write_is_over():
+    outcome = serve([LONG, Request(1.0, 100, 4)], leaves=[(0, 0.1)], hw=CRAWLING)
+    assert statuses(outcome) == ["Aborted: the user left after 0.1 s", "ok"]
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_user_who_leaves_while_tokens_come_makes_room_for_others():
+    outcome = serve([Request(0.0, 100, 900), Request(0.0, 900, 4)], leaves=[(0, 0.05)])
+    assert statuses(outcome) == ["Aborted: the user left after 0.05 s", "ok"]
+    assert rows(outcome)[1]["reserved"] == pytest.approx(0.05, abs=0.01)
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_room_whose_bytes_take_too_long_fails_at_its_limit_and_its_pages_come_back_when_they_settle():
+    outcome = serve([LONG, Request(2.0, 100, 4)], hw=CRAWLING, options={"waiting_timeout": 0.2})
+    assert statuses(outcome) == ["TransferTimeout: not all of it has arrived within 0.2 s"] * 2
+    assert at_rest(outcome, "prefill0.0", "decode0.0") or account(outcome, "decode0.0")[2] == 7
+
+
+def test_a_room_without_pages_at_decode_fails_at_its_limit():
+    # the second request finds no pages while the first is decoded
+    outcome = serve([Request(0.0, 600, 400), Request(0.0, 600, 4)], options={"bootstrap_timeout": 0.05})
+    assert statuses(outcome) == ["ok", "TransferTimeout: no pages at decode within 0.05 s"]
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"page_size": 32}, "page_size=32, rank 0 of decode0 16"), ({"dtype_bytes": 1}, "dtype_bytes=1, rank 0 of")],
+)
+def test_a_rank_that_does_not_fit_is_told_both_values_and_the_others_go_on(change: dict[str, Any], words: str):
+    outcome = serve([LONG], change={"decode1.0": change}, decode=TWO)
+    assert statuses(outcome) == ["ok"]
+    assert words in outcome.ranks["decode1.0"].error
+    assert "start it with" in outcome.ranks["decode1.0"].error
+
+
+def test_a_message_of_another_version_ends_the_one_that_sent_it():
+    ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger")]
+    config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
+    what = job(config, Options(deadline=0.5))
+    outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
+    assert statuses(outcome) == ["ok"]
+    assert outcome.ranks["stranger"].value == (
+        f"schema version 99, but this rank speaks version {VERSION}: run the same pdsim on every rank"
+    )
+
+
+def stranger(rank: Any) -> Any:
+    rank.channel.send("prefill0.0", b"\x63what")
+    _, payload = yield rank.channel.receive()
+    return payload[1:].decode()
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> Enroll:
+    return Enroll(instance, index, incarnation, Terms(page_size, 2))
+
+
+def test_an_instance_is_formed_when_every_place_is_taken():
+    table = Bootstrap({"prefill0": 2})
+    assert [table.enroll(enroll("prefill0", 0)), table.epoch("prefill0")] == [False, 0]
+    assert [table.enroll(enroll("prefill0", 1)), table.epoch("prefill0")] == [True, 1]
+
+
+def test_a_rank_that_enrols_again_counts_once():
+    table = Bootstrap({"prefill0": 2})
+    assert not any(table.enroll(enroll("prefill0", 0, incarnation)) for incarnation in (0, 0, 5, 9, 5))
+    assert table.enroll(enroll("prefill0", 1))
+
+
+def test_a_newer_life_replaces_and_an_older_does_not():
+    table = Bootstrap({"prefill0": 1})
+    table.enroll(enroll("prefill0", 0, 5))
+    assert [table.replaces(enroll("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
+    assert table.forget("prefill0") == 5
+    assert [table.enroll(enroll("prefill0", 0, 6)), table.epoch("prefill0")] == [True, 2]
+
+
+def test_names_are_compared_whole():
+    table = Bootstrap({"prefill1": 1, "prefill10": 1})
+    table.enroll(enroll("prefill10", 0))
+    assert [table.epoch("prefill1"), table.epoch("prefill10")] == [0, 1]
+    table.forget("prefill1")
+    assert table.epoch("prefill10") == 1
+
+
+def test_a_rank_without_a_place_is_refused():
+    with pytest.raises(MessageError, match="rank 2 of prefill0 has no place; there are prefill0 of 2 ranks"):
+        Bootstrap({"prefill0": 2}).check(enroll("prefill0", 2))
