@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments import _serve_report as report
+from experiments._serve_paths import Paths, notes
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
+from pdsim.kv.policy import Staging
 from pdsim.results.record import Result
 from pdsim.serving.compute import ForwardTime, forward_time, kv_shape
 from pdsim.serving.job import ROUTER, Job, rank_name
@@ -98,12 +101,22 @@ def _job(config: Config, options: Options) -> Job:
         prefill_time=time(parallel.prefill),
         decode_time=time(parallel.decode),
         policy=options.router,
+        handoff=config.policy,
+        staging=_staging(config, shape) if config.kv.staging else None,
         deadline=options.deadline,
         dtype_bytes=config.model.dtype_bytes,
         retries=options.retries,
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
     )
+
+
+def _staging(config: Config, shape: KvShape) -> Staging:
+    """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
+    kv, parallel = config.kv, config.parallel
+    tokens = (config.scheduler.chunk // kv.page_size + 1) * kv.page_size
+    chunk = tokens * shape.token_bytes(max(parallel.prefill.attention_tp, parallel.decode.attention_tp))
+    return Staging(ring=int(kv.staging_ring), buffer=int(kv.staging_buffer) or chunk, wait=kv.staging_wait)
 
 
 def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSpec]:
@@ -148,15 +161,17 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
     router = outcome.ranks[ROUTER]
     value = router.value or {"start": 0.0, "rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
     columns = report.columns(requests, value)
+    paths = Paths(len(requests), outcome)
+    columns["path"] = paths.of_requests()
     failures = [f"{name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error]
     failures += [f"request {number}: {status}" for number, status in enumerate(columns["status"]) if status != "ok"]
     return Result(
-        summary=report.metrics(columns, config.slo, outcome),
-        tables=report.tables(columns, outcome),
+        summary=report.metrics(columns, config.slo, outcome) + paths.metrics(),
+        tables=report.tables(columns, outcome) + paths.tables(),
         requests=columns,
         transfers=[record for rank in outcome.ranks.values() for record in rank.transfers],
         failures=failures,
-        notes=report.notes(columns, what, outcome),
+        notes=report.notes(columns, what, outcome) + notes(outcome),
         outcome=outcome,
     )
 

@@ -5,6 +5,7 @@ A rule is a function that yields one line for each violation: what was asked for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def _general(config: Config) -> Iterator[str]:
 def _serving(config: Config) -> Iterator[str]:
     """Yield what a serving run cannot do: its placement, the shape of its model and the memory for it."""
     yield from _placement(config)
+    yield from _staging(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
         yield from _heads(config, name, side)
         yield from _memory(config, name, side)
@@ -82,6 +84,7 @@ def _real(config: Config) -> Iterator[str]:
     hw, backend = config.hw, config.backend
     if config.memory != "timing":
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
+    yield from _force_tcp(backend)
     yield from _engine(backend)
     if hw.gpus:
         wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
@@ -89,6 +92,21 @@ def _real(config: Config) -> Iterator[str]:
         enough = hw.nodes == 1 and here >= hw.gpus
         lack = "no engine of this version moves GPU memory" if enough else f"this machine has {here or 'none'}"
         yield f"target=real on hw={hw.name} needs {wanted}, but {lack}; use hw=loopback for real bytes, or target=model"
+
+
+def _force_tcp(backend: Engine) -> Iterator[str]:
+    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
+    if backend.name != "mooncake_tcp":
+        return
+    for where, value in (
+        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
+        ("backend.options", backend.options.get("MC_FORCE_TCP", "1")),
+    ):
+        if value != "1":
+            yield (
+                f"backend=mooncake_tcp needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
+                "use backend=mooncake for RDMA"
+            )
 
 
 def _engine(backend: Engine) -> Iterator[str]:
@@ -146,6 +164,14 @@ def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterato
         yield (
             f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
             f"hw={config.hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
+        )
+
+
+def _staging(config: Config) -> Iterator[str]:
+    if config.kv.staging and not config.policy.staging:
+        yield (
+            f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
+            "use a mooncake or nixl backend, or leave kv.staging out"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdsim.fabric.machine import Engine, Machine
+from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 
 __all__ = ["Config"]
@@ -24,6 +25,7 @@ class Config:
     parallel: Parallel
     workload: Workload = field(default_factory=Workload)
     kv: Kv = field(default_factory=Kv)
+    policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written
     scheduler: Scheduler = field(default_factory=Scheduler)
     compute: Compute = field(default_factory=Compute)
     slo: Slo = field(default_factory=Slo)

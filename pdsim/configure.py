@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import EVIDENCE, Engine, Machine
+from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Llm
 
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
@@ -37,13 +38,15 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     all numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
     Raise a `ConfigError`.
     """
+    values, policy = _without_policy(values)
     config = build(Config, values)
     keys = tuple(overridden)
     return replace(
         config,
+        policy=build(Policy, policy, "backend.policy"),
         experiment=_experiment(config.experiment),
         hw=_sourced(config.hw, "hw", keys),
-        backend=_sourced(config.backend, "backend", keys),
+        backend=_sourced(_alias(config.backend), "backend", keys),
         model=_sourced(config.model, "model", keys),
     )
 
@@ -79,7 +82,9 @@ def defaults(cls: type = Config) -> dict[str, Any]:
     """Return the defaults of *cls* as plain data: what can be set, for a reader of the composed configuration."""
     plain: dict[str, Any] = {}
     for field in fields(cls):
-        if not _required(field):
+        if field.name == "policy":
+            plain["backend"] = {"policy": asdict(Policy())}
+        elif not _required(field):
             make = typing.cast("Callable[[], Any]", field.default_factory)
             value = field.default if field.default is not MISSING else make()
             plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -100,6 +105,17 @@ def numbers(instance: Any, at: str = "") -> Iterator[str]:
             yield from numbers(value, key)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key
+
+
+def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return *values* without ``backend.policy``, and that: it is written with the engine, which need not know it."""
+    if "policy" in values:
+        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
+    found, backend = dict(values), values.get("backend")
+    if not isinstance(backend, Mapping):
+        return found, {}
+    found["backend"] = {key: value for key, value in backend.items() if key != "policy"}
+    return found, backend.get("policy", {})
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -191,7 +207,7 @@ def _located(message: str, cls: type, at: str) -> str:
     return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
 
 
-# --- the experiment and the evidence --------------------------------------------------------------------------------
+# --- the experiment, the alias and the evidence ----------------------------------------------------------------------
 
 
 def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,6 +220,14 @@ def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"experiment.name={name} does not exist; {hint}There are {', '.join(experiments())}")
     options = build(import_module(f"experiments.{name}").Options, given, "experiment")
     return {"name": name} | {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _alias(backend: Engine) -> Engine:
+    """Return *backend*; ``mooncake_tcp`` is Mooncake that is told to use TCP, which has no device to choose."""
+    if backend.name != "mooncake_tcp":
+        return backend
+    options = {name: value for name, value in backend.options.items() if name != "device"}
+    return replace(backend, options={"MC_FORCE_TCP": "1", **options})
 
 
 def _sourced(instance: Sourced, at: str, overridden: Iterable[str]) -> Sourced:

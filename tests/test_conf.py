@@ -107,7 +107,7 @@ def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
     )  # fmt: skip
 
 
-ON_AMD = {"mooncake", "mooncake_tcp", "mori", "nixl_tcp"}
+ON_AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
 ON_NVIDIA = {"mooncake", "mooncake_nvlink", "mooncake_tcp", "nixl", "nixl_tcp"}
 ON_HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
 

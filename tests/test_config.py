@@ -114,8 +114,11 @@ def test_null_is_nothing_where_nothing_is_allowed():
 # --- what is refused
 
 
+STAGING = "staging, staging_ring, staging_buffer, staging_wait"
+
+
 def test_an_unknown_key_is_answered_with_the_nearest_and_all_known_keys():
-    keys = "page_size, pool, all_cp_ranks, state_slots, window_share"
+    keys = f"page_size, pool, all_cp_ranks, state_slots, window_share, {STAGING}"
     assert refusal(Kv, {"pol": 1}, "kv") == f"unknown key kv.pol; did you mean kv.pool? kv has {keys}"
 
 

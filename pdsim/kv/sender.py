@@ -190,11 +190,12 @@ class KvSender:
         state.status = advance(state.status, Status.TRANSFERRING)
         if self._rank.device.holds_bytes:
             self._fill(chunk)
+        arrival = self._arrival(chunk, 0)
         if chunk.last:
-            state.last = self._arrival(chunk, 0)
+            state.last = arrival
         rows, finished = self._share(chunk)
         for target in self._targets.get(chunk.decode, ()):
-            self._plan(state, chunk, target, rows, finished)
+            self._plan(state, chunk, target, rows, arrival, finished)
         if not state.unfinished:
             self._conclude(state)
 
@@ -260,9 +261,9 @@ class KvSender:
                 state.asks[chunk.index, target.peer.name] = None
                 self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows)))
 
-    def _plan(self, state: _Room, chunk: Chunk, target: Target, rows: Runs, finished: bool) -> None:
+    def _plan(self, state: _Room, chunk: Chunk, target: Target, rows: Runs, arrival: Arrival, finished: bool) -> None:
         """Hand the writes of *chunk* to *target* over, all of them counted before the first is posted."""
-        pieces: list[Piece | None] = list(target.pieces(chunk, rows))
+        pieces: list[Piece | None] = [*target.pieces(chunk, rows)]
         if chunk.last and target.part.aux and target.metadata == "control":
             pieces.append(None)
             if target.fallback:
@@ -271,12 +272,12 @@ class KvSender:
             return
         name = target.peer.name
         total = state.writes[name] = state.writes.get(name, 0) + len(pieces)
-        closing = chunk.last if target.part.with_last else finished
-        arrival = self._arrival(chunk, total if closing else 0)
+        if chunk.last if target.part.with_last else finished:
+            arrival = replace(arrival, count=total)
         state.unfinished += len(pieces)
         for piece in pieces:
             delivery = _Delivery(state, chunk, target, piece, arrival)
-            if piece is not None and piece.rows and state.asks.get(delivery.key, -1) is None:
+            if state.asks and piece is not None and piece.rows and state.asks.get(delivery.key, -1) is None:
                 state.parked[delivery.key] = delivery
             else:
                 self._put(delivery)
@@ -297,7 +298,7 @@ class KvSender:
         if piece is None:
             self._control(delivery)
             return
-        position = state.asks.get(delivery.key) if piece.rows else None
+        position = state.asks.get(delivery.key) if state.asks and piece.rows else None
         if position is not None and position >= 0:
             yield from self._stage(delivery, piece, queue, position)
             return

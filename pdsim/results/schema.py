@@ -59,6 +59,7 @@ REQUESTS = (
     Column("decode", "string", "", "decode instance that it was sent to"),
     Column("nbytes", "int64", "B", "KV cache and metadata handed over, to all decode ranks"),
     Column("status", "string", "", "ok, or why it did not get all its tokens"),
+    Column("path", "string", "", "how its KV went: grouped, sliced, staged, or several joined by +"),
     Column("ttft", "float64", "s", "from arrival to the decode engine having the first token, which it then streams"),
     Column("tpot", "float64", "s", "from the first token to the last, over output - 1; null for one token"),
     Column("e2e", "float64", "s", "from arrival to the last token"),

@@ -35,7 +35,7 @@ from pdsim.results.record import Result
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FILES", "INCOMPLETE", "Run", "load", "refuse"]
+__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "refuse"]
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -170,7 +170,14 @@ def config_yaml(config: Config) -> str:
     """
     from omegaconf import OmegaConf
 
-    return _HYDRA + OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    return _HYDRA + OmegaConf.to_yaml(OmegaConf.create(as_written(config)))
+
+
+def as_written(config: Config) -> dict[str, Any]:
+    """Return *config* as `pdsim.configure.load` takes it: with the policy under the key of the backend."""
+    found: dict[str, Any] = plain(config)
+    found["backend"]["policy"] = found.pop("policy")
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -199,10 +199,15 @@ class Kv:
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
     state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
     window_share: float = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
+    staging: bool = False  # between ranks that keep different heads, gather, write in one piece, and scatter
+    staging_ring: Size = 4 << 30  # bytes on each decode rank (SGLang's default)
+    staging_buffer: Size = 0  # bytes for each queue of a prefill rank; 0 is one prefill chunk's, as in SGLang 0.5.23
+    staging_wait: Seconds = 5.0  # for room in the ring, after which a chunk goes in slices
 
     def __post_init__(self) -> None:
         _positive("kv", page_size=self.page_size, window_share=self.window_share)
-        _not_negative("kv", pool=self.pool, state_slots=self.state_slots)
+        _positive("kv", staging_ring=self.staging_ring, staging_wait=self.staging_wait)
+        _not_negative("kv", pool=self.pool, state_slots=self.state_slots, staging_buffer=self.staging_buffer)
 
 
 @dataclass(frozen=True, kw_only=True)

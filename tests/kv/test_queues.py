@@ -8,7 +8,6 @@ from pdsim.clock import Clock
 from pdsim.kv.queues import Queues
 from pdsim.transfer import Program
 
-
 Item = tuple[str, float]  # name and length; a negative one fails
 
 

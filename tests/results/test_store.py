@@ -102,7 +102,7 @@ def test_the_configuration_gives_the_same_configuration_again(tmp_path):
     from pdsim.configure import load
 
     config = make_config(tmp_path, experiment={"name": "transfer"})
-    first = load(store.plain(config))
+    first = load(store.as_written(config))
     again = load(configuration(Run(first).finish(make_result())))
     assert again == first
 

@@ -1,0 +1,190 @@
+"""The paths of `experiment=serve`: which way KV goes, in how many descriptors, intact, with every slot given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdsim.config import Config
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result
+from pdsim.serving.settings import Kv, Llm, Side
+from tests.experiments.test_serve import (
+    FAULTY,
+    GENERATED,
+    GQA,
+    MLA,
+    TWO,
+    configured,
+    quarantined,
+    rows,
+    serve,
+    values,
+)
+
+FEW = replace(GENERATED, count=12, input_mean=100)
+STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=1 << 20)
+QUEUES = Policy(queues=4, staging=True)
+HETEROGENEOUS = [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
+
+
+def staged(prefill: int = 2, decode: int = 1, model: Llm = GQA, **changes: Any) -> Config:
+    values = {"workload": FEW, "memory": "tracked", "kv": STAGED, "policy": QUEUES}
+    return configured(Side(tp=prefill), Side(tp=decode), model, **(values | changes))
+
+
+def held(result: Result) -> int:
+    """Return the bytes that staging rings held at the end."""
+    assert result.outcome is not None
+    found = [rank.value for rank in result.outcome.ranks.values() if rank.value]
+    return sum(value.get("staging_held", 0) for value in found)
+
+
+def paths(result: Result) -> set[str | None]:
+    return set(result.requests["path"])
+
+
+# --- staged ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prefill", "decode"), HETEROGENEOUS)
+def test_staged_chunks_arrive_as_they_were_sent_in_one_descriptor_each(prefill: int, decode: int):
+    result = serve(staged(prefill, decode))
+    assert result.failures == []
+    assert paths(result) == {"staged"}
+    blocks = [record for record in result.transfers if record.label.endswith("/staged")]
+    assert {record.descriptors for record in blocks} == {1}
+    tokens = sum(-(-row["input"] // 16) * 16 for row in rows(result))
+    assert sum(record.nbytes for record in blocks) == tokens * 2 * 2 * 8 * 16 * 2  # each head of each layer once
+    assert (held(result), quarantined(result)) == (0, 0)
+
+
+def test_heads_that_are_replicated_are_staged_too():
+    result = serve(staged(4, 1, replace(GQA, kv_heads=2)))
+    assert (result.failures, paths(result)) == ([], {"staged"})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_equal_sizes_are_never_staged(tp: int):
+    assert paths(serve(staged(tp, tp))) == {"grouped"}
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_latent_caches_are_never_staged(prefill: int, decode: int):
+    result = serve(staged(prefill, decode, MLA))
+    assert (result.failures, paths(result)) == ([], {"grouped"})
+
+
+def test_without_contents_times_are_the_same():
+    timed, tracked = serve(staged(memory="timing")), serve(staged())
+    assert timed.requests == tracked.requests
+
+
+def test_two_staged_runs_are_identical():
+    assert serve(staged()).transfers == serve(staged()).transfers
+
+
+def test_staging_is_faster_where_descriptors_are_what_costs():
+    sliced = serve(staged(kv=replace(STAGED, staging=False)))
+    assert paths(sliced) == {"sliced"}
+    mean = {name: sum(result.requests["transfer"]) for name, result in (("s", sliced), ("b", serve(staged())))}
+    assert mean["b"] < mean["s"] / 5
+
+
+# --- rings that barely fit, or do not -------------------------------------------------------------------------------
+
+CHUNK = 17 * 16 * 2 * 2 * 4 * 16 * 2
+"""Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left, two
+layers, K and V, 4 heads."""
+LONG = replace(GENERATED, rate=5000.0, count=20, input_mean=400)
+LARGE = replace(STAGED, pool=1 << 24)
+
+
+@pytest.mark.parametrize("ring", [CHUNK, CHUNK + 1, 2 * CHUNK - 1])
+def test_a_ring_that_holds_one_chunk_serves_all(ring: int):
+    result = serve(staged(kv=replace(LARGE, staging_ring=ring, staging_wait=1000.0), workload=LONG))
+    assert (result.failures, paths(result), held(result)) == ([], {"staged"}, 0)
+
+
+@pytest.mark.parametrize(("key", "size"), [("staging_ring", 4096), ("staging_buffer", 4096)])
+def test_what_cannot_fit_goes_in_slices_at_once(key: str, size: int):
+    result = serve(staged(kv=replace(STAGED, **{key: size})))
+    assert (result.failures, paths(result)) == ([], {"sliced"})
+
+
+def test_a_ring_that_stays_full_too_long_means_slices_for_the_rest_of_the_room():
+    result = serve(staged(kv=replace(LARGE, staging_ring=CHUNK, staging_wait=1e-9), workload=LONG))
+    assert (result.failures, held(result)) == ([], 0)
+    assert "sliced+staged" in paths(result)
+    assert any("went in slices for want of a slot" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("rank", ["decode0.0", "decode0.1", "prefill0.0", "prefill0.1", "prefill1.3"])
+@pytest.mark.parametrize("at", [0.0501, 0.1003, 0.1503])
+def test_a_rank_that_dies_leaves_no_wrong_byte_and_nobody_hangs(rank: str, at: float):
+    config = configured(
+        Side(tp=2, instances=2) if rank != "prefill1.3" else Side(tp=4, instances=1),
+        Side(tp=4) if rank != "prefill1.3" else TWO,
+        GQA,
+        options=FAULTY,
+        memory="tracked",
+        kv=STAGED,
+        policy=QUEUES,
+    )
+    result = serve(config, kill={rank.replace("prefill1.3", "prefill0.3"): at})
+    kinds = {line.partition(":")[0] for line in result.requests["status"]}
+    assert kinds <= {"ok", "PeerLost", "OutOfMemory"}
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "mooncake": Policy(queues=4, metadata="write"),
+    "nvlink pool": Policy(queues=4, pool="nvlink"),
+    "within a node": Policy(queues=4, pool="intra_node_nvlink"),
+    "nixl": Policy(queues=4, shard="room", grouping="pages", metadata="write"),
+    "mori": Policy(queues=8, shard="room", call="plane", notify="message", metadata="control"),
+    "mori inline": Policy(call="plane", notify="poll", metadata="control"),
+    "control, on the device": Policy(metadata="control"),
+    "control, on the host": Policy(metadata="control", metadata_memory="host"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
+def test_every_policy_hands_over_what_was_sent(prefill: int, decode: int, policy: Policy):
+    result = serve(staged(prefill, decode, kv=replace(STAGED, staging=False), policy=policy))
+    assert result.failures == []
+    assert paths(result) == {"grouped" if prefill == decode else "sliced"}
+    assert quarantined(result) == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "descriptors"),
+    [
+        (Policy(), 4 + 10),  # two layers, K and V, one run; and ten rows of metadata
+        (Policy(grouping="pages"), 4 * 7 + 10),
+        (Policy(metadata="control"), 4),
+    ],
+)
+def test_descriptors_are_those_of_the_grouping(policy: Policy, descriptors: int):
+    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
+    result = serve(staged(1, 1, workload=one, kv=replace(STAGED, staging=False), policy=policy))
+    (record,) = result.transfers
+    assert record.descriptors == descriptors
+
+
+def test_a_plane_at_a_time_is_a_write_each():
+    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
+    config = staged(1, 1, workload=one, kv=replace(STAGED, staging=False), policy=POLICIES["mori"])
+    assert [record.descriptors for record in serve(config).transfers] == [1, 1, 1, 1]
+
+
+def test_bytes_and_descriptors_of_each_path_are_in_the_summary():
+    found = values(serve(staged()))
+    chunks = [record for record in serve(staged()).transfers if record.label.endswith("/staged")]
+    assert found["staged_descriptors"] == len(chunks)
+    assert found["staged_bytes"] == sum(record.nbytes for record in chunks)
+    assert found["metadata_bytes"] == 12 * 1600
