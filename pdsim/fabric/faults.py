@@ -85,6 +85,9 @@ class Observer(Protocol):
     def landed(self, batch: Batch, label: str) -> None:
         """Take note that the bytes of a transfer are at the target now."""
 
+    def copied(self, batch: Batch) -> None:
+        """Take note that a device has copied *batch* within its memory now."""
+
     def joined(self, member: Any) -> None:
         """Take note of a program's own object, which it shows of its own accord (`Rank.observer`)."""
 

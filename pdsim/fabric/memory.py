@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -207,6 +207,7 @@ class SimDevice:
         self._through = network.path([link, link])  # a copy reads and writes
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
+        self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
         self._buffers: dict[SimBuffer, None] = {}
 
     @property
@@ -282,6 +283,8 @@ class SimDevice:
 
     def _finish(self, work: _Copy) -> None:
         batch, source, target, done = work
+        if self.watch is not None and not self._clock.stopped:
+            self.watch(batch)
         if self.holds_bytes and not self._clock.stopped:
             copy_bytes(batch, source, target)
         source.release()

@@ -192,6 +192,7 @@ class _Job:
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
         watch = observer.sent if observer is not None else None
+        device.watch = observer.copied if observer is not None else None
         endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
         channel = SimChannel(spec.name, self._model.machine.host, self._clock, clock, self._channels, hold, watch)
         return _Member(clock, device, endpoint, channel, records)

@@ -8,6 +8,7 @@ layer and dimension.  Used wherever a device keeps contents: on real memory and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +96,9 @@ class Contents:
             if not piece:
                 continue
             expected = self._rows(table, number, room, plane, piece)
-            found = np.frombuffer(self._buffer.read(offset, expected.size), np.uint8).reshape(expected.shape)
-            if not np.array_equal(found, expected):
+            have = self._buffer.read(offset, expected.size)
+            if have != expected.tobytes():
+                found = np.frombuffer(have, np.uint8).reshape(expected.shape)
                 row = int(np.argmax((found != expected).any(axis=1)))
                 byte = int(np.argmax(found[row] != expected[row]))
                 return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {_describe(found[row], byte)}"
@@ -125,11 +127,23 @@ def _word(room: int, plane: int, head: int) -> int:
 
 
 def _token_rows(heads: range | tuple[int, ...], row: int, room: int, plane: int, tokens: range) -> Bytes:
-    head_bytes = row // len(heads)
-    words = np.array([_word(room, plane, head) for head in heads], np.uint64)[None, :, None]
+    few = len(tokens) * row <= _SMALL
+    words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
+    return words.view(np.uint8)[:, :, : row // len(heads)].reshape(len(tokens), row)
+
+
+def _words(heads: range | tuple[int, ...], row: int, tokens: range) -> npt.NDArray[np.uint64]:
+    """Return heads and tokens of words in shape (tokens, heads, words of a head)."""
+    ours = np.array([_word(0, 0, head) for head in heads], np.uint64)[None, :, None]
     numbers = np.arange(tokens.start, tokens.stop, dtype=np.uint64)[:, None, None] << np.uint64(_TOKEN)
-    repeated = np.broadcast_to(words | numbers, (len(tokens), len(heads), -(-head_bytes // 8)))
-    return np.ascontiguousarray(repeated).view(np.uint8)[:, :, :head_bytes].reshape(len(tokens), row)
+    repeated = np.broadcast_to(ours | numbers, (len(tokens), len(heads), -(-(row // len(heads)) // 8)))
+    return np.ascontiguousarray(repeated)
+
+
+_SMALL = 1 << 13
+"""Bytes of rows whose words are kept: small pieces cost more to number than to compare."""
+
+_few_words = lru_cache(maxsize=1024)(_words)
 
 
 def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) -> Bytes:

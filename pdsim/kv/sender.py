@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from simpy.events import Event
 
-from pdsim.errors import PeerLost, TransferError
+from pdsim.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.kv import metadata
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import KvLayout
@@ -375,7 +375,9 @@ class KvSender:
         error = event.value
         assert isinstance(error, Exception)
         metadata_only = delivery.piece is not None and not (delivery.piece.rows or delivery.piece.state)
-        if metadata_only and not isinstance(error, PeerLost) and state.status is not Status.FAILED:
+        # what timed out may have arrived, notification and all, and must not be counted twice
+        certain = not isinstance(error, PeerLost | TransferTimeout)
+        if metadata_only and certain and state.status is not Status.FAILED:
             self._retry(delivery, event, error)
             return
         self._broken(delivery, error)

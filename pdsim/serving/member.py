@@ -52,6 +52,8 @@ class Member:
 
     def run(self) -> Program:
         """Serve until the router says stop; return `report`."""
+        if self.rank.observer is not None:
+            self.rank.observer.joined(self)
         self.clock.process(self._listen())
         self.clock.process(self.watch())
         yield self.ended

@@ -37,7 +37,7 @@ from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.sender import KvSender
 from pdsim.kv.status import Status
-from pdsim.serving.job import ROUTER, Job, index_of, instance_of, leader, rank_name
+from pdsim.serving.job import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.member import EngineMember, Handler
 from pdsim.transfer import Program, Rank
 
@@ -250,14 +250,19 @@ class Leader(Worker):
             self.end()
 
     def _count_ready(self, rank: int, message: Ready) -> None:
-        """Tell the router once all ranks are connected to a decode instance."""
-        if message.peer not in self._met:
+        """Tell the router once all ranks are connected to a decode instance, whichever of them was told of it first."""
+        if self._is_over(message.peer):
             self.ignore()
             return
         ranks = self._ready.setdefault(message.peer, set())
         ranks.add(rank)
         if len(ranks) == self.job.prefill.size:
             self.send(ROUTER, message)
+
+    def _is_over(self, life: str) -> bool:
+        """Return whether this rank has met a later life of the same instance."""
+        later = (other for other in self._met if instance_of(other) == instance_of(life))
+        return any(epoch_of(other) > epoch_of(life) for other in later)
 
     def _conclude(self, rank: int, message: Sent | Settled) -> None:
         room = self._rooms.get(message.room)

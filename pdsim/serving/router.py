@@ -298,6 +298,7 @@ class Router(Member):
 
     def _lose(self, instance: str, reason: str) -> None:
         """Give *instance* up, and with it every request that still needs it."""
+        self._moved = self.clock.now  # what depended on it goes on from here, and is given its time
         life, formed = self.fleet.life(instance), instance in self.fleet.side(instance).load
         until = self.fleet.lose(instance)
         for name in self.job.ranks(instance):

@@ -1,0 +1,89 @@
+"""`experiment=faults`: scenarios are drawn from seeds alone, clean on the real code, and shrink when they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments._faults_scenario import KINDS, attempt, draw
+from experiments._faults_shrink import Trial, shrunk
+from experiments.faults import Options, run, tries
+from pdsim.errors import ConfigError
+from pdsim.kv.sender import KvSender
+from pdsim.results.record import Result
+from tests.results.conftest import make_config
+
+
+def explore(**options: Any) -> Result:
+    config = make_config(Path("unused"), experiment={"name": "faults", "scenarios": 4, "workers": 1, **options})
+    return run(config, None, lambda fraction, text: None)  # type: ignore[arg-type]  # scenarios bring their own
+
+
+def values(result: Result) -> dict[str, Any]:
+    return {metric.name: metric.value for metric in result.summary}
+
+
+def test_the_real_code_is_clean():
+    trials = [Trial(seed) for seed in range(1000, 1120)]
+    found = [each for each in tries(trials, workers=2) if each.violations]
+    assert [(each.seed, str(each.violations[0])) for each in found] == []
+
+
+def test_what_is_explored_is_what_was_asked_for():
+    result = explore(requests=12)
+    found = values(result)
+    assert (found["scenarios"], found["requests"], found["violating"]) == (4, 48, 0)
+    assert sum(row[1] for row in result.tables[0].rows) == 48
+
+
+def test_a_seed_gives_one_scenario_and_one_course_of_events():
+    assert attempt(draw(5, 30, 1.0)) == attempt(draw(5, 30, 1.0))
+    assert draw(5, 30, 1.0).text != draw(6, 30, 1.0).text
+
+
+def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_is():
+    scenario = draw(1, 50, 1.0)
+    assert scenario.text.endswith(", ".join(KINDS))
+    assert scenario.cancels
+    assert scenario.kill
+    named = {"delayed", "delay", "late", "lateness", "stray", "shuffle", "slow", "squeezes", "restarts"}
+    assert set(scenario.faults.kinds()) == named
+    assert draw(1, 50, 0.0).faults.kinds() == ()
+
+
+def test_leaving_one_kind_out_leaves_the_others_as_they_are():
+    whole, less = draw(1, 50, 1.0), draw(1, 50, 1.0, frozenset({"aborts"}))
+    assert (less.cancels, less.faults, less.kill) == ({}, whole.faults, whole.kill)
+
+
+def test_fewer_requests_are_the_first_of_more():
+    assert draw(3, 50, 1.0).requests[:10] == draw(3, 10, 1.0).requests
+
+
+def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch):
+    def forgetful(self: KvSender, *arguments: Any) -> None:
+        """Never say what became of a room."""
+
+    monkeypatch.setattr(KvSender, "_conclude", forgetful)
+    trial, violation = shrunk(Trial(3, requests=20), "I8")
+    assert trial.requests == 1
+    assert trial.without == frozenset(KINDS)
+    assert violation.invariant == "I8"
+    (failure,) = [text for text in explore(seed=3, requests=20).failures if text.startswith("I8")]
+    assert failure.endswith(trial.command())
+
+
+def test_real_engines_are_refused():
+    with pytest.raises(ConfigError, match="target=model"):
+        run(make_config(Path("unused"), target="real", experiment={"name": "faults"}), None, print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scenarios": 0}, "scenarios"), ({"intensity": 2.0}, "intensity"), ({"without": ("rain",)}, "'rain'")],
+)
+def test_options_are_checked(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        Options(**options)
