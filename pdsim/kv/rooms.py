@@ -101,22 +101,25 @@ class Fading(Generic[Value]):
 
 
 class Blocked:
-    """For how long the first room in a queue has found nothing but pages in quarantine in its way.
+    """For how long nothing but pages in quarantine has been in the way of a queue.
 
-    They come back once it is proven that nobody writes to them, so it is worth waiting, but not for ever: the room may
-    wait *seconds*.  *wake* is called when they are over.
+    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever: for
+    *seconds* from when the queue was blocked first, however many wait in it.  *wake* is called when they are over.
     """
 
     def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:
         self._clock = clock
         self._seconds = seconds
         self._wake = wake
-        self._room = 0
-        self._until = 0.0
+        self._until: float | None = None
 
-    def too_long(self, room: int) -> bool:
-        """Return whether *room*, which is blocked now and has been since it was first asked for, must give up."""
-        if room != self._room:
-            self._room, self._until = room, self._clock.now + self._seconds
+    def too_long(self) -> bool:
+        """Return whether the queue, which is blocked now, has been for too long, so that its first must give up."""
+        if self._until is None:
+            self._until = self._clock.now + self._seconds
             self._clock.call_at(self._until, lambda _: self._wake(), None)
         return self._clock.now >= self._until
+
+    def clear(self) -> None:
+        """Take note that the queue is not blocked, or by rooms that will be over by themselves."""
+        self._until = None

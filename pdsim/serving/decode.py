@@ -466,13 +466,17 @@ class Leader(Worker):
             request = self._queue[0]
             rows = self._allocate(request)
             if rows is None:
-                if not all(room.failed for room in self._rooms.values()) or not self._blocked.too_long(request.room):
+                if not all(room.failed for room in self._rooms.values()):
+                    self._blocked.clear()
+                    return
+                if not self._blocked.too_long():
                     return
                 self._queue.popleft()
                 reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
                 self.send(ROUTER, Failed(request.room, reason))
                 continue
             self._queue.popleft()
+            self._blocked.clear()
             pages, state = rows
             slot = self.slots.allocate(request.room)
             assert slot is not None

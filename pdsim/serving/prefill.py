@@ -385,9 +385,11 @@ class Leader(Worker):
                 self._queue.popleft()
                 continue
             if room.source_slot < 0 and not self._begin(room):
-                alive = any(other.source_slot >= 0 and not other.failed for other in self._rooms.values())
-                if alive or not self._blocked.too_long(room.request.room):
+                if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
+                    self._blocked.clear()
                     break  # until one of them gives its pages back
+                if not self._blocked.too_long():
+                    break
                 self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
                 continue
             tokens = min(budget, room.request.input - room.done)
@@ -413,6 +415,7 @@ class Leader(Worker):
             return False
         slot = self.slots.allocate(request.room)
         assert slot is not None
+        self._blocked.clear()
         room.source_slot = slot
         room.runs = pair(pages, destination.pages)
         room.state = tuple(map(pair, state, destination.state))

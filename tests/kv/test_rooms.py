@@ -34,10 +34,22 @@ def test_what_fades_is_forgotten_in_time_and_does_not_pile_up():
     assert [fading.pop(999), fading.pop(999), fading.pop(5)] == ["here", None, None]
 
 
-def test_a_blocked_room_gives_up_after_its_time_and_the_next_gets_its_own():
+def test_a_blocked_queue_gives_up_after_its_time_all_of_it_and_not_one_after_the_other():
     clock, woken = Clock(), []
     blocked = Blocked(clock, 2.0, lambda: woken.append(clock.now))
-    assert not blocked.too_long(1)
-    clock.run(until=2.0)
+    assert not blocked.too_long()
+    clock.run(until=1.0)
+    assert not blocked.too_long()
     clock.run()
-    assert [woken, blocked.too_long(1), blocked.too_long(2)] == [[2.0], True, False]
+    assert [woken, blocked.too_long(), blocked.too_long()] == [[2.0], True, True]
+
+
+def test_a_queue_that_moves_has_its_time_again():
+    clock = Clock()
+    blocked = Blocked(clock, 2.0, lambda: None)
+    blocked.too_long()
+    clock.run(until=1.5)
+    blocked.clear()
+    assert not blocked.too_long()
+    clock.run(until=2.5)
+    assert not blocked.too_long()

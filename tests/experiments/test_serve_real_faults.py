@@ -1,0 +1,77 @@
+"""Faults on the real engines: users who leave, a rank that is killed in mid-transfer; every page is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.serve import Options, job, specs
+from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from pdsim.serving.workload import Request
+from pdsim.transfer import Outcome
+from tests.conformance.conftest import REAL, engine, make_target
+from tests.experiments.test_serve import GQA
+from tests.experiments.test_transfer_real import LOOPBACK
+from tests.results.conftest import make_config
+
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
+LARGE = replace(GQA, layers=32)  # 16 KiB a token: 1500 take 24 MiB, whose forward takes next to nothing
+REQUESTS = [Request(0.5 + 0.05 * number, 1500, 4) for number in range(16)]
+
+
+def serve(
+    name: str, requests: Sequence[Request], leaves: Sequence[Sequence[float]] = (), kill: Mapping[str, float] = {}
+) -> Outcome:
+    options = {"deadline": 3.0, "router": "round_robin"}
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=engine(name),
+        model=LARGE,
+        parallel=Parallel(prefill=Side(tp=1, instances=2), decode=Side(tp=1)),
+        experiment={"name": "serve", **options},
+        kv=Kv(page_size=16, pool=80 << 20),
+        scheduler=Scheduler(chunk=512, decode_batch=4),
+        compute=Compute(scale=0.001),
+    )
+    what = job(config, Options(**options))
+    router, *others = specs(config, what, requests)
+    router = replace(router, arguments={**router.arguments, "leaves": [list(leave) for leave in leaves]})
+    return make_target(name).run([router, *others], kill)
+
+
+def statuses(outcome: Outcome) -> list[str]:
+    return [row[3].partition(":")[0] for row in outcome.ranks["router"].value["rows"]]
+
+
+def account(outcome: Outcome, rank: str) -> tuple[int, int]:
+    """Return the used and quarantined pages of a leader, of which no room is left that is not among them."""
+    value = outcome.ranks[rank].value
+    assert value["free_pages"] + value["used_pages"] + value["quarantined_pages"] == value["pages"]
+    return value["used_pages"], value["quarantined_pages"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str):
+    leaves = [(number, 0.004 * number) for number in range(1, 16, 2)]  # anywhere between the queue and the last token
+    outcome = serve(name, REQUESTS, leaves)
+    found = statuses(outcome)
+    assert set(found[::2]) == {"ok"}
+    assert {"Aborted"} <= set(found[1::2]) <= {"ok", "Aborted"}
+    assert [account(outcome, rank) for rank in ("prefill0.0", "prefill1.0", "decode0.0")] == [(0, 0)] * 3
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_pages_of_a_killed_prefill_rank_come_back_once_it_is_proven_that_it_writes_no_more(name: str):
+    crowd = [Request(0.02 * number, 1500, 4) for number in range(40)]  # a GB: busy when the rank is killed
+    requests = [*crowd, Request(5.5, 1500, 4)]
+    outcome = serve(name, requests, kill={"prefill0.0": 0.9})
+    found = statuses(outcome)
+    assert "PeerLost" in found, "it was killed when it had nothing to do"
+    assert set(found) <= {"ok", "PeerLost"}
+    assert found[-1] == "ok"
+    assert [account(outcome, rank) for rank in ("prefill1.0", "decode0.0")] == [(0, 0)] * 2
