@@ -76,6 +76,11 @@ class _Delivery(NamedTuple):
         """Chunk and target."""
         return self.chunk.index, self.target.peer.name
 
+    @property
+    def spare(self) -> bool:
+        """Whether a message can take its place: it moves metadata only."""
+        return self.piece is not None and not (self.piece.rows or self.piece.state)
+
 
 class KvSender:
     """Writes what a prefill rank, the *index*-th of its group's *grid*, computed to the decode ranks that need it.
@@ -374,10 +379,9 @@ class KvSender:
             event.settled.callbacks.append(partial(self._settled, state))
         error = event.value
         assert isinstance(error, Exception)
-        metadata_only = delivery.piece is not None and not (delivery.piece.rows or delivery.piece.state)
         # what timed out may have arrived, notification and all, and must not be counted twice
         certain = not isinstance(error, PeerLost | TransferTimeout)
-        if metadata_only and certain and state.status is not Status.FAILED:
+        if delivery.spare and certain and state.status is not Status.FAILED:
             self._retry(delivery, event, error)
             return
         self._broken(delivery, error)

@@ -23,6 +23,7 @@ from tests.experiments.test_serve import (
     serve,
     values,
 )
+from tests.results.conftest import ENGINE
 
 FEW = replace(GENERATED, count=12, input_mean=100)
 STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=1 << 20)
@@ -188,3 +189,44 @@ def test_bytes_and_descriptors_of_each_path_are_in_the_summary():
     assert found["staged_descriptors"] == len(chunks)
     assert found["staged_bytes"] == sum(record.nbytes for record in chunks)
     assert found["metadata_bytes"] == 12 * 1600
+
+
+# --- metadata that cannot go its way ----------------------------------------------------------------------------------
+
+
+def test_metadata_that_the_engine_does_not_take_goes_over_the_control_channel():
+    narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
+    one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
+    config = staged(1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=POLICIES["mooncake"])
+    result = serve(config)
+    assert result.failures == []
+    assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4]
+    assert "metadata over the control channel, 1 times: SendQueueFull over the data path" in result.notes
+
+
+# --- queues -----------------------------------------------------------------------------------------------------------
+
+
+def posted(queues: int, shard: str = "room") -> list[float]:
+    """Return when each of two rooms was handed to the engine, from the first; it takes 14 ms to post one."""
+    two = replace(GENERATED, count=2, rate=1e6, input_mean=100, input_cv=0)
+    slow = replace(ENGINE, intra=replace(ENGINE.intra, call=0.0, descriptor=1e-3))
+    policy = Policy(queues=queues, shard=shard)
+    result = serve(staged(1, 1, workload=two, backend=slow, kv=replace(STAGED, staging=False), policy=policy))
+    first, *others = [record.submitted for record in result.transfers]
+    return [other - first for other in others]
+
+
+def test_a_room_waits_for_the_write_before_it_in_its_queue():
+    (behind,) = posted(queues=1)
+    assert behind == pytest.approx(14e-3 + (1600 + 7 * 16 * 1024) / 10e9, rel=1e-9)
+
+
+@pytest.mark.parametrize("queues", [0, 2])
+def test_a_room_in_another_queue_or_in_none_does_not_wait(queues: int):
+    (beside,) = posted(queues)
+    assert beside < 2.1e-3  # the forward in between
+
+
+def test_rooms_to_one_peer_share_a_queue_where_sessions_do():
+    assert posted(queues=2, shard="session") == posted(queues=1)

@@ -1,0 +1,66 @@
+"""Blocks: gathered by one rank and scattered by another, every byte of the heads that both have lands in its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pdsim.errors import InvalidBatch
+from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.mapping import Grid, HeadSlice, RankMap
+from pdsim.kv.plan import Planner
+from pdsim.kv.staging import block_plans
+from pdsim.transfer import Region
+
+SOURCE_PAGES, TARGET_PAGES = ((5, 2), (1, 1)), ((0, 1), (4, 2))
+RUNS = ((5, 0, 1), (6, 4, 1), (1, 5, 1))
+
+
+def region(size: int) -> Region:
+    return Region("rank", "memory", size, 0, "device")
+
+
+def moved(batch, source: np.ndarray, target: np.ndarray) -> None:
+    for start, to, size in zip(batch.source_offset, batch.target_offset, batch.size, strict=True):
+        target[to : to + size] = source[start : start + size]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_staging_moves_the_same_bytes_as_slicing(prefill: int, decode: int, heads: int):
+    shape = KvShape(layers=2, heads=heads, head_bytes=8)
+    source, target = KvLayout(shape, prefill, 2, 8, 1), KvLayout(shape, decode, 2, 6, 1)
+    ranks = RankMap(shape, Grid(prefill), Grid(decode))
+    pool = np.random.default_rng(1).integers(0, 256, source.size, np.uint8)
+    for reader in range(decode):
+        for writer in ranks.writers(reader):
+            part = ranks.part(writer, reader)
+            assert part is not None
+            assert part.heads is not None
+            sliced, staged = np.zeros(target.size, np.uint8), np.zeros(target.size, np.uint8)
+            moved(Planner(source, target, part).batch(RUNS), pool, sliced)
+            gather, scatter = block_plans(source, target, part.heads, exact=True)
+            block = np.zeros(gather.nbytes(3) + 7, np.uint8)  # at offset 7 on the other side
+            sent = gather.gather(region(source.size), SOURCE_PAGES, region(block.size), 7)
+            assert sent.nbytes == gather.nbytes(3) == scatter.nbytes(3)
+            moved(sent, pool, block)
+            moved(scatter.scatter(region(block.size), 7, region(target.size), TARGET_PAGES), block, staged)
+            assert (staged == sliced).all()
+            assert staged.any()
+
+
+def test_without_contents_a_copy_has_a_descriptor_a_run_and_plane_and_as_many_bytes():
+    shape = KvShape(layers=2, heads=4, head_bytes=8)
+    layouts = KvLayout(shape, 2, 2, 8, 1), KvLayout(shape, 1, 2, 6, 1)
+    exact, coarse = (block_plans(*layouts, HeadSlice(0, 2, 2), exact=exact)[0] for exact in (True, False))
+    batches = [plan.gather(region(1 << 20), SOURCE_PAGES, region(1 << 20), 0) for plan in (exact, coarse)]
+    assert [len(batch) for batch in batches] == [4 * 6, 4 * 2]
+    assert len({batch.nbytes for batch in batches}) == 1
+
+
+@pytest.mark.parametrize("pages", [((7, 2),), ((-1, 1),), ((0, 0),)])
+def test_pages_outside_the_pool_are_refused(pages):
+    layouts = KvLayout(KvShape(2, 4, 8), 2, 2, 8, 1), KvLayout(KvShape(2, 4, 8), 1, 2, 6, 1)
+    plan = block_plans(*layouts, HeadSlice(0, 0, 2), exact=True)[0]
+    with pytest.raises(InvalidBatch, match="not all in a pool of 8"):
+        plan.gather(region(1 << 20), pages, region(1 << 20), 0)

@@ -1,0 +1,64 @@
+"""First-token metadata: where rows lie, which way they go, and whose slot they are stored in."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdsim.kv.layout import AUX_BYTES, AUX_ROWS, KvLayout, KvShape
+from pdsim.kv.metadata import HostRows, load, route, store
+from pdsim.kv.policy import POOLS, Policy
+
+LAYOUT = KvLayout(KvShape(layers=2, heads=2, head_bytes=16), tp=1, page_size=4, pages=8, slots=3)
+ROWS = tuple(bytes([index + 1]) * size for index, size in enumerate(AUX_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("pool", "way", "memory"),
+    [("default", "batch", "device"), ("nvlink", "control", "host"), ("intra_node_nvlink", "batch", "device")],
+)
+def test_the_pool_decides_by_its_whole_name(pool: str, way: str, memory: str):
+    policy = Policy(pool=pool)
+    assert (policy.metadata_by, policy.metadata_on) == (way, memory)
+
+
+@pytest.mark.parametrize("pool", ["NVLINK", "nv", "link", "intra_node", ""])
+def test_part_of_a_pools_name_is_no_pool(pool: str):
+    with pytest.raises(ValueError, match=f"must be one of {', '.join(POOLS)}, got '{pool}'"):
+        Policy(pool=pool)
+
+
+def test_rows_in_host_memory_cannot_be_written_by_the_engine():
+    with pytest.raises(ValueError, match=r"use policy\.metadata=control"):
+        Policy(metadata="write", metadata_memory="host")
+
+
+def test_rows_that_do_not_pair_go_over_the_control_channel_and_it_is_said_why():
+    assert route(Policy(metadata="write"), AUX_ROWS, AUX_ROWS) == ("write", "")
+    assert route(Policy(), AUX_ROWS, (*AUX_ROWS, 64)) == ("control", "10 rows of 1600 B here, 11 of 1664 B there")
+
+
+def test_rows_come_back_as_they_were_stored_beside_those_of_other_slots():
+    memory = HostRows(LAYOUT)
+    store(memory, LAYOUT, 1, ROWS)
+    assert load(memory, LAYOUT, 1, contents=True) == ROWS
+    for slot in (0, 2):
+        assert load(memory, LAYOUT, slot, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
+
+
+def test_more_and_longer_rows_than_there_are_here_are_cut():
+    memory = HostRows(LAYOUT)
+    store(memory, LAYOUT, 2, [row + b"more" for row in ROWS] + [b"another"])
+    assert load(memory, LAYOUT, 2, contents=True) == ROWS
+    assert load(memory, LAYOUT, 1, contents=True) == tuple(bytes(size) for size in AUX_ROWS)
+
+
+def test_memory_without_contents_gives_as_many_bytes():
+    assert sum(map(len, load(HostRows(LAYOUT), LAYOUT, 0, contents=False))) == AUX_BYTES
+
+
+def test_what_lies_outside_the_rows_is_refused():
+    memory = HostRows(LAYOUT)
+    with pytest.raises(IndexError, match="outside the rows"):
+        memory.write(LAYOUT.kv_bytes - 1, b"ab")
+    with pytest.raises(IndexError, match="outside the rows"):
+        memory.read(memory.size - 1, 2)
