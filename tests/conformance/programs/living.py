@@ -1,0 +1,173 @@
+"""Ranks that come and go, talk, and use their device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdsim.errors import PdsimError
+from pdsim.transfer import Batch, Program, Rank
+from tests.conformance.programs.tools import (
+    Mail,
+    filled,
+    moved,
+    one,
+    pattern,
+    refusal,
+    scattered,
+    wrong,
+)
+
+
+def reconnect(rank: Rank, to: str, times: int) -> Program:
+    """Connect to the same address several times, and write over each of the peers that come of it."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, 64 * times, 1), "source")
+    rank.channel.send(to, rank.endpoint.address())
+    address = yield from mail.receive(to)
+    peers = [rank.endpoint.connect(address) for _ in range(times)]
+    for index, peer in enumerate(peers):
+        batch = one(mine, peer.regions["sink"], 64, index * 64, index * 64)
+        yield rank.endpoint.write(peer, batch, b"again")
+    yield from mail.wait_for(to)
+    return len({peer.name for peer in peers})
+
+
+def be_reconnected(rank: Rank, by: str, times: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, 64 * times, None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet(by)
+    for _ in range(times):
+        yield rank.endpoint.notifications.get()
+    found = wrong(rank, buffer, pattern(1, 64 * times))
+    yield from mail.wait_for(by)
+    return {"wrong": found, "surplus": len(rank.endpoint.notifications)}
+
+
+def close_twice(rank: Rank, peer: str) -> Program:
+    """Move some bytes, close everything twice, and return what is then still in use."""
+    mail = Mail(rank)
+    buffer = filled(rank, 4096, 1)
+    mine = rank.endpoint.register(buffer, "mine")
+    partner = (yield from mail.meet(peer))[peer]
+    sink = filled(rank, 4096, None)
+    rank.endpoint.register(sink, "sink")
+    rank.channel.send(peer, rank.endpoint.address())
+    partner = rank.endpoint.connect((yield from mail.receive(peer)))
+    yield rank.endpoint.write(partner, one(mine, partner.regions["sink"], 4096), b"x")
+    yield from mail.wait_for(peer)
+    rank.endpoint.close()
+    rank.endpoint.close()
+    rank.device.free(buffer)
+    rank.device.free(sink)
+    rank.channel.close()
+    rank.channel.close()
+    return {"used": rank.device.used, "after close": refusal(lambda: rank.endpoint.register(buffer, "again"))}
+
+
+def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
+    for number in range(count):
+        for name in to:
+            rank.channel.send(name, f"{rank.name} {number}".encode())
+    yield rank.clock.timeout(0)
+
+
+def receive_numbers(rank: Rank, senders: list[str], count: int) -> Program:
+    found: dict[str, list[int]] = {name: [] for name in senders}
+    for _ in range(count * len(senders)):
+        sender, payload = yield rank.channel.receive()
+        name, number = payload.decode().split()
+        assert name == sender
+        found[sender].append(int(number))
+    return found
+
+
+def echo(rank: Rank, to: str, size: int) -> Program:
+    """Send odd payloads, the last of *size* bytes, and compare what comes back."""
+    payloads = [b"", b"\0", b"\0" * 300, bytes(range(256)), b"a_b_c", pattern(3, size).tobytes()]
+    same = []
+    for payload in payloads:
+        rank.channel.send(to, payload)
+        message = yield rank.channel.receive()
+        same.append(message.payload == payload and message.sender == to)
+    return same
+
+
+def send_back(rank: Rank, count: int) -> Program:
+    for _ in range(count):
+        sender, payload = yield rank.channel.receive()
+        rank.channel.send(sender, payload)
+
+
+def send_to_nobody(rank: Rank) -> Program:
+    yield rank.clock.timeout(0)
+    try:
+        rank.channel.send("nobody", b"?")
+    except KeyError as error:
+        return "nobody" in str(error)
+    return False
+
+
+def use_memory(rank: Rank) -> Program:
+    """Return what the device says of allocations that fit and that do not."""
+    yield rank.clock.timeout(0)
+    device = rank.device
+    first = device.allocate(4096)
+    found: dict[str, Any] = {
+        "used": device.used,
+        "zeroed": first.read(0, 4096) == bytes(4096) if device.holds_bytes else None,
+        "too much": refusal(lambda: device.allocate(device.capacity)),
+        "used after": device.used,
+    }
+    half = device.allocate(device.capacity // 2)
+    device.free(half)
+    device.free(device.allocate(device.capacity - 4096))
+    device.free(first)
+    return {**found, "free of nothing": _raises_on_zero(rank), "used in the end": device.used}
+
+
+def _raises_on_zero(rank: Rank) -> bool:
+    try:
+        rank.device.allocate(0)
+    except (ValueError, PdsimError):
+        return True
+    return False
+
+
+def touch_outside(rank: Rank) -> Program:
+    """Return the errors of reads and writes outside a buffer, or on a device that keeps no contents."""
+    yield rank.clock.timeout(0)
+    buffer = rank.device.allocate(16)
+    found = []
+    for action in (
+        lambda: buffer.read(8, 9),
+        lambda: buffer.read(-1, 4),
+        lambda: buffer.write(15, b"ab"),
+        lambda: buffer.write(-2, b"a"),
+    ):
+        try:
+            action()
+        except (IndexError, TypeError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def copy_within(rank: Rank, region: int) -> Program:
+    """Gather 100 scattered blocks from one region of the device to another."""
+    source, sink = filled(rank, region, 7), filled(rank, region, None)
+    batch = Batch(
+        rank.endpoint.register(source, "source"),
+        rank.endpoint.register(sink, "sink"),
+        *scattered(100, 64, region, 7),
+    )
+    yield rank.device.copy(batch)
+    return wrong(rank, sink, moved(100, 64, region, 7))
+
+
+def compute_in_turn(rank: Rank) -> Program:
+    """Start three computations at once; return when each ended, in units of their length."""
+    start, length, ends = rank.clock.now, 0.05, []
+    for event in [rank.device.compute(length) for _ in range(3)]:
+        yield event
+        ends.append((rank.clock.now - start) / length)
+    return ends

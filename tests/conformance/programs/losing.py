@@ -1,0 +1,216 @@
+"""Ranks that are lost, stopped or late, and what their peers see."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+
+from pdsim.transfer import Program, Rank, Transfer
+from tests.conformance.programs.tools import (
+    Mail,
+    filled,
+    one,
+    outcome_of,
+    refusal,
+)
+
+
+def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
+    """Move *size* bytes again and again until it fails; return the error and how long the last one took."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(rank.device.allocate(size), "mine")
+    peer = (yield from mail.meet(to))[to]
+    theirs = peer.regions["theirs"]
+    done, error, started = 0, "ok", 0.0
+    while error == "ok":
+        started = rank.clock.now
+        if operation == "write":
+            transfer = rank.endpoint.write(peer, one(mine, theirs, size), timeout=20)
+        else:
+            transfer = rank.endpoint.read(peer, one(theirs, mine, size), timeout=20)
+        error = yield from outcome_of(transfer)
+        done += error == "ok"
+    return {"error": error, "done": done, "took": rank.clock.now - started, "at": rank.clock.now}
+
+
+def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
+    """Write to, and connect to, a peer that is gone since before *wait* seconds."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
+    rank.channel.send(to, rank.endpoint.address())
+    address = yield from mail.receive(to)
+    peer = rank.endpoint.connect(address)
+    yield rank.clock.timeout(wait - rank.clock.now)
+    rank.channel.send(to, b"lost")
+    batch = one(mine, peer.regions["theirs"], 4096)
+    started = rank.clock.now
+    first = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20))
+    second = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20))
+    return {
+        "errors": [first, second],
+        "connect": refusal(lambda: rank.endpoint.connect(address)),
+        "took": rank.clock.now - started,
+    }
+
+
+def be_lost(rank: Rank, by: str, size: int) -> Program:
+    mail = Mail(rank)
+    rank.endpoint.register(rank.device.allocate(size), "theirs")
+    yield from mail.meet(by)
+    yield rank.clock.timeout(60)
+    return "survived"
+
+
+def lose_one_of_two(rank: Rank, wait: float) -> Program:
+    """Write to two peers of which "victim" is gone since before *wait* seconds."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
+    peers = yield from mail.meet()
+    yield rank.clock.timeout(wait - rank.clock.now)
+    errors = {}
+    for turn in "1", "2":
+        for name in ("victim", "other"):
+            batch = one(mine, peers[name].regions["sink"], 4096)
+            transfer = rank.endpoint.write(peers[name], batch, turn.encode(), timeout=20)
+            errors[name] = yield from outcome_of(transfer)
+    yield from mail.wait_for("other")
+    return errors
+
+
+def be_victim(rank: Rank) -> Program:
+    rank.endpoint.register(rank.device.allocate(4096), "sink")
+    yield from Mail(rank).meet("writer")
+    yield rank.clock.timeout(60)
+
+
+def be_other(rank: Rank) -> Program:
+    mail = Mail(rank)
+    rank.endpoint.register(rank.device.allocate(4096), "sink")
+    yield from mail.meet("writer")
+    found = []
+    for _ in range(2):
+        notification = yield rank.endpoint.notifications.get()
+        found.append(notification.payload.decode())
+    yield from mail.wait_for("writer")
+    return found
+
+
+def fail(rank: Rank, after: float) -> Program:
+    yield rank.clock.timeout(after)
+    raise ValueError("this rank fails on purpose")
+
+
+def be_late(rank: Rank, to: str, size: int) -> Program:
+    """Write with a deadline that cannot be kept; look at the quarantine before and after it settles."""
+    mail = Mail(rank)
+    buffer = filled(rank, size, 1)
+    mine = rank.endpoint.register(buffer, "source")
+    peer = (yield from mail.meet(to))[to]
+    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), timeout=1e-5)
+    error = yield from outcome_of(transfer)
+    settled = transfer.settled.triggered
+    found = {
+        "error": error,
+        "settled": settled,
+        "quarantined": rank.endpoint.quarantined,
+        "deregister": "accepted" if settled else refusal(lambda: rank.endpoint.deregister(mine)),
+        "free": refusal(lambda: rank.device.free(buffer)),
+    }
+    yield transfer.settled
+    found["after"] = [rank.endpoint.quarantined, refusal(lambda: rank.endpoint.deregister(mine))]
+    yield from mail.wait_for(to)
+    return found
+
+
+def be_target(rank: Rank, by: str, size: int) -> Program:
+    mail = Mail(rank)
+    rank.endpoint.register(rank.device.allocate(size), "sink")
+    yield from mail.meet(by)
+    yield from mail.wait_for(by)
+
+
+def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
+    """Write to a process that was stopped; only a real target has one."""
+    mail = Mail(rank)
+    buffer = filled(rank, size, 1)
+    mine = rank.endpoint.register(buffer, "source")
+    peer = (yield from mail.meet(to))[to]
+    pid = int((yield from mail.receive(to)))
+    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 1), b"warm")
+    os.kill(pid, signal.SIGSTOP)
+    started = rank.clock.now
+    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), b"stopped", timeout=1.0)
+    error = yield from outcome_of(transfer)
+    took = rank.clock.now - started
+    yield rank.clock.timeout(0.2)
+    used = rank.device.used
+    found = {
+        "error": error,
+        "in time": took < 2.0,
+        "settled": transfer.settled.triggered,
+        "quarantined": rank.endpoint.quarantined,
+        "deregister": refusal(lambda: rank.endpoint.deregister(mine)),
+        "free": refusal(lambda: rank.device.free(buffer)),
+        "kept": rank.device.used == used,
+    }
+    if resume:
+        os.kill(pid, signal.SIGCONT)
+        yield transfer.settled | rank.clock.timeout(20)
+        found["settled after resuming"] = transfer.settled.triggered
+        found["quarantined after resuming"] = rank.endpoint.quarantined
+        yield from mail.wait_for(to)
+    else:
+        os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def be_stopped(rank: Rank, by: str, size: int) -> Program:
+    mail = Mail(rank)
+    rank.endpoint.register(rank.device.allocate(size), "sink")
+    yield from mail.meet(by)
+    rank.channel.send(by, str(os.getpid()).encode())
+    yield from mail.wait_for(by)
+
+
+def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
+    """Write over and over, several writes at a time, until the supervisor ends this rank."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    peer = (yield from mail.meet(to))[to]
+    under_way: deque[Transfer] = deque()
+    while True:
+        under_way.append(rank.endpoint.write(peer, one(mine, peer.regions["sink"], size)))
+        if len(under_way) == count:
+            yield under_way.popleft()
+
+
+def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
+    """Wait for the proof that *writer* is severed; then look whether bytes still change."""
+    mail = Mail(rank)
+    buffer = filled(rank, size, None)
+    rank.endpoint.register(buffer, "sink")
+    stranger = rank.endpoint.severed(writer)
+    yield stranger
+    yield from mail.meet(writer)
+    yield rank.clock.timeout(1.0)
+    event = rank.endpoint.severed(writer)
+    yield rank.clock.timeout(0.1)
+    early = event.triggered
+    yield event | rank.clock.timeout(within)
+    at, proven = rank.clock.now, event.triggered
+    changed = None
+    if rank.device.holds_bytes and proven:
+        buffer.write(0, bytes(size))
+        yield rank.clock.timeout(0.5)
+        changed = sum(map(bool, buffer.read(0, size)))
+    return {"early": early, "proven": proven, "at": at, "changed": changed}
+
+
+def write_and_close(rank: Rank, to: str, size: int) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, 1), "mine")
+    peer = (yield from mail.meet(to))[to]
+    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], size))
+    yield rank.clock.timeout(1.5)
+    rank.endpoint.close()

@@ -1,0 +1,182 @@
+"""Ranks that move bytes and attach notifications."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdsim.transfer import Batch, Notification, Program, Rank
+from tests.conformance.programs.tools import (
+    Mail,
+    filled,
+    moved,
+    one,
+    pattern,
+    scattered,
+    wrong,
+)
+
+
+def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, region, seed), "source")
+    peer = (yield from mail.meet(to))[to]
+    batch = Batch(mine, peer.regions["sink"], *scattered(count, size, region, seed))
+    record = yield rank.endpoint.write(peer, batch, b"written", label="blocks")
+    yield from mail.wait_for(to)
+    times = [record.submitted, record.prepared, record.posted, record.completed, record.seen]
+    return {
+        "operation": record.operation,
+        "route": [record.source, record.target],
+        "nbytes": record.nbytes,
+        "expected": int(batch.size.sum()),
+        "descriptors": record.descriptors,
+        "ordered": times == sorted(times),
+        "status": record.status,
+        "label": record.label,
+        "quarantined": rank.endpoint.quarantined,
+    }
+
+
+def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, region, None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet(by)
+    notification = yield rank.endpoint.notifications.get()
+    found = wrong(rank, buffer, moved(count, size, region, seed))
+    yield from mail.wait_for(by)
+    return {"from": notification.sender, "payload": notification.payload.decode(), "wrong": found}
+
+
+def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, region, None)
+    mine = rank.endpoint.register(buffer, "sink")
+    peer = (yield from mail.meet(of))[of]
+    batch = Batch(peer.regions["source"], mine, *scattered(count, size, region, seed))
+    record = yield rank.endpoint.read(peer, batch)
+    found = wrong(rank, buffer, moved(count, size, region, seed))
+    yield from mail.wait_for(of)
+    return {"operation": record.operation, "route": [record.source, record.target], "wrong": found}
+
+
+def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, region, seed)
+    rank.endpoint.register(buffer, "source")
+    yield from mail.meet(by)
+    yield from mail.wait_for(by)
+    return {"wrong": wrong(rank, buffer, pattern(seed, region)), "notifications": len(rank.endpoint.notifications)}
+
+
+def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other: int) -> Program:
+    """Write *count* blocks in as many transfers at once, while the peer does the same the other way."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, count * size, seed), "out")
+    sink = filled(rank, count * size, None)
+    rank.endpoint.register(sink, "in")
+    partner = (yield from mail.meet(peer))[peer]
+    transfers = [
+        rank.endpoint.write(partner, one(mine, partner.regions["in"], size, i * size, (count - 1 - i) * size))
+        for i in range(count)
+    ]
+    yield rank.clock.all_of(transfers)
+    yield from mail.wait_for(peer)
+    expected = pattern(other, count * size).reshape(count, size)[::-1].ravel()
+    return {"wrong": wrong(rank, sink, expected)}
+
+
+def write_to_many(rank: Rank, size: int) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "source")
+    peers = yield from mail.meet()
+    transfers = []
+    for index, (name, peer) in enumerate(sorted(peers.items())):
+        batch = one(mine, peer.regions["sink"], size, source_offset=index * size)
+        transfers.append(rank.endpoint.write(peer, batch, name.encode()))
+    yield rank.clock.all_of(transfers)
+    yield from mail.wait_for()
+    return {"written": sorted(peers)}
+
+
+def be_one_of_many(rank: Rank, index: int, size: int, of: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, size, None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet("hub")
+    notification = yield rank.endpoint.notifications.get()
+    found = wrong(rank, buffer, pattern(5, size * of)[index * size : (index + 1) * size])
+    yield from mail.wait_for("hub")
+    return {"payload": notification.payload.decode(), "wrong": found}
+
+
+def write_to_hub(rank: Rank, size: int, seed: int, offset: int) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, size, seed), "source")
+    hub = (yield from mail.meet("hub"))["hub"]
+    yield rank.endpoint.write(hub, one(mine, hub.regions["sink"], size, target_offset=offset), rank.name.encode())
+    yield from mail.wait_for("hub")
+
+
+def be_hub(rank: Rank, size: int) -> Program:
+    mail = Mail(rank)
+    buffer = filled(rank, size * len(rank.peers), None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet()
+    received = []
+    for _ in rank.peers:
+        received.append((yield rank.endpoint.notifications.get()))  # noqa: PERF401 a yield cannot stand in a list
+    expected = np.concatenate([pattern(seed, size) for seed in range(len(rank.peers))])
+    found = wrong(rank, buffer, expected)
+    yield from mail.wait_for()
+    return {"notified": sorted([sender, payload.decode()] for sender, payload in received), "wrong": found}
+
+
+def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
+    """Write once for each payload (hexadecimal), each after the one before is complete."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, 64, 1), "source")
+    peer = (yield from mail.meet(to))[to]
+    for payload in payloads:
+        yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64), bytes.fromhex(payload))
+    yield from mail.wait_for(to)
+
+
+def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
+    """Start *count* transfers of different bytes together, each with its own notification."""
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
+    peer = (yield from mail.meet(to))[to]
+    transfers = []
+    for i in range(count):
+        batch = one(mine, peer.regions["sink"], size, i * size, i * size)
+        transfers.append(rank.endpoint.write(peer, batch, str(i).encode()))
+    yield rank.clock.all_of(transfers)
+    yield from mail.wait_for(to)
+
+
+def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
+    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived."""
+    mail = Mail(rank)
+    buffer = filled(rank, max(size * count, 64), None)
+    rank.endpoint.register(buffer, "sink")
+    yield from mail.meet(by)
+    expected, early, payloads = pattern(2, size * count), 0, []
+    for _ in range(count):
+        notification: Notification = yield rank.endpoint.notifications.get()
+        payloads.append(notification.payload.hex())
+        if size != 64 and rank.device.holds_bytes:
+            start = int(notification.payload) * size
+            early += buffer.read(start, size) != expected[start : start + size].tobytes()
+    yield from mail.wait_for(by)
+    yield rank.clock.timeout(0.05)  # a second delivery would come now
+    return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "early": early}
+
+
+def write_silently(rank: Rank, to: str) -> Program:
+    mail = Mail(rank)
+    mine = rank.endpoint.register(filled(rank, 64, 1), "source")
+    peer = (yield from mail.meet(to))[to]
+    yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64))
+    yield rank.clock.timeout(0.05)
+    yield from mail.wait_for(to)
