@@ -12,7 +12,6 @@ Unknown here: queues, rooms' fates, time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout
@@ -70,6 +69,7 @@ class Target:
         self.blocks: BlockPlan | None = None
         if part.heads is not None and self.ring is not None:
             self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
+        self._apart = self.metadata == "write" or self.blocks is not None or policy.call == "plane"
 
     def block(self, rows: Runs, limit: int) -> int:
         """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
@@ -78,22 +78,20 @@ class Target:
         size = self.blocks.nbytes(sum(count for _, _, count in rows))
         return size if size <= min(limit, self.ring.size) else 0
 
-    def pieces(self, chunk: Chunk, rows: Runs) -> Iterator[Piece]:
-        """Yield the writes of *chunk*, of whose pages *rows* are this rank's to write.
+    def pieces(self, chunk: Chunk, rows: Runs) -> list[Piece]:
+        """Return the writes of *chunk*, of whose pages *rows* are this rank's to write.
 
         How many there are depends on nothing that is not known before the first is posted.
         """
         rows = rows if "kv" in self.part.components else ()
         slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
         state = chunk.state if chunk.last and self._moves_state else ()
-        apart = self.metadata == "write" or self.blocks is not None or self._policy.call == "plane"
-        if rows and apart:
-            yield from self._rows(rows)
-            rows = ()
-        if rows:
-            yield Piece(self._path, self._grouped(rows), slots, state)
-        elif slots is not None or state:
-            yield Piece("metadata", (), slots, state)
+        if rows and not self._apart:
+            return [Piece(self._path, self._grouped(rows), slots, state)]
+        found = self._rows(rows) if rows else []
+        if slots is not None or state:
+            found.append(Piece("metadata", (), slots, state))
+        return found
 
     def batch(self, piece: Piece) -> Batch:
         """Return the descriptors of *piece*, over nameless regions."""
@@ -105,12 +103,11 @@ class Target:
         columns = (batch.source_offset[part], batch.target_offset[part], batch.size[part])
         return Batch(batch.source, batch.target, *columns)
 
-    def _rows(self, rows: Runs) -> Iterator[Piece]:
+    def _rows(self, rows: Runs) -> list[Piece]:
+        rows = self._grouped(rows)
         if self._policy.call == "chunk" or self.blocks is not None:
-            yield Piece(self._path, self._grouped(rows))
-            return
-        for plane in range(self._planes):
-            yield Piece(self._path, self._grouped(rows), plane=plane)
+            return [Piece(self._path, rows)]
+        return [Piece(self._path, rows, plane=plane) for plane in range(self._planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""

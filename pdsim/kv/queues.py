@@ -54,7 +54,7 @@ class Queues(Generic[T]):
     def put(self, key: int, item: T) -> None:
         """Append *item* to the queue that *key* falls to: ``key % count``."""
         if not self._queues:
-            self._clock.process(self._do(item, 0))
+            self._clock.process(self._alone(item))
             return
         queue = self._queues[key % len(self._queues)]
         queue.items.append(item)
@@ -66,12 +66,16 @@ class Queues(Generic[T]):
         queue = self._queues[number]
         while True:
             while queue.items:
-                yield from self._do(queue.items.popleft(), number)
+                item = queue.items.popleft()
+                try:
+                    yield from self._work_on(item, number)
+                except Exception as error:
+                    self._failed(item, error)
             queue.idle = Event(self._clock)
             yield queue.idle
 
-    def _do(self, item: T, number: int) -> Program:
+    def _alone(self, item: T) -> Program:
         try:
-            yield from self._work_on(item, number)
+            yield from self._work_on(item, 0)
         except Exception as error:
             self._failed(item, error)
