@@ -71,6 +71,7 @@ _SIDES = (  # prefill and decode
     (Side(tp=2), Side(tp=2)),
     (Side(tp=2), Side(tp=1)),
     (Side(tp=1), Side(tp=2)),
+    (Side(tp=1), Side(tp=4)),
     (Side(tp=4), Side(tp=2)),
     (Side(tp=2), Side(tp=4)),
     (Side(tp=1, instances=2), Side(tp=2)),

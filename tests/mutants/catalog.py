@@ -1,0 +1,403 @@
+"""Known defects of KV handoffs, each as a small change of our own code that the trial must catch.
+
+A mutant changes exactly what its line says, for the time of a ``with mutant.applied():``, and names the invariant of
+`pdsim.kv.checks` that has to find it.  *relevant* tells scenarios in which the change can show at all from those that
+need not be run; they count as seeds all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from msgspec.structs import replace as changed
+
+from experiments._faults_scenario import Scenario, attempt, draw
+from pdsim.errors import PeerLost, TransferTimeout
+from pdsim.kv import mapping, sender
+from pdsim.kv.landing import Landing
+from pdsim.kv.mapping import HeadSlice
+from pdsim.kv.messages import Arrived
+from pdsim.kv.queues import Queues
+from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.sender import KvSender
+from pdsim.kv.staging import GatherBuffers
+from pdsim.kv.status import Status
+from pdsim.serving import decode, prefill
+from pdsim.serving.job import ROUTER
+from pdsim.transfer import Transfer
+
+__all__ = ["IMPOSSIBLE", "LIMIT", "MUTANTS", "Caught", "Mutant"]
+
+REQUESTS = 50
+"""Of each scenario."""
+
+INTENSITY = 0.4
+"""Probability of each kind of fault."""
+
+LIMIT = 150
+"""Seeds, from 0 on, within which every mutant must be caught."""
+
+Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
+
+
+class Caught(NamedTuple):
+    """How a mutant was caught."""
+
+    seeds: int  # that were needed
+    run: int  # of which so many were run: the change could show
+    invariants: list[str]  # that did not hold in the last
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect: *hazard* it stands for, *what* is changed, and the *invariant* that catches it."""
+
+    hazard: str
+    what: str
+    invariant: str
+    changes: tuple[Change, ...]
+    relevant: Callable[[Scenario], bool] = lambda _: True
+
+    def catch(self) -> Caught | None:
+        """Explore seeds until *invariant* does not hold; return None if it always does."""
+        run = 0
+        for seed in range(LIMIT):
+            scenario = draw(seed, REQUESTS, INTENSITY)
+            if not self.relevant(scenario):
+                continue
+            run += 1
+            with self.applied():
+                found = attempt(scenario).violations
+            if any(violation.invariant == self.invariant for violation in found):
+                return Caught(seed + 1, run, sorted({violation.invariant for violation in found}))
+        return None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Change the code for as long as the context lasts."""
+        with ExitStack() as stack:
+            for owner, name, value in self.changes:
+                stack.enter_context(patch.object(owner, name, value))
+            yield
+
+
+# --- which scenarios ------------------------------------------------------------------------------------------------
+
+
+def staged(scenario: Scenario) -> bool:
+    return scenario.job.staging is not None and scenario.job.prefill.tp != scenario.job.decode.tp
+
+
+def failing(scenario: Scenario) -> bool:
+    """Writes fail, or users leave."""
+    return bool(scenario.cancels or scenario.faults.late or scenario.faults.squeezes)
+
+
+def staged_and_failing(scenario: Scenario) -> bool:
+    return staged(scenario) and failing(scenario)
+
+
+def replicating(scenario: Scenario) -> bool:
+    job = scenario.job
+    return job.prefill.tp < job.shape.heads < job.decode.tp and not job.shape.latent_bytes
+
+
+# --- statuses and counting ------------------------------------------------------------------------------------------
+
+
+def maximum(old: Status, new: Status) -> Status:
+    return max(old, new)
+
+
+def without_counting(self: KvReceiver, number: int, room: Any) -> None:
+    if room.last is None or room.reserve is None:
+        return
+    del self._rooms[number]
+    self._report(Arrived(number, self._verify(room.reserve)), room.last)
+
+
+def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
+    return changed(original(self, *arguments), writer=self._place.tp)
+
+
+def over_with_the_last(self: KvSender, state: Any) -> None:
+    state.unfinished -= 1
+    if state.status is Status.FAILED:
+        self._settle(state)
+    elif state.room in self._rooms:
+        self._conclude(state)
+
+
+def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Exception) -> None:
+    original(self, delivery, error)
+    self._over(delivery.state)
+
+
+def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
+    state = delivery.state
+    state.moving -= 1
+    self._over(state)
+
+
+def read_twice(original: Any, self: KvSender, delivery: Any, event: Any) -> None:
+    """Send again as a message what may have arrived."""
+    again = not event.ok and isinstance(event.value, TransferTimeout) and delivery.state.status is not Status.FAILED
+    if not again or delivery.piece is None or delivery.piece.rows or delivery.piece.state:
+        original(self, delivery, event)
+        return
+    event.settled.callbacks.append(partial(self._settled, delivery.state))
+    self._retry(delivery, event, event.value)
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def forgets_replicas(shape: Any, prefill_tp: int, decode_tp: int, prefill_rank: int, decode_rank: int) -> Any:
+    found = HEAD_SLICE(shape, prefill_tp, decode_tp, prefill_rank, decode_rank)
+    if found is None or prefill_tp > decode_tp:
+        return found
+    mine, theirs = shape.local_heads(prefill_tp), shape.local_heads(decode_tp)
+    return HeadSlice(decode_rank * theirs % mine, 0, theirs)
+
+
+HEAD_SLICE = mapping.head_slice
+
+
+def share_by_number(self: KvSender, chunk: Any) -> Any:
+    """Divide the pages of a chunk by their numbers, as if they were neighbours."""
+    if not self._all_cp_ranks or not chunk.runs:
+        return SHARE(self, chunk)
+    first = min(source for source, _, _ in chunk.runs)
+    mine = mapping.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
+    rows = []
+    for source, target, count in chunk.runs:
+        low, high = max(source, first + mine.start), min(source + count, first + mine.stop)
+        if low < high:
+            rows.append((low, target + low - source, high - low))
+    return tuple(rows), chunk.last
+
+
+SHARE = KvSender._share
+
+
+def from_the_first_page(self: KvSender, state: Any, chunk: Any) -> None:
+    """Name the target pages of a chunk by its place among those sent, one page short."""
+    rows, _ = self._share(chunk)
+    for target in self._targets.get(chunk.decode, ()):
+        size = target.block(rows, self._limit)
+        if size and target.peer.name not in state.refused:
+            state.asks[chunk.index, target.peer.name] = None
+            pages = tuple((max(0, page - (chunk.index > 0)), count) for page, count in sender.targets(rows))
+            self._tell(target, sender.Ask(chunk.room, self._index, chunk.index, size, pages))
+
+
+# --- staging --------------------------------------------------------------------------------------------------------
+
+
+def deaf(self: Landing, sender_: str, message: Any) -> None:
+    """Drop a question that comes before the pages of its room are known, as SGLang's lost STAGING_REQ."""
+    if message.chunk == 0 and message.room % 4 == 0:
+        return
+    ASK(self, sender_, message)
+
+
+ASK = Landing.ask
+
+
+def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
+    landing, number = self.receiver.landing, room.request.room
+    if landing is not None and not room.consensus.over:
+        for key, question in list(landing._questions.items()):
+            if key[0] == number and not question.scattering:
+                landing._drop(key)
+    original(self, room)
+
+
+def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
+    """Go on with the next chunk while a block is being written."""
+    program, value = original(self, *arguments), None
+    while True:
+        try:
+            event = program.send(value)
+        except StopIteration:
+            return
+        if isinstance(event, Transfer):
+            return
+        value = yield event
+
+
+def one_slot_a_room(original: Any, self: KvSender, sender_: str, message: Any) -> None:
+    """Write every chunk into the slot of the first."""
+    state = self._rooms.get(message.room)
+    first = state.asks.get((0, sender_)) if state is not None else None
+    if message.chunk and message.position >= 0 and first is not None and first >= 0:
+        message = changed(message, position=first)
+    original(self, sender_, message)
+
+
+def sliced_after_all(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+    """Write slices although a slot was granted, and let the other side scatter what the slot holds."""
+    position = delivery.state.asks.get(delivery.key) if delivery.piece is not None and delivery.piece.rows else None
+    if position is None or position < 0 or delivery.chunk.index % 2:
+        yield from original(self, delivery, queue)
+        return
+    batch = delivery.target.batch(delivery.piece).over(self._region, delivery.target.region)
+    yield self._write(delivery, batch, "staged")
+
+
+# --- pages and slots ------------------------------------------------------------------------------------------------
+
+
+def releases_at_once(original: Any, self: Any, room: Any) -> None:
+    original(self, room)
+    self._release(room.request.room)
+
+
+def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
+    number = room.request.room
+    if not room.consensus.over and number in self.slots._owned:
+        self.slots.release(number)
+    original(self, room)
+
+
+def drops_without_slot(self: Any, number: int) -> None:
+    del self._rooms[number]
+    self.pages.release(number)
+    if number in self.slots._owned:
+        self.slots.release(number)
+    self.state.release(number)
+    self._end_if_drained()
+
+
+def settles_at_once(self: KvSender, state: Any) -> None:
+    """Say that nothing moves while writes are under way."""
+    if state.aborted and not state.planned:
+        state.aborted = False
+        self._rooms.pop(state.room, None)
+        self._report(sender.Settled(state.room))
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
+    raise KeyError(f"ABORT of room {message.room}")
+
+
+def dies(self: Queues[Any], item: Any, number: int) -> Any:
+    """A worker ends with the first exception of an item."""
+    try:
+        yield from self._work_on(item, number)
+    except Exception:
+        if len(self._queues) > number:
+            yield self._clock.event()
+
+
+def raises_now_and_then(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+    if delivery.chunk.room % 16 == 15:
+        raise PeerLost("on purpose")
+    yield from original(self, delivery, queue)
+
+
+def counts_messages(self: Any, _: int, message: Any) -> None:
+    """A rank that says twice that it is ready stands for another one that is not."""
+    ready = self._ready.setdefault(message.peer, set())
+    ready.add(len(ready))
+    if len(ready) == self.job.prefill.size:
+        self.send(ROUTER, message)
+
+
+def overtaken(self: Any, rank: int, message: Any) -> None:
+    if message.peer not in self._met:
+        self.ignore()
+    else:
+        COUNT_READY(self, rank, message)
+
+
+COUNT_READY = prefill.Leader._count_ready
+
+
+def swapped(original: Any, self: Any, message: Any) -> Any:
+    """A follower takes up the chunks of a forward in another order than its leader."""
+    if not self.index:
+        return original(self, message)
+    return original(self, changed(message, chunks=message.chunks[::-1]))
+
+
+def mutated(function: Any, owner: Any, name: str) -> Change:
+    """Return the change of method *name* of *owner* to *function*, which is given the original first."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return function(original, self, *arguments)
+
+    return owner, name, method
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+MUTANTS = (
+    Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
+           ((sender, "advance", maximum), mutated(counted_as_done, KvSender, "_broken")), failing),
+    Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
+           ((mapping, "head_slice", forgets_replicas),), replicating),
+    Mutant("Z3", "a ring that has become empty is not looked at again, nor a question refused in time", "I5",
+           ((Landing, "_advance", nothing), (Landing, "_expire", nothing)), staged),
+    Mutant("Z4", "questions for a slot get lost", "I5", ((Landing, "ask", deaf),), staged),
+    Mutant("Z5", "slots of a room that failed are not given back", "I8", ((Landing, "give_back", nothing),),
+           staged_and_failing),
+    Mutant("Z6", "a room succeeds with its last chunk, though an earlier one still waits", "I3",
+           ((KvSender, "_over", over_with_the_last),), staged),
+    Mutant("Z7", "a room is complete when its last chunk is there", "I2", ((KvReceiver, "_check", without_counting),)),
+    Mutant("Z8", "a gather buffer is filled again while it is written from", "I2",
+           ((GatherBuffers, "lend", nothing), mutated(not_waited_for, KvSender, "_stage")), staged),
+    Mutant("Z9", "slots are freed with their room, while writes to them may land", "I4",
+           (mutated(frees_slots_at_once, decode.Leader, "_fail"),), staged_and_failing),
+    Mutant("Z10", "two chunks of a room have one slot", "I4", (mutated(one_slot_a_room, KvSender, "grant"),), staged),
+    Mutant("Z11", "slices are written after a slot was granted, and the stale slot scattered over them", "I2",
+           (mutated(sliced_after_all, KvSender, "_deliver"),), staged),
+    Mutant("Z12", "pages of a later chunk are counted from another start than its rows", "I2",
+           ((KvSender, "_ask", from_the_first_page),), staged),
+    Mutant("Z13", "decode frees pages at an abort while writes to them are under way", "I3",
+           (mutated(releases_at_once, decode.Leader, "_fail"),), failing),
+    Mutant("Z13b", "prefill says that nothing moves while writes are under way", "I3",
+           ((KvSender, "_settle", settles_at_once),), failing),
+    Mutant("Z14", "an abort raises in the thread that receives it", "I5",
+           ((prefill.Leader, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
+    Mutant("Z15", "writers are told apart by their tensor-parallel rank alone", "I5",
+           (mutated(counted_by_tp, KvSender, "_arrival"),), lambda scenario: scenario.job.prefill.pp > 1),
+    Mutant("Z16", "the result of a write is not looked at", "I3", ((KvSender, "_written", failure_ignored),), failing),
+    Mutant("Z17", "context-parallel ranks divide pages by number, not by position", "I2",
+           ((KvSender, "_share", share_by_number),),
+           lambda scenario: scenario.job.prefill.cp > 1 and scenario.job.all_cp_ranks),
+    Mutant("Z18", "a worker ends with the first exception", "I5",
+           ((Queues, "_do", dies), mutated(raises_now_and_then, KvSender, "_deliver")),
+           lambda scenario: scenario.job.handoff.queues > 0),
+    Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I5",
+           ((prefill.Leader, "_count_ready", counts_messages),),
+           lambda scenario: scenario.job.prefill.size > 1 and scenario.faults.delayed > 0),
+    Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
+           (mutated(frees_slot_at_once, decode.Leader, "_fail"), (decode.Leader, "_drop", drops_without_slot)),
+           failing),
+    Mutant("D1", "a follower's Ready that overtakes its leader's meeting is lost", "I5",
+           ((prefill.Leader, "_count_ready", overtaken),), lambda scenario: scenario.faults.delayed > 0),
+    Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
+           (mutated(read_twice, KvSender, "_written"),), failing),
+    Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
+           (mutated(swapped, prefill.Worker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
+)  # fmt: skip
+
+IMPOSSIBLE = {
+    "Z19": "rows are read through `Buffer.read`, which knows its own memory; there are no raw pointers to misread. "
+    "`Policy` refuses rows on the host for the data path",
+    "Z20": "the pool of a policy is looked up by its whole name in a table (`POOLS`), never searched for in a string; "
+    "a name that is not there is refused",
+}
+"""Hazards that cannot be written down as a change of our code, and why."""

@@ -1,0 +1,42 @@
+"""Every known defect of KV handoffs, put into our own code, is caught by the invariant that it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import DOCUMENT, table
+from tests.mutants.catalog import IMPOSSIBLE, LIMIT, MUTANTS, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.hazard)
+def test_a_mutant_is_caught_by_its_invariant(mutant: Mutant):
+    caught = mutant.catch()
+    assert caught is not None, f"{mutant.hazard} survives {LIMIT} seeds: {mutant.what}"
+    assert mutant.invariant in caught.invariants
+
+
+def test_every_hazard_is_a_mutant_or_impossible_for_a_reason():
+    hazards = {f"Z{number}" for number in range(1, 23)}
+    assert hazards <= {mutant.hazard for mutant in MUTANTS} | set(IMPOSSIBLE)
+    assert not hazards & {mutant.hazard for mutant in MUTANTS} & set(IMPOSSIBLE)
+
+
+def test_every_invariant_is_broken_by_some_mutant():
+    assert {mutant.invariant for mutant in MUTANTS} == {f"I{number}" for number in range(1, 9)}
+
+
+def test_a_mutant_leaves_nothing_behind():
+    mutant = MUTANTS[0]
+    before = [getattr(owner, name) for owner, name, _ in mutant.changes]
+    with mutant.applied():
+        assert [getattr(owner, name) for owner, name, _ in mutant.changes] != before
+    assert [getattr(owner, name) for owner, name, _ in mutant.changes] == before
+
+
+def test_the_documentation_names_every_mutant_as_it_is():
+    text = Path(DOCUMENT).read_text(encoding="utf-8")
+    for line in table(None):
+        start = line.rpartition(" | ")[0].rpartition(" | ")[0]  # without the figures, which follow the code
+        assert start in text, f"{start} is not in {DOCUMENT}: run python -m tests.mutants"
