@@ -1,0 +1,79 @@
+"""Each backend's policy: read from its file, checked, and the alias `mooncake_tcp` with its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdsim import checks
+from pdsim.errors import ConfigError
+from pdsim.kv.policy import Policy, Staging
+from tests.test_conf import composed
+
+
+@pytest.mark.parametrize(
+    ("backend", "queues", "shard"),
+    [
+        ("mooncake", 4, "session"),
+        ("mooncake_tcp", 4, "session"),
+        ("mooncake_nvlink", 4, "session"),
+        ("nixl", 4, "room"),
+        ("mori", 8, "room"),
+        ("mori_inline", 0, "session"),
+    ],
+)
+def test_queues_are_those_of_the_reference(backend: str, queues: int, shard: str):
+    policy = composed(f"backend={backend}").policy
+    assert (policy.queues, policy.shard) == (queues, shard)
+
+
+def test_metadata_within_a_node_goes_as_kv_does():
+    policy = composed("backend=mooncake_nvlink").policy
+    assert (policy.metadata_by, policy.metadata_on, policy.memory_pool) == ("batch", "device", "default")
+
+
+def test_a_policy_is_set_under_its_backend():
+    assert composed("backend.policy.queues=2").policy.queues == 2
+    with pytest.raises(ConfigError, match=r"did you mean backend\.policy\.queues\?"):
+        composed("+backend.policy.queue=2")
+
+
+def test_a_backend_without_a_staged_path_refuses_staging():
+    with pytest.raises(ConfigError, match=r"backend=mori has no staged path"):
+        checks.check(composed("hw=8xmi300x", "kv.staging=true"))
+
+
+@pytest.mark.parametrize("changes", [{"queues": 0}, {"queues": 4, "notify": "poll"}])
+def test_staging_needs_queues_and_writes_that_notify(changes):
+    with pytest.raises(ValueError, match=r"policy\.staging needs queues"):
+        Policy(staging=True, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"ring": 0}, {"buffer": 0}, {"wait": 0.0}])
+def test_sizes_of_the_staged_path_are_positive(changes):
+    with pytest.raises(ValueError, match="must be > 0"):
+        Staging(**({"ring": 1, "buffer": 1, "wait": 1.0} | changes))
+
+
+# --- mooncake over TCP ------------------------------------------------------------------------------------------------
+
+
+def test_the_alias_forces_tcp_and_has_no_device():
+    options = composed("hw=loopback", "backend=mooncake_tcp", "+backend.options.device=mlx5_0").backend.options
+    assert options == {"MC_FORCE_TCP": "1"}
+
+
+def test_what_the_user_exported_against_it_is_a_conflict_in_one_line(monkeypatch):
+    config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    with pytest.raises(ConfigError) as caught:
+        checks.check(config)
+    (line,) = [line for line in str(caught.value).splitlines() if "MC_FORCE_TCP" in line]
+    assert line.startswith("backend=mooncake_tcp needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; take")
+
+
+def test_the_same_as_an_option_is_one_too():
+    config = composed("hw=loopback", "backend=mooncake_tcp", "+backend.options.MC_FORCE_TCP='0'")
+    with pytest.raises(ConfigError, match=r"backend\.options has MC_FORCE_TCP=0"):
+        checks.check(replace(config, target="real"))
