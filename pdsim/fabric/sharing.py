@@ -69,6 +69,7 @@ class Network:
         """Events of the clock that the network has used."""
         self._by_links: dict[tuple[tuple[int, ...], float], Path] = {}
         self._waterfill = Waterfill()
+        self._ends = self._waterfill.ends
         self._changed: dict[Path, None] = {}
         self._resized: dict[Link, None] = {}
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
@@ -191,45 +192,50 @@ class Network:
 
     def _on_change(self, _: Event) -> None:
         self.events += 1
-        self._turn()
+        now = self.clock.now
+        if self._instant or self._wake_at <= now * NOW:
+            self._finish(now)
+        self._renew(now)
 
     def _on_end(self, alarm: Event) -> None:
         self.events += 1
         if alarm is self._waker:
+            now = self.clock.now
             self._wake_at = inf
-            self._turn()
+            self._finish(now)
+            self._renew(now)
 
-    def _turn(self) -> None:
-        """End the flows that are due, then give the others new rates, unless this instant goes on."""
-        now = self.clock.now
-        for flow in self._due(now):
-            done = flow._done
-            if done is not None:
-                flow._done = None
-                done(flow.tag)
+    def _renew(self, now: float) -> None:
+        """Find new rates and the next end, unless this instant goes on."""
         if self._changed or self._resized:
             if self.clock.peek() <= now:
-                if not self._solver.armed:
-                    self._solver.arm(now)
+                self._wait()
                 return
             self._solve(now)
-        self._arm()
+        at = self._next_end()
+        if at < self._wake_at:
+            self._wake_at = at
+            if self._waker.armed:  # too late; it will find that it is not the waker any more
+                self._waker = Alarm(self.clock, self._on_end, LAST)
+            self._waker.arm(at)
 
-    def _due(self, now: float) -> list[Flow]:
-        ends = self._waterfill.ends
-        limit = now * NOW
-        due = self._instant
-        self._instant = []
+    def _finish(self, now: float) -> None:
+        """End the flows that are due."""
+        due, self._instant = self._instant, []
         for _, flow in due:
             flow.path._ended += flow.size
-        while self._next_end() <= limit:
-            link = heappop(ends)[2]
+        while self._next_end() <= now * NOW:
+            link = heappop(self._ends)[2]
             link._queued = link._eta = inf
             for order, flow in link._finish(now):
                 due.append((order, flow))
                 self._changed[flow.path] = None
         due.sort()
-        return [flow for _, flow in due]
+        for _, flow in due:
+            done = flow._done
+            if done is not None:
+                flow._done = None
+                done(flow.tag)
 
     def _solve(self, now: float) -> None:
         moved = []
@@ -242,20 +248,12 @@ class Network:
             self._waterfill.solve(moved, self._resized, now)
         self._changed.clear()
         self._resized.clear()
-
-    def _arm(self) -> None:
-        if len(self._waterfill.ends) > self._many:
+        if len(self._ends) > self._many:
             self._compact()
-        at = self._next_end()
-        if at < self._wake_at:
-            self._wake_at = at
-            if self._waker.armed:  # too late; it will find that it is not the waker any more
-                self._waker = Alarm(self.clock, self._on_end, LAST)
-            self._waker.arm(at)
 
     def _next_end(self) -> float:
         """Return the time of the next end: that of the first entry, once the superseded ones before it are gone."""
-        ends = self._waterfill.ends
+        ends = self._ends
         while ends:
             at, index, link = ends[0]
             if at == link._eta:
@@ -270,7 +268,7 @@ class Network:
         return inf
 
     def _compact(self) -> None:
-        ends = self._waterfill.ends
+        ends = self._ends
         ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
         heapify(ends)
         self._many = 4 * len(ends) + 256
