@@ -1,7 +1,7 @@
 """Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
 
 ==  ==========================================================================================================
-I1  a room ends once on each rank, and once at the router: what has failed never succeeds
+I1  a room ends once on each rank: what has failed never succeeds
 I2  a room that is done at decode holds there, on every rank, exactly what was computed: every byte is compared
 I3  nothing is read from, or lands on, a page or state row that is not its room's at that moment
 I4  staging: nothing is written outside the slot that its room has, and slots never overlap
@@ -23,13 +23,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from pdsim.kv.contents import Contents
 from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
 from pdsim.kv.messages import (
     Destination,
-    Failed,
     Finished,
     Message,
     MessageError,
@@ -47,10 +44,11 @@ __all__ = ["Checks", "Violation"]
 
 T = TypeVar("T", bound=Message)
 _NOT_STATE = frozenset(
-    {"rank", "job", "clock", "handlers", "layout", "requests", "last_heard", "fallbacks"} | {"_over", "_severed"}
+    {"rank", "job", "clock", "handlers", "layout", "requests", "last_heard", "fallbacks", "fleet", "_over", "_severed"}
 )
-"""Attributes that a census leaves out: not the protocol's own, statistics, as long as the workload, what is remembered
-of rooms that are over for longer than a scenario lasts (`pdsim.kv.rooms.OVER`), and one number an instance."""
+"""Attributes that a census leaves out: not the protocol's own, statistics, as long as the workload, bounded by the
+number of instances, or what is remembered of rooms that are over for longer than a scenario lasts
+(`pdsim.kv.rooms.OVER`)."""
 
 _POOLS = frozenset({"_starts", "_counts", "_free"})
 """Lists of what is free; how much that is says what is owned."""
@@ -87,14 +85,12 @@ class Checks:
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | Reserve] = {}
-        self._ends: dict[int, str] = {}
         self._order: dict[str, list[tuple[int, int]]] = {}  # by prefill rank: room and chunk, as they are taken up
         self._baseline: dict[str, dict[str, int]] = {}
         self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
             Destination: self._on_target,
             Reserve: self._on_target,
-            Failed: lambda _, message: self._on_end(message.room, "failed"),
             Prefilled: self._on_prefilled,
             Finished: self._on_finished,
             Stop: self._on_stop,
@@ -198,7 +194,6 @@ class Checks:
             self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
-        self._on_end(message.room, "finished")
         request, target = self._rooms[message.room], self._targets.get(message.room)
         if target is None:
             self._found("I2", f"room {message.room} finished without a destination")
@@ -211,13 +206,6 @@ class Checks:
             reason = reason or contents.verify_state(message.room, target.state, request.input)
             if reason:
                 self._found("I2", f"{name} at the end of decoding: {reason}")
-
-    def _on_end(self, room: int, how: str) -> None:
-        before = self._ends.setdefault(room, how)
-        if (before, how) == ("finished", "finished"):
-            return
-        if how == "finished" and before == "failed":
-            return  # prefill gave up what decode had whole: the router's status is what counts
 
     # --- I3, I4, I6 ---
 
@@ -366,7 +354,7 @@ def _rows(table: Table, offsets: Any, sizes: Any) -> set[int]:
     first = (offsets - table.start) % plane // table.item
     last = (offsets - table.start + sizes - 1) % plane // table.item
     if (first == last).all():
-        return set(np.unique(first).tolist())
+        return set(first.tolist())
     return {row for low, high in zip(first.tolist(), last.tolist(), strict=True) for row in range(low, high + 1)}
 
 

@@ -81,8 +81,8 @@ class Router(Member):
     end.  A request that depends on it fails, unless the leader of its other instance says that none of its bytes can
     have moved: then it is sent out anew, in another room, at most `Job.retries` times.
 
-    Should everybody answer and yet no request get anywhere, for that long and twice as long as the longest request can
-    take, all that are open fail.
+    Should everybody answer and yet no request get anywhere, for as long as a loss can take to be noticed and twice as
+    long as the longest request can take, all that are open fail.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Router(Member):
         self._next = 0  # the request that arrives next
         given = max((request.input for request in self.requests), default=1)
         wanted = max((request.output for request in self.requests), default=1)
-        self._patience = job.deadline + 2 * job.longest(given, wanted)
+        # a rank that dies just after it answered is found silent a deadline and up to one ping later
+        self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere
         self._rooms: dict[int, _Request] = {}  # those that are under way
         self._born = self.clock.now

@@ -27,7 +27,7 @@ from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.kv.staging import GatherBuffers
 from pdsim.kv.status import Status
-from pdsim.serving import decode, prefill
+from pdsim.serving import decode, prefill, router
 from pdsim.serving.job import ROUTER
 from pdsim.transfer import Transfer
 
@@ -322,6 +322,21 @@ def overtaken(self: Any, rank: int, message: Any) -> None:
 COUNT_READY = prefill.Leader._count_ready
 
 
+def lose_unnoticed(self: Any, instance: str, reason: str) -> None:
+    """A loss does not count as progress."""
+    moved = self._moved
+    LOSE(self, instance, reason)
+    self._moved = moved
+
+
+LOSE = router.Router._lose
+
+
+def impatient(original: Any, self: Any, *arguments: Any) -> None:
+    original(self, *arguments)
+    self._patience -= self.job.deadline / 3
+
+
 def swapped(original: Any, self: Any, message: Any) -> Any:
     """A follower takes up the chunks of a forward in another order than its leader."""
     if not self.index:
@@ -390,6 +405,9 @@ MUTANTS = (
            ((prefill.Leader, "_count_ready", overtaken),), lambda scenario: scenario.faults.delayed > 0),
     Mutant("D2", "metadata whose write timed out is sent again, and counted twice", "I8",
            (mutated(read_twice, KvSender, "_written"),), failing),
+    Mutant("D3", "requests are given up as stalled before the loss of an instance can be noticed", "I5",
+           (mutated(impatient, router.Router, "__init__"), (router.Router, "_lose", lose_unnoticed)),
+           lambda scenario: bool(scenario.kill)),
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
            (mutated(swapped, prefill.Worker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
 )  # fmt: skip
