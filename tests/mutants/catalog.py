@@ -289,13 +289,17 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
     raise KeyError(f"ABORT of room {message.room}")
 
 
-def dies(self: Queues[Any], item: Any, number: int) -> Any:
+def dies(self: Queues[Any], number: int) -> Any:
     """A worker ends with the first exception of an item."""
-    try:
-        yield from self._work_on(item, number)
-    except Exception:
-        if len(self._queues) > number:
-            yield self._clock.event()
+    queue = self._queues[number]
+    while True:
+        while queue.items:
+            try:
+                yield from self._work_on(queue.items.popleft(), number)
+            except Exception:
+                return
+        queue.idle = self._clock.event()
+        yield queue.idle
 
 
 def raises_now_and_then(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
@@ -393,9 +397,9 @@ MUTANTS = (
            ((KvSender, "_share", share_by_number),),
            lambda scenario: scenario.job.prefill.cp > 1 and scenario.job.all_cp_ranks),
     Mutant("Z18", "a worker ends with the first exception", "I5",
-           ((Queues, "_do", dies), mutated(raises_now_and_then, KvSender, "_deliver")),
+           ((Queues, "_work", dies), mutated(raises_now_and_then, KvSender, "_deliver")),
            lambda scenario: scenario.job.handoff.queues > 0),
-    Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I5",
+    Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
            ((prefill.Leader, "_count_ready", counts_messages),),
            lambda scenario: scenario.job.prefill.size > 1 and scenario.faults.delayed > 0),
     Mutant("Z22", "a metadata slot is freed at an abort while a write to it is under way", "I6",
