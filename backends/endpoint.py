@@ -17,6 +17,7 @@ The rules:
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from types import MappingProxyType
 from typing import Any
 
@@ -60,7 +61,7 @@ WATCH = 0.02
 _NOTIFY = b"notify"
 
 
-class RealEndpoint:
+class RealEndpoint(ABC):
     """The engine-independent part of an `Endpoint`.
 
     An engine implements `_attach`, `_pin`, `_unpin`, `_describe`, `_meet`, `_post` and `_detach`, and calls
@@ -105,33 +106,33 @@ class RealEndpoint:
 
     # --- for engines ------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _attach(self) -> str:
         """Start the engine; return what it is, as it reports itself.  Raise `BackendUnavailable` if it cannot work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pin(self, buffer: HostBuffer) -> Any:
         """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unpin(self, entry: Entry) -> None:
         """Undo `_pin`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _describe(self) -> bytes:
         """Return what the engine's side of a peer needs to know of this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _meet(self, description: bytes) -> Any:
         """Return the engine's handle of the peer that *description* describes, whether it was met before or not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _post(self, flight: Flight) -> None:
         """Hand *flight* to the engine.  Raise a `TransferError` if it was not taken and nothing moves."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _detach(self, idle: bool) -> None:
         """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
-        raise NotImplementedError
 
     def _drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""

@@ -10,30 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdsim.ranges import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
 
 __all__ = ["EVIDENCE", "Engine", "EngineModel", "Gpu", "Host", "Interconnect", "Machine", "Nic"]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
-
-
-def _positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{owner}.{name} must be > 0, got {value}")
-
-
-def _not_negative(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{owner}.{name} must be >= 0, got {value}")
-
-
-def _one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in allowed:
-            raise ValueError(f"{owner}.{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +30,7 @@ class Gpu:
     pcie: Rate  # to the host or a NIC, each direction
 
     def __post_init__(self) -> None:
-        _positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
+        positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +42,10 @@ class Interconnect:
     latency: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        _one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
-        _not_negative("interconnect", latency=self.latency, rate=self.rate)
+        one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
+        not_negative("interconnect", latency=self.latency, rate=self.rate)
         if self.kind != "none":
-            _positive("interconnect", rate=self.rate)
+            positive("interconnect", rate=self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +57,9 @@ class Nic:
     latency: Seconds = 0.0  # one way, from card to card
 
     def __post_init__(self) -> None:
-        _not_negative("nic", count=self.count, latency=self.latency)
+        not_negative("nic", count=self.count, latency=self.latency)
         if self.count:
-            _positive("nic", rate=self.rate)
+            positive("nic", rate=self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +72,8 @@ class Host:
     tcp_latency: Seconds  # one way, of a control message
 
     def __post_init__(self) -> None:
-        _positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
-        _not_negative("host", tcp_latency=self.tcp_latency)
+        positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
+        not_negative("host", tcp_latency=self.tcp_latency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +91,9 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
-        _positive("hw", nodes=self.nodes)
-        _not_negative("hw", gpus=self.gpus)
+        one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        positive("hw", nodes=self.nodes)
+        not_negative("hw", gpus=self.gpus)
         if self.gpus and self.gpu is None:
             raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
 
@@ -138,9 +121,9 @@ class EngineModel:
     full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
 
     def __post_init__(self) -> None:
-        _one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
-        _one_of("engine", ("wait", "refuse"), full=self.full)
-        _not_negative(
+        one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("engine", ("wait", "refuse"), full=self.full)
+        not_negative(
             "engine",
             call=self.call,
             descriptor=self.descriptor,
@@ -148,7 +131,7 @@ class EngineModel:
             wire_descriptor=self.wire_descriptor,
             depth=self.depth,
         )
-        _positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
+        positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +148,6 @@ class Engine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive("backend", timeout=self.timeout)
+        positive("backend", timeout=self.timeout)
         if self.intra is None and self.inter is None:
             raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdsim.ranges import one_of
+
 __all__ = ["POOLS", "Policy", "Staging"]
 
 POOLS = {"default": ("batch", "device"), "nvlink": ("control", "host"), "intra_node_nvlink": ("batch", "device")}
 """Path and memory of first-token metadata by the pool that a backend takes KV memory from, as SGLang pairs them: its
 NVLINK pool cannot carry host memory, so rows go over TCP; within a node they lie on the GPU and go as KV does."""
-
-
-def _one_of(allowed: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
-            raise ValueError(f"policy.{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +38,13 @@ class Policy:
     def __post_init__(self) -> None:
         if self.queues < 0:
             raise ValueError(f"policy.queues must be >= 0, got {self.queues}")
-        _one_of(("session", "room"), shard=self.shard)
-        _one_of(("chunk", "plane"), call=self.call)
-        _one_of(("runs", "pages"), grouping=self.grouping)
-        _one_of(("write", "message", "poll"), notify=self.notify)
-        _one_of(tuple(POOLS), pool=self.pool)
-        _one_of(("", "batch", "write", "control"), metadata=self.metadata)
-        _one_of(("", "device", "host"), metadata_memory=self.metadata_memory)
+        one_of("policy", ("session", "room"), shard=self.shard)
+        one_of("policy", ("chunk", "plane"), call=self.call)
+        one_of("policy", ("runs", "pages"), grouping=self.grouping)
+        one_of("policy", ("write", "message", "poll"), notify=self.notify)
+        one_of("policy", tuple(POOLS), pool=self.pool)
+        one_of("policy", ("", "batch", "write", "control"), metadata=self.metadata)
+        one_of("policy", ("", "device", "host"), metadata_memory=self.metadata_memory)
         if self.staging and not (self.queues and self.notify == "write"):
             raise ValueError(
                 f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} and "

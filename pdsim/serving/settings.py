@@ -5,27 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdsim.ranges import not_negative, one_of, positive
 from pdsim.units import Rate, Seconds, Size
 
 __all__ = ["Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
-
-
-def _positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{owner}.{name} must be > 0, got {value}")
-
-
-def _not_negative(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{owner}.{name} must be >= 0, got {value}")
-
-
-def _one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
-    for name, value in values.items():
-        if value not in allowed:
-            raise ValueError(f"{owner}.{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +29,13 @@ class Hybrid:
     index_bytes: int = 0  # of a token's row in the index of sparse attention, in one layer
 
     def __post_init__(self) -> None:
-        _not_negative("model.hybrid", window=self.window, index_bytes=self.index_bytes)
+        not_negative("model.hybrid", window=self.window, index_bytes=self.index_bytes)
         if "a" not in self.pattern or set(self.pattern) - set("awm"):
             raise ValueError(f"model.hybrid.pattern must be of a, w and m with at least one a, got {self.pattern!r}")
         if "w" in self.pattern:
-            _positive("model.hybrid", window=self.window)
+            positive("model.hybrid", window=self.window)
         if "m" in self.pattern:
-            _positive(
+            positive(
                 "model.hybrid",
                 conv_groups=min(self.conv_groups, default=0),
                 conv_width=self.conv_width,
@@ -82,8 +65,8 @@ class Llm:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("model", ("gqa", "mla"), attention=self.attention)
-        _positive(
+        one_of("model", ("gqa", "mla"), attention=self.attention)
+        positive(
             "model",
             parameters=self.parameters,
             active=self.active,
@@ -96,7 +79,7 @@ class Llm:
             context=self.context,
         )
         if self.attention == "mla":
-            _positive("model", latent_dim=self.latent_dim)
+            positive("model", latent_dim=self.latent_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +98,7 @@ class Side:
     dp: int = 1  # attention groups
 
     def __post_init__(self) -> None:
-        _positive("parallel", tp=self.tp, instances=self.instances, pp=self.pp, cp=self.cp, dp=self.dp)
+        positive("parallel", tp=self.tp, instances=self.instances, pp=self.pp, cp=self.cp, dp=self.dp)
         if self.tp % self.dp:
             raise ValueError(
                 f"parallel.dp must divide tp={self.tp}, whose ranks it divides among groups, got {self.dp}"
@@ -173,8 +156,8 @@ class Workload:
     output_cv: float = 0.5
 
     def __post_init__(self) -> None:
-        _one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
-        _positive(
+        one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
+        positive(
             "workload",
             rate=self.rate,
             speed=self.speed,
@@ -183,9 +166,9 @@ class Workload:
             input_mean=self.input_mean,
             output_mean=self.output_mean,
         )
-        _not_negative("workload", input_cv=self.input_cv, output_cv=self.output_cv)
+        not_negative("workload", input_cv=self.input_cv, output_cv=self.output_cv)
         if self.count is not None:
-            _positive("workload", count=self.count)
+            positive("workload", count=self.count)
         if not self.burst > 1:
             raise ValueError(f"workload.burst must be > 1, got {self.burst}")
 
@@ -205,9 +188,9 @@ class Kv:
     staging_wait: Seconds = 5.0  # for room in the ring, after which a chunk goes in slices
 
     def __post_init__(self) -> None:
-        _positive("kv", page_size=self.page_size, window_share=self.window_share)
-        _positive("kv", staging_ring=self.staging_ring, staging_wait=self.staging_wait)
-        _not_negative("kv", pool=self.pool, state_slots=self.state_slots, staging_buffer=self.staging_buffer)
+        positive("kv", page_size=self.page_size, window_share=self.window_share)
+        positive("kv", staging_ring=self.staging_ring, staging_wait=self.staging_wait)
+        not_negative("kv", pool=self.pool, state_slots=self.state_slots, staging_buffer=self.staging_buffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +203,7 @@ class Scheduler:
     memory_fraction: float = 0.88  # of a GPU's memory, for weights and KV
 
     def __post_init__(self) -> None:
-        _positive("scheduler", chunk=self.chunk, prefill_batch=self.prefill_batch, decode_batch=self.decode_batch)
+        positive("scheduler", chunk=self.chunk, prefill_batch=self.prefill_batch, decode_batch=self.decode_batch)
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"scheduler.memory_fraction must be > 0 and <= 1, got {self.memory_fraction}")
 
@@ -237,8 +220,8 @@ class Compute:
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
 
     def __post_init__(self) -> None:
-        _positive("compute", flops_share=self.flops_share, memory_share=self.memory_share)
-        _not_negative(
+        positive("compute", flops_share=self.flops_share, memory_share=self.memory_share)
+        not_negative(
             "compute",
             allreduce_rate=self.allreduce_rate,
             allreduce_latency=self.allreduce_latency,
@@ -255,4 +238,4 @@ class Slo:
     tpot: Seconds = 0.05
 
     def __post_init__(self) -> None:
-        _positive("slo", ttft=self.ttft, tpot=self.tpot)
+        positive("slo", ttft=self.ttft, tpot=self.tpot)
