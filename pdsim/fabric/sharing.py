@@ -67,7 +67,7 @@ class Network:
         self.paths: list[Path] = []
         self.events = 0
         """Events of the clock that the network has used."""
-        self._by_links: dict[tuple[tuple[int, ...], float], Path] = {}
+        self._by_links: dict[tuple[tuple[Link, ...], float], Path] = {}
         self._waterfill = Waterfill()
         self._ends = self._waterfill.ends
         self._changed: dict[Path, None] = {}
@@ -109,10 +109,10 @@ class Network:
         """
         if not cap > 0.0:
             raise ValueError(f"cap(={cap}) must be > 0")
-        key = (tuple([link.index for link in links]), cap)
+        key = (tuple(links), cap)
         path = self._by_links.get(key)
         if path is None:
-            path = self._by_links[key] = self._new_path(tuple(links), float(cap))
+            path = self._by_links[key] = self._new_path(key[0], float(cap))
         return path
 
     def set_capacity(self, link: Link, capacity: float) -> None:
@@ -153,25 +153,21 @@ class Network:
 
         Return 0.0 if it has ended or was aborted before.
         """
+        path = flow.path
         flow._done = None
-        for entry in flow.path._flows:
+        for entry in path._flows:
             if entry[2] is flow:
-                flow.path._flows.remove(entry)
-                return self._take(flow)
+                left = max(flow.size - (path._served(self.clock.now) - flow._begin), 0.0)
+                path._flows.remove(entry)
+                heapify(path._flows)
+                path._drop(flow, flow.size - left)
+                self._change(path)
+                return left
         for instant in self._instant:
             if instant[1] is flow:
                 self._instant.remove(instant)
                 return flow.size
         return 0.0
-
-    def _take(self, flow: Flow) -> float:
-        now, path = self.clock.now, flow.path
-        left = max(flow.size - (path._served(now) - flow._begin), 0.0)
-        heapify(path._flows)
-        path._drop(flow, flow.size - left)
-        self._waterfill.expect(path._limit, now)  # the end that was due next may have been this flow's
-        self._change(path)
-        return left
 
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
         for link in links:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarks.sharing import any_to_any_cost
 from pdsim.clock import Clock
 from pdsim.fabric.sharing import Network
 
@@ -136,7 +137,7 @@ class TestEnds:
     def test_the_end_comes_after_all_else_of_its_instant(self, clock, network, start):
         log = []
         network.start(network.path([network.link("port", 1.0)]), 1.0, log.append, "flow")
-        later(clock, 1.0, log.append, "timeout")
+        later(clock, 0.5, later, clock, 1.0, log.append, "timeout")  # scheduled after the end is
         clock.run()
         assert log == ["timeout", "flow"]
 
@@ -317,7 +318,7 @@ class TestArguments:
             network.path([], cap)
 
     def test_a_link_of_another_network_is_refused(self, network):
-        network.link("mine", 1.0)
+        network.path([network.link("mine", 1.0)])
         foreign = Network(Clock()).link("foreign", 1.0)
         with pytest.raises(ValueError, match="must be of this network, <Link 'foreign' 1 bytes/s> is not"):
             network.path([foreign])
@@ -326,32 +327,34 @@ class TestArguments:
 class TestRounding:
     """Each of these once went wrong in a fluid model: see `pdsim.fabric.waterfill`."""
 
-    def test_a_capacity_used_up_to_a_negative_rest_does_not_loop(self, clock, network, start, done):
-        """0.1 - 0.03 - 0.07 is -1.4e-17."""
-        port = network.link("port", 0.1)
-        for tag, cap in enumerate((0.03, 0.07)):
-            start([port], cap, tag, cap=cap)
-        start([port, network.link("other", 1.0)], 0.0, "none")
-        start([port], 1.0, "late", at=0.5)
+    def test_a_rest_of_capacity_below_zero_does_not_loop(self, clock, network, start, done):
+        """Sums and differences of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""
+        port = network.link("port", 0.25)
+        for tag in "abcd":
+            start([port], 0.0625, tag, cap=0.0625)
+        clock.run(until=0.5)
+        port._free = -1e-17
+        start([port], 0.025, "late")
         clock.run()
-        assert len(done) == 4
+        assert done[0] == (1.0, "late")
+        assert [tag for _, tag in done[1:]] == ["a", "b", "c", "d"]
 
     def test_ends_that_moved_do_not_pile_up(self, clock, network):
-        """Every arrival moves the end of the long flow; a list that keeps all of them grows without bound."""
+        """Each time that a link speeds up, its next end moves forward; the list of ends must forget the old ones."""
         port = network.link("port", 1.0)
         network.start(network.path([port]), 1e6, lambda _: None)
-        short = network.path([port, network.link("other", 1.0)])
-        longest = 0
+        lengths = []
 
-        def again(left):
-            nonlocal longest
-            longest = max(longest, len(network._waterfill.ends))
+        def speed_up(left):
+            lengths.append(len(network._ends))
+            network.set_capacity(port, port.capacity + 1e-3)
             if left:
-                network.start(short, 1.0, again, left - 1)
+                later(clock, clock.now + 0.1, speed_up, left - 1)
 
-        again(20_000)
-        clock.run(until=1e6)
-        assert longest < 1000
+        speed_up(5000)
+        clock.run(until=501.0)
+        assert len(lengths) == 5001
+        assert max(lengths) < 500
 
     def test_flows_that_end_together_but_for_rounding_end_in_one_event(self, clock, network, start, done):
         """0.1 + 0.2 is not 0.3, and the difference must not cost an event and a flow of 4e-17 bytes."""
@@ -360,6 +363,13 @@ class TestRounding:
         clock.run()
         assert [tag for _, tag in done] == ["a", "b"]
         assert done[0][0] == done[1][0]
+
+    def test_ends_elsewhere_that_differ_by_a_rounding_are_one_event(self, clock, network, start, done):
+        """0.3 / 3 is not 0.1."""
+        start([network.link("one", 3.0)], 0.3, "a")
+        start([network.link("two", 1.0)], 0.1, "b")
+        clock.run()
+        assert (len(done), network.events) == (2, 2)
 
     def test_a_busy_path_keeps_its_digits(self, clock, network):
         """Beside 1e16 bytes of service a byte is lost in rounding; the counter starts anew often enough."""
@@ -424,6 +434,19 @@ class TestWork:
         clock.run()
         assert network.solves == 2
 
+    def test_nor_does_one_that_follows_by_way_of_a_process(self, clock, network):
+        path = network.path([network.link("port", 1.0)])
+
+        def sender():
+            for _ in range(100):
+                ended = clock.event()
+                network.start(path, 1.0, ended.succeed)
+                yield ended
+
+        clock.process(sender())
+        clock.run()
+        assert (clock.now, network.solves) == (100.0, 2)
+
     def test_links_that_cannot_limit_are_not_looked_at(self, network):
         """Eight ports fill their switch exactly, so only the ports count."""
         up = network.link("leaf", 400.0)
@@ -434,3 +457,14 @@ class TestWork:
         ninth = network.path([network.link("port 8", 50.0), up])
         assert ninth._live[-1] is up
         assert all(path._live[-1] is up for path in paths)
+
+    @pytest.mark.parametrize("load", [0.3, 0.5])
+    def test_a_flow_costs_less_than_three_times_as_much_on_512_gpus_as_on_8(self, load):
+        small, large = (any_to_any_cost(nodes, load, flows_per_gpu=20) for nodes in (1, 64))
+        assert large.touched < 3.0 * small.touched
+        assert large.events <= small.events
+
+    def test_near_saturation_a_change_reaches_further_but_not_ever_further(self):
+        """At load 0.7 any-to-any traffic hangs together, and exact rates of many flows change with every flow."""
+        small, large = (any_to_any_cost(nodes, 0.7, flows_per_gpu=20) for nodes in (8, 64))
+        assert large.touched < 1.5 * small.touched
