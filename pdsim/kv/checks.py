@@ -96,13 +96,16 @@ class Checks:
             Stop: self._on_stop,
         }
         self._stopped = False
+        self._late = False  # a rank was started again, and tables of peers may have grown since requests began
 
     # --- what the model tells ---
 
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, reports and owns."""
+        again = member.rank.name in self._members
         self._members[member.rank.name] = member
         self._gone.discard(member.rank.name)
+        self._late |= again
         self._baseline.pop(member.rank.name, None)
         for rank_room in [key for key in self._reports if key[0] == member.rank.name]:  # a new life knows nothing
             del self._reports[rank_room]
@@ -308,7 +311,7 @@ class Checks:
             if grown <= 0:
                 continue
             rooms = [room for room in numbers if not self._in_quarantine(room)]
-            if rooms or not numbers:
+            if rooms or not (numbers or self._late):
                 left = f"rooms {rooms[:5]}" if rooms else f"{grown} entries"
                 self._found("I8", f"{name}{path} still has {left} when all is over")
         pool = getattr(member, "pages", None)

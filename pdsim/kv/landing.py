@@ -100,10 +100,13 @@ class Landing:
                 self._drop(key)
         self._advance()
 
-    def sever(self, writer: int) -> None:
-        """Free all that a writer has which, as is proven, writes no more and can return nothing itself."""
+    def sever(self, rank: str) -> None:
+        """Free all that prefill *rank* has which, as is proven, writes no more and can return nothing itself.
+
+        A writer's number would not do: every prefill instance has one of that number.
+        """
         for key, question in list(self._questions.items()):
-            if key[1] == writer and not question.scattering:
+            if question.sender == rank and not question.scattering:
                 self._drop(key)
         self._advance()
 

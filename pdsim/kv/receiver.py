@@ -108,10 +108,10 @@ class KvReceiver:
         else:
             self.landing.forget(room)
 
-    def sever(self, writer: int) -> None:
-        """Take back what *writer* has borrowed, now that it is proven that it writes here no more."""
+    def sever(self, rank: str) -> None:
+        """Take back what *rank* has borrowed, now that it is proven that it writes here no more."""
         if self.landing is not None:
-            self.landing.sever(writer)
+            self.landing.sever(rank)
 
     def notice(self, notification: Notification) -> None:
         """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""

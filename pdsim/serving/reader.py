@@ -117,7 +117,7 @@ class Worker(EngineMember):
         if self._severed.get(instance, 0) < epoch:
             self._severed[instance] = epoch
             for writer in self.receiver.writers:
-                self.receiver.sever(writer)
+                self.receiver.sever(rank_name(instance, writer))
 
     def _reserve(self, _: str, message: Reserve) -> None:
         self.receiver.reserve(message)

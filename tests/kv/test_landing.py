@@ -46,6 +46,8 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> P
             landing.scatter(arrival, lambda done, reason: report("scattered", done.room, reason))
         elif action == "forget":
             landing.forget(room)
+        elif action == "sever":
+            landing.sever(*rest)
         else:
             landing.give_back(Return(room, 0))
     yield rank.clock.timeout(10.0)
@@ -138,3 +140,10 @@ def test_a_late_arrival_in_a_returned_slot_is_ignored():
     script = [[0.0, "ask", 1, 0, PAGE], [0.1, "return", 1], [0.2, "arrive", 1, 0]]
     value, _ = run(script, 1)
     assert value["reports"] == []
+
+
+def test_a_severed_rank_loses_its_slots_and_a_namesake_by_number_keeps_its_own():
+    kept, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "another"]], 1)
+    assert (kept["used"], kept["left"]) == (PAGE, 1)
+    freed, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "writer"]], 1)
+    assert (freed["used"], freed["left"]) == (0, 0)
