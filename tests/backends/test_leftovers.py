@@ -29,6 +29,20 @@ def files():
     return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
 
 
+def left(before):
+    """Return files that came since *before* and stay: another test at work beside this one has some for a moment."""
+    found = {name for name in files() - before if "loky" not in name}  # joblib's, of sweeps in this process
+    deadline = time.monotonic() + 20
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found &= files()
+    return found
+
+
+def children():
+    return set(psutil.Process().children())
+
+
 def gone(processes):
     _, alive = psutil.wait_procs(processes, timeout=10)
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
@@ -51,25 +65,25 @@ def test_when_the_supervisor_is_signalled(any_engine, number):
     finally:
         supervisor.kill()
         supervisor.wait()
-    assert not files() - before
+    assert not left(before)
 
 
 def test_when_a_rank_fails_and_another_is_stopped(any_engine):
-    before = files()
+    before, family = files(), children()
     outcome = Processes(any_engine, deadline=3.0).run(
         [spec("a", programs.say_and_die, code=1), spec("b", programs.sleep, seconds=600)]
     )
     assert sorted(outcome.ranks) == ["a", "b"]
-    assert not psutil.Process().children()
-    assert not files() - before
+    assert not children() - family
+    assert not left(before)
 
 
 def test_when_all_goes_well(any_engine):
-    before, descriptors = files(), psutil.Process().num_fds()
+    before, family, descriptors = files(), children(), psutil.Process().num_fds()
     outcome = Processes(any_engine, deadline=60).run(
         [spec("a", programs.write_many, to="b", count=10), spec("b", programs.be_written, by="a")]
     )
     assert not [result.error for result in outcome.ranks.values() if result.error]
-    assert not psutil.Process().children()
-    assert not files() - before
+    assert not children() - family
+    assert not left(before)
     assert psutil.Process().num_fds() == descriptors
