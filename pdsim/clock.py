@@ -202,9 +202,9 @@ class Source(Protocol):
 class WallClock(Clock):
     """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
 
-    Between events it polls its sources: it spins for *spin* seconds, because a completion is most often near, and
-    then sleeps until the next event or until a source's descriptor is readable.  Sources that can only be polled
-    are looked at every *nap* seconds while they are busy.
+    Between events it polls its sources, and sleeps until the next event or until a source's descriptor is readable.
+    Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a pause for the
+    first *spin* seconds, because a completion is most often near.
     """
 
     virtual = False
@@ -266,11 +266,15 @@ class WallClock(Clock):
                 raise EmptySchedule
             if idle_since is None:
                 idle_since = self._now
-            elif self._now - idle_since > self.spin:
+            elif self._now - idle_since > self.spin or not self._polled():
                 self._sleep()
             if self._poll():
                 idle_since = None
         super().step()
+
+    def _polled(self) -> bool:
+        """Return whether only polling can tell when something ends; else to spin only keeps others waiting."""
+        return any(source.busy() and source.fileno() is None for source in self._sources)
 
     def _poll(self) -> bool:
         self._now = self.now

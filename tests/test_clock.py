@@ -298,15 +298,15 @@ class TestWallClock:
 
     def test_wakes_for_a_source(self, wall, pipe):
         pipe.events.append(wall.event())
-        threading.Timer(0.02, os.write, (pipe.write, b"x")).start()
         start = time.monotonic()
+        threading.Timer(0.02, os.write, (pipe.write, b"x")).start()
         wall.run(until=pipe.events[0])
         assert 0.02 <= time.monotonic() - start < 0.9  # it would sleep a second by itself
 
     def test_wakes_for_a_call_from_another_thread(self, wall, pipe):
         event = wall.event()
-        threading.Timer(0.02, wall.call, (event.succeed,)).start()
         start = time.monotonic()
+        threading.Timer(0.02, wall.call, (event.succeed,)).start()
         wall.run(until=event)
         assert 0.02 <= time.monotonic() - start < 0.9
 

@@ -48,11 +48,13 @@ def test_an_endpoint_refuses_to_work_in_a_forked_child(any_engine):
 
 
 @pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
-def test_a_write_to_a_dead_process_settles(name):
+def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine(name):
     from tests.conformance.conftest import engine, make_target
 
     make_target(name)
     outcome = Processes(engine(name), deadline=60).run(
         [spec("a", programs.settle_after_loss, to="b"), spec("b", programs.wait_for_death, by="a")], kill={"b": 2.0}
     )
-    assert outcome.ranks["a"].value == ["PeerLost", True, 0]
+    proven = ["PeerLost", True, 0]
+    # UCX sometimes never says that a transfer to a dead peer is over; then nothing is proven, and nothing is given up
+    assert outcome.ranks["a"].value in ([proven] if name == "mooncake_tcp" else [proven, ["PeerLost", False, 1]])
