@@ -221,8 +221,8 @@ class Checks:
 
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
         leader = self._members.get(f"{_instance(rank)}.0")
-        if leader is None:
-            return
+        if leader is None or leader.life != self._members[rank].life:
+            return  # a leader that was started again owns nothing of the ranks that have yet to end
         for table in layout.tables:
             inside = (offsets >= table.start) & (offsets < table.end)
             if inside.any():
