@@ -1,0 +1,9 @@
+"""What all tests rest on."""
+
+import signal
+import threading
+
+# A shell without job control starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of
+# Ctrl-C need it to work, however the suite was started.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
