@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdsim.calibration.record import Calibration
 from pdsim.fabric.machine import Engine, Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
@@ -23,6 +24,7 @@ class Config:
     backend: Engine
     model: Llm
     parallel: Parallel
+    calibration: Calibration | None = None  # what it set is in hw and backend already; the rest says how good that is
     workload: Workload = field(default_factory=Workload)
     kv: Kv = field(default_factory=Kv)
     policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written

@@ -16,6 +16,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
+from pdsim.calibration.record import Calibration, applied, covers
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import EVIDENCE, Engine, Machine
@@ -36,18 +37,21 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
 
     The options of the experiment are typed and completed by its own `Options`.  The source called ``"gpu"`` speaks for
     all numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
-    Raise a `ConfigError`.
+    A calibration is laid over machine and engine, and under what was overridden.  Raise a `ConfigError`.
     """
-    values, policy = _without_policy(values)
-    config = build(Config, values)
     keys = tuple(overridden)
+    values, policy = _without_policy(values)
+    values, calibration, calibrated = _calibrated(values, keys)
+    config = build(Config, values)
+    new = calibrated | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
         experiment=_experiment(config.experiment),
-        hw=_sourced(config.hw, "hw", keys),
-        backend=_sourced(_alias(config.backend), "backend", keys),
-        model=_sourced(config.model, "model", keys),
+        calibration=calibration,
+        hw=_sourced(config.hw, "hw", new),
+        backend=_sourced(_alias(config.backend), "backend", new),
+        model=_sourced(config.model, "model", new),
     )
 
 
@@ -230,26 +234,32 @@ def _alias(backend: Engine) -> Engine:
     return replace(backend, options={"MC_FORCE_TCP": "1", **options})
 
 
-def _sourced(instance: Sourced, at: str, overridden: Iterable[str]) -> Sourced:
-    """Return *instance* with sources that speak for all of its numbers, those set on the command line included."""
+def _calibrated(
+    values: dict[str, Any], overridden: tuple[str, ...]
+) -> tuple[dict[str, Any], Calibration | None, dict[str, str]]:
+    """Return *values* without their calibration but with its parameters, it, and the sources of what it set."""
+    chosen = values.pop("calibration", None)
+    if chosen is None or chosen == {"name": "none"}:
+        return values, None, {}
+    return applied(values, build(Calibration, chosen, "calibration"), overridden)
+
+
+def _sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
+    """Return *instance* with sources that speak for all of its numbers; *new* ones, by full key, replace its own."""
     found = list(numbers(instance))
-    by_hand = [key.removeprefix(f"{at}.") for key in overridden if key.startswith(f"{at}.")]
-    by_hand = [key for key in by_hand if any(_covers(key, number) for number in found)]
+    named = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
+    named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}
     sources: dict[str, str] = {}
     for keys, text in instance.sources.items():
         if text.partition(":")[0] not in EVIDENCE:
             raise ConfigError(f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
-        left = [key for key in _split(keys) if not any(_covers(hand, key) for hand in by_hand)]
+        left = [key for key in _split(keys) if not covers(named, key)]
         sources |= {", ".join(left): text} if left else {}
-    sources |= dict.fromkeys(by_hand, ON_THE_COMMAND_LINE)
+    sources |= named
     said = [key for keys in sources for key in _split(keys)]
-    sources |= {number: UNSAID for number in found if not any(_covers(key, number) for key in said)}
+    sources |= {number: UNSAID for number in found if not covers(said, number)}
     return replace(instance, sources=sources)
 
 
 def _split(keys: str) -> list[str]:
     return [key.strip() for key in keys.split(",")]
-
-
-def _covers(key: str, number: str) -> bool:
-    return f"{number}.".startswith(f"{key}.")

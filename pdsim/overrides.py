@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from pdsim.errors import ConfigError
 
-__all__ = ["describe", "explain", "groups", "near", "options", "rewrite", "set_keys"]
+__all__ = ["check_calibration", "describe", "explain", "groups", "near", "options", "rewrite", "set_keys"]
 
 _FLAGS = {
     "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-dir": 1, "-cd": 1, "--config-name": 1, "-cn": 1,
@@ -120,6 +120,13 @@ def _bare(word: str) -> str:
     if word in groups():
         return f"{word!r} is not KEY=VALUE; write {word}=NAME with one of {', '.join(options(word))}"
     return f"{word!r} is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help"
+
+
+def check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> None:
+    """Raise a `ConfigError` if *words* choose a calibration that there is none of: Hydra takes it for optional."""
+    for name in (word.partition("=")[2].strip("'\"") for word in words if word.startswith("calibration=")):
+        if not composed.get("calibration"):
+            raise ConfigError(_missing(f"calibration/{name}", None))
 
 
 # --- and back -------------------------------------------------------------------------------------------------------

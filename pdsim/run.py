@@ -174,7 +174,9 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
     """Return the typed configuration of a point that can be run.  Raise a `ConfigError` otherwise."""
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(values, Mapping)
-    config = configure.load({str(key): value for key, value in values.items()}, overrides.set_keys(words))
+    named = {str(key): value for key, value in values.items()}
+    overrides.check_calibration(words, named)
+    config = configure.load(named, overrides.set_keys(words))
     checks.check(config)
     return config
 

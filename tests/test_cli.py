@@ -117,6 +117,7 @@ REFUSALS = [
     (("run", "--cfg"), "--cfg needs a value after it"),
     (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 2x8xh100,"),
     (("run", "hw=1"), "hw=1 does not exist; There are 2x8xh100,"),
+    (("run", "calibration=nonsense"), "calibration=nonsense does not exist; "),
     (
         ("run", "output=/proc/none"),
         "output=/proc/none: No such file or directory; name a folder that can be written to",

@@ -6,9 +6,10 @@ A modelled number is no better than its parameters; a measured one is evidence i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from pdsim.calibration.record import Calibration
 from pdsim.config import Config
 from pdsim.fabric.machine import EVIDENCE
 
@@ -20,6 +21,7 @@ class Evidence:
     """*sources* maps a parameter, such as ``hw.gpu.memory_rate``, to ``"kind: text"``."""
 
     sources: Mapping[str, str]
+    calibration: Calibration | None = None  # of the engine, if the run is modelled and has one
 
     @property
     def weakest(self) -> str:
@@ -43,7 +45,8 @@ class Evidence:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `run.json` keeps."""
-        return {"weakest": self.weakest, "sources": dict(self.sources)}
+        found = {"weakest": self.weakest, "sources": dict(self.sources)}
+        return found | ({"calibration": asdict(self.calibration)} if self.calibration else {})
 
 
 def kind_of(parameter: str, source: str) -> str:
@@ -69,7 +72,7 @@ def gather(config: Config, *, serving: bool) -> Evidence:
     if serving:
         sources |= _named("model", config.model.sources)
         sources["compute"] = "assumed: a roofline with the shares and constants of the compute settings"
-    return Evidence(sources)
+    return Evidence(sources, config.calibration if config.target == "model" else None)
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:

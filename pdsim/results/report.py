@@ -41,6 +41,8 @@ def show(folder: Path, file: IO[str] | None = None) -> None:
         for table in run["tables"]:
             _show_table(console, table["title"], table["columns"], table["rows"])
     _show_evidence(console, proof)
+    if calibration := run["evidence"].get("calibration"):
+        _say(console, spread(calibration))
     for note in run["notes"]:
         _say(console, f"note: {note}", style="yellow")
     for failure in run["failures"]:
@@ -129,6 +131,18 @@ def _show_evidence(console: Console, proof: Evidence) -> None:
     _say(console, f"so these numbers are no better than {proof.weakest}:")
     for text, parameters in proof.texts(proof.weakest).items():
         _say(console, f"  {', '.join(parameters)}: {text}", style="dim")
+
+
+def spread(calibration: Mapping[str, Any]) -> str:
+    """Return how far a modelled transfer time may be from a real one, for all that *calibration* knows."""
+    begin = f"calibration: {calibration['name']}, {calibration['source']}, {calibration['date']}"
+    held_out = calibration["held_out"]
+    if not held_out:
+        return f"{begin}; it was compared with no samples but its own"
+    return (
+        f"{begin}; transfer times of {held_out['points']} samples left out of the fit ({held_out['how']}) are met "
+        f"within {held_out['mean']:.1%} in the mean and {held_out['p95']:.1%} at the 95th percentile"
+    )
 
 
 def cell(value: Any) -> str:

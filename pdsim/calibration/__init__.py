@@ -1,0 +1,1 @@
+"""What the model's parameters are fitted from, and how well: calibrations, their raw points, and the fit."""
