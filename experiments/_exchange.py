@@ -6,20 +6,40 @@ Written against the waist only.  What is measured is in the records of the endpo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.errors import PeerLost, TransferError
-from pdsim.transfer import Batch, Buffer, Message, Peer, Program, Rank, Region, Transfer
+from experiments._party import Party
+from pdsim.errors import TransferError
+from pdsim.transfer import Batch, Buffer, Peer, Program, Rank, Region, Transfer
 
-__all__ = ["area_bytes", "exchange"]
+__all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
 
 Ints = npt.NDArray[np.int64]
 Flow = Sequence[str]  # the rank that the bytes come from, the rank that they go to
+Post = Callable[..., Transfer]
+
+SCHEDULES = ("free", "rounds", "serial")
+"""How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
+or one transfer at a time, flow by flow."""
+
+
+class Task(TypedDict):
+    """One point, as plain data."""
+
+    label: str  # of its measured transfers
+    flows: Sequence[Flow]
+    blocks: int
+    size: int  # bytes of a block
+    concurrency: int
+    repeat: int
+    read: bool  # the sink posts, not the source
+    scattered: bool
+    schedule: str  # of `SCHEDULES`
 
 
 def area_bytes(blocks: int, size: int, concurrency: int, scattered: bool) -> int:
@@ -27,95 +47,135 @@ def area_bytes(blocks: int, size: int, concurrency: int, scattered: bool) -> int
     return concurrency * blocks * size * (2 if scattered else 1)
 
 
-def exchange(
-    rank: Rank,
-    *,
-    flows: Sequence[Flow],
-    blocks: int,
-    size: int,
-    concurrency: int,
-    repeat: int,
-    warmup: int,
-    read: bool,
-    scattered: bool,
-    verify: bool,
-    seed: int,
-    timeout: float,
-    label: str,
-) -> Program:
-    """Run one point and return ``{"slots": n, "verified": k}``, for the slots that this rank received bytes in.
+def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
+    """Return the bytes that *rank* registers: enough for whichever of *tasks* takes most of it."""
+    return max(1, *(_area(task) * sum(rank in flow for flow in task["flows"]) for task in tasks))
 
-    Of each of *flows*, the initiator (the source, or with *read* the sink) keeps *concurrency* transfers of *blocks*
-    times *size* bytes in flight until *repeat* are done, after *warmup* that are labelled ``"warmup"``.  All ranks
-    begin together.  *verified* is None if nothing was checked.  Raise `PeerLost` if a rank is not heard of for
-    *timeout* seconds, and whatever a transfer fails with.
+
+def _area(task: Task) -> int:
+    return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
+
+
+def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, seed: int, timeout: float) -> Program:
+    """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
+
+    In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight
+    until ``repeat`` are done, after *warmup* that are labelled ``"warmup"``.  All ranks begin each point together,
+    those without a flow in it too, over one region that is registered once.  *n* counts the slots of all ranks in which
+    bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
+
+    An error ends the list before the point that met it, and is returned, so that what was before it is kept:
+    `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
     """
-    party = _Party(rank, timeout)
+    party = Party(rank, timeout)
     rank.clock.process(party.tick())
-    area = area_bytes(blocks, size, concurrency, scattered)
-    mine = [index for index, flow in enumerate(flows) if rank.name in flow]
-    buffer = rank.device.allocate(max(1, area * len(mine)))
+    buffer = rank.device.allocate(region_bytes(rank.name, points))
     region = rank.endpoint.register(buffer, "blocks")
-    plan = _Plan(flows, blocks, size, concurrency, scattered, seed)
-    check = verify and rank.device.holds_bytes
+    done: list[dict[str, Any]] = []
     try:
         addresses = yield from party.meet("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
-        posts = [
-            _posts(rank, plan, index, region, peers, read) for index in mine if _initiates(rank, flows[index], read)
-        ]
-        for round_, count in (("warmup", warmup), (label, repeat)):
-            if check:
-                plan.fill(rank.name, buffer, round_)
-            yield from party.meet(f"start {round_}")
-            yield from _transfer(rank, posts, count, timeout, round_)
-            yield from party.meet(f"end {round_}")
+        for number, task in enumerate(points):
+            work = _Work(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
+            for round_, count in (("warmup", warmup), (task["label"], task["repeat"])):
+                work.fill(round_)
+                yield from party.start(f"{number} begins {round_}")
+                yield from work.transfer(round_, count)
+                yield from party.meet(f"{number} has ended {round_}")
+            mine = work.found()
+            others = yield from party.meet(f"{number} is checked", b"%d %d %d" % mine)
+            done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
     except TransferError as error:
         party.give_up(error)
-        raise
-    received = [index for index in mine if flows[index][1] == rank.name]
-    verified = sum(plan.verified(index, buffer, label) for index in received) if check else None
+        return {"points": done, "error": f"{type(error).__name__}: {error}"}
     rank.endpoint.deregister(region)
     rank.device.free(buffer)
-    return {"slots": len(received) * concurrency, "verified": verified}
+    return {"points": done, "error": ""}
 
 
-def _initiates(rank: Rank, flow: Flow, read: bool) -> bool:
-    return rank.name == flow[1 if read else 0]
+def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the sum of what all ranks *found*, of which those that could check nothing say so."""
+    slots, checked, verified = (sum(counts) for counts in zip(*found, strict=True))
+    return {"slots": slots, "verified": verified if checked else None}
 
 
-def _posts(
-    rank: Rank, plan: _Plan, index: int, region: Region, peers: dict[str, Peer], read: bool
-) -> list[Callable[..., Transfer]]:
-    """Return for each slot of flow *index* the call that starts its transfer."""
-    source, sink = plan.flows[index]
-    peer = peers[source if read else sink]
-    there = peer.regions["blocks"]
-    ends = (there, region) if read else (region, there)
-    start = rank.endpoint.read if read else rank.endpoint.write
-    return [partial(start, peer, plan.batch(index, slot, *ends)) for slot in range(plan.concurrency)]
+class _Work:
+    """What one rank does in one point."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        task: Task,
+        buffer: Buffer,
+        region: Region,
+        peers: Mapping[str, Peer],
+        seed: int,
+        check: bool,
+        timeout: float,
+    ) -> None:
+        self._rank, self._task, self._buffer = rank, task, buffer
+        self._plan = _Plan(task, seed)
+        self._check = check
+        self._timeout = timeout
+        initiator = 1 if task["read"] else 0
+        mine = [index for index, flow in enumerate(task["flows"]) if flow[initiator] == rank.name]
+        self._posts = [self._slots(index, region, peers) for index in mine]
+
+    def _slots(self, index: int, region: Region, peers: Mapping[str, Peer]) -> list[Post]:
+        """Return for each slot of flow *index* the call that starts its transfer."""
+        task, rank = self._task, self._rank
+        source, sink = task["flows"][index]
+        peer = peers[source if task["read"] else sink]
+        there = peer.regions["blocks"]
+        ends = (there, region) if task["read"] else (region, there)
+        start = rank.endpoint.read if task["read"] else rank.endpoint.write
+        return [partial(start, peer, self._plan.batch(index, slot, *ends)) for slot in range(task["concurrency"])]
+
+    def fill(self, round_: str) -> None:
+        """Give every slot that this rank sends from the bytes of this round, if they are checked."""
+        if self._check:
+            self._plan.fill(self._rank.name, self._buffer, round_)
+
+    def found(self) -> tuple[int, int, int]:
+        """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent."""
+        flows = enumerate(self._task["flows"])
+        received = [index for index, flow in flows if flow[1] == self._rank.name]
+        slots = len(received) * self._task["concurrency"]
+        if not self._check:
+            return slots, 0, 0
+        return slots, slots, sum(self._plan.verified(index, self._buffer, self._task["label"]) for index in received)
+
+    def transfer(self, label: str, count: int) -> Generator[Any, Any, None]:
+        """Make *count* transfers of every flow.  Raise the first error when all that were started have ended."""
+        running = [self._rank.clock.process(loop) for loop in self._loops(label, count)]
+        errors = []
+        for process in running:
+            error = yield process
+            errors += [error] if error else []
+        if errors:
+            raise errors[0]
+
+    def _loops(self, label: str, count: int) -> list[Generator[Any, Any, TransferError | None]]:
+        start = {"timeout": self._timeout, "label": label}
+        if self._task["schedule"] == "free":
+            # the slots of a flow share its budget: a slow transfer does not hold up the others
+            budgets = [(slots, iter(range(count))) for slots in self._posts]
+            return [_loop([[post]], budget, start) for slots, budget in budgets for post in slots]
+        rounds = iter(range(-(-count // self._task["concurrency"])))
+        if self._task["schedule"] == "serial":
+            return [_loop([[post] for slots in self._posts for post in slots], rounds, start)]
+        return [_loop([[post for slots in self._posts for post in slots]], rounds, start)]
 
 
-def _transfer(
-    rank: Rank, posts: Sequence[Sequence[Callable[..., Transfer]]], count: int, timeout: float, label: str
-) -> Generator[Any, Any, None]:
-    """Make *count* transfers of every flow, one at a time in each slot.  Raise the first error when all have ended."""
-    running = []
-    for slots in posts:
-        budget = iter(range(count))  # shared by the slots: a slow transfer does not hold up the others
-        running += [rank.clock.process(_slot(post, budget, timeout, label)) for post in slots]
-    errors = []
-    for process in running:
-        error = yield process
-        errors += [error] if error else []
-    if errors:
-        raise errors[0]
-
-
-def _slot(post: Callable[..., Transfer], budget: Any, timeout: float, label: str) -> Generator[Any, Any, Any]:
+def _loop(
+    waves: Sequence[Sequence[Post]], budget: Any, start: Mapping[str, Any]
+) -> Generator[Any, Any, TransferError | None]:
+    """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows."""
     try:
         for _ in budget:
-            yield post(timeout=timeout, label=label)
+            for wave in waves:
+                for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
+                    yield transfer
     except TransferError as error:
         return error
     return None
@@ -124,18 +184,17 @@ def _slot(post: Callable[..., Transfer], budget: Any, timeout: float, label: str
 class _Plan:
     """Where the blocks of every flow lie in each rank's one buffer, and what they hold."""
 
-    def __init__(
-        self, flows: Sequence[Flow], blocks: int, size: int, concurrency: int, scattered: bool, seed: int
-    ) -> None:
-        self.flows = flows
-        self.size = size
-        self.concurrency = concurrency
+    def __init__(self, task: Task, seed: int) -> None:
+        self.flows = task["flows"]
+        self.size = task["size"]
+        self.concurrency = task["concurrency"]
         self._seed = seed
-        self._places = blocks * (2 if scattered else 1)  # block-sized places of a slot
+        blocks, self._scattered = task["blocks"], task["scattered"]
+        self._places = blocks * (2 if self._scattered else 1)  # block-sized places of a slot
         order = np.random.Generator(np.random.PCG64([seed, 0]))
         every: Ints = np.arange(blocks, dtype=np.int64)
-        self._from = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
-        self._to = order.permutation(self._places)[:blocks].astype(np.int64) if scattered else every
+        self._from = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
+        self._to = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
 
     def batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
         """Return the descriptors of a transfer of flow *index*."""
@@ -144,11 +203,13 @@ class _Plan:
         return Batch(source, target, source_offset, target_offset, np.full(len(self._from), self.size))
 
     def fill(self, rank: str, buffer: Buffer, round_: str) -> None:
-        """Give every slot that *rank* sends from the bytes of this round."""
-        for index, flow in enumerate(self.flows):
-            if flow[0] == rank:
-                for slot in range(self.concurrency):
+        """Give every slot that *rank* sends from the bytes of this round, and zeros to those that it receives in."""
+        for index, (source, sink) in enumerate(self.flows):
+            for slot in range(self.concurrency):
+                if source == rank:
                     buffer.write(self._at(index, slot, rank), self._content(index, slot, round_).tobytes())
+                elif sink == rank and self._scattered:  # otherwise every byte is written
+                    buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
 
     def verified(self, index: int, buffer: Buffer, round_: str) -> int:
         """Return how many slots of flow *index* have the checksum of what was sent, and zeros between the blocks."""
@@ -170,53 +231,3 @@ class _Plan:
         """Return the bytes of all places of a slot, shape (places, size): both sides can compute them."""
         generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, zlib.crc32(round_.encode())]))
         return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)
-
-
-class _Party:
-    """All ranks of a job: they meet at stages, and none waits for ever for one that is gone.
-
-    A message is ``stage, NUL, payload``.  Ranks say that they live every quarter of *timeout*.
-    """
-
-    def __init__(self, rank: Rank, timeout: float) -> None:
-        self._rank = rank
-        self._timeout = timeout
-        self._arrived: dict[str, dict[str, bytes]] = {}
-        self._heard: dict[str, float] = {}
-
-    def tick(self) -> Generator[Any, Any, None]:
-        """Tell the others for ever that this rank lives."""
-        while True:
-            yield self._rank.clock.timeout(self._timeout / 4)
-            self._tell("alive")
-
-    def meet(self, stage: str, payload: bytes = b"") -> Generator[Any, Any, dict[str, bytes]]:
-        """Wait until all ranks are at *stage* and return what each of the others brought."""
-        self._tell(stage, payload)
-        arrived = self._arrived.setdefault(stage, {})
-        self._heard = dict.fromkeys(self._rank.peers, self._rank.clock.now)  # nobody listened during the transfers
-        while missing := [name for name in self._rank.peers if name not in arrived]:
-            received = self._rank.channel.receive()
-            yield received | self._rank.clock.timeout(self._timeout / 4)
-            if received.processed:  # only triggered: its message goes to who asks next
-                self._take(cast("Message", received.value))
-            silent = [name for name in missing if self._rank.clock.now - self._heard[name] > self._timeout]
-            if silent:
-                raise PeerLost(f"{silent[0]} was not heard of for {self._timeout:g} s, at {stage!r}")
-        return arrived
-
-    def give_up(self, error: TransferError) -> None:
-        """Tell the others that this rank ends with *error*, so that they need not find out."""
-        self._tell("lost", f"{type(error).__name__}: {error}".encode())
-
-    def _tell(self, stage: str, payload: bytes = b"") -> None:
-        for name in self._rank.peers:
-            self._rank.channel.send(name, stage.encode() + b"\0" + payload)
-
-    def _take(self, message: Message) -> None:
-        sender = message.sender
-        stage, _, payload = message.payload.partition(b"\0")
-        self._heard[sender] = self._rank.clock.now
-        if stage == b"lost":
-            raise PeerLost(f"{sender} gave up: {payload.decode()}")
-        self._arrived.setdefault(stage.decode(), {})[sender] = payload

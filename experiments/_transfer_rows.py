@@ -1,31 +1,19 @@
-"""From the outcome of each point of `experiments.transfer` to its rows and metrics, in the columns of nixlbench."""
+"""From the records of each point of `experiments.transfer` to its rows and metrics, in the columns of nixlbench."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from experiments._transfer_layout import Flow
+from experiments._transfer_points import Point
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
-from pdsim.transfer import Outcome, TransferRecord
+from pdsim.transfer import TransferRecord
 from pdsim.units import format_size
 
-__all__ = ["Point", "Row", "merged", "metrics", "row", "tables"]
-
-
-class Point(NamedTuple):
-    """One combination of what is swept over."""
-
-    pattern: str
-    blocks: int
-    size: int
-    concurrency: int
-
-    @property
-    def label(self) -> str:
-        """Such as ``"pair 64x65536 c1"``; the label of the point's transfers."""
-        return f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}"
+__all__ = ["Row", "metrics", "tables"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +21,11 @@ class Row:
     """What one point gave: its measured *records*, failed ones included, and how it ended."""
 
     point: Point
-    flows: int
+    flows: Sequence[Flow]
     records: Sequence[TransferRecord]
-    status: str  # "ok", "corrupt" or the class of an error
-    slots: int
-    verified: int | None  # None if nothing was checked
+    status: str  # "ok", "corrupt", the class of an error, or "not run"
+    slots: int = 0
+    verified: int | None = None  # None if nothing was checked
 
     @property
     def done(self) -> list[TransferRecord]:
@@ -52,9 +40,7 @@ class Row:
     @property
     def seconds(self) -> float | None:
         """From the first submission to the last completion seen, over all initiators."""
-        if not self.done:
-            return None
-        return max(record.seen for record in self.done) - min(record.submitted for record in self.done)
+        return _span(self.done)
 
     @property
     def bandwidth(self) -> float | None:
@@ -64,7 +50,7 @@ class Row:
     @property
     def block_latency(self) -> float | None:
         """What nixlbench calls Avg Lat, us: the time of the loop over the blocks that one flow moved."""
-        blocks = self.point.blocks * len(self.done) / self.flows
+        blocks = self.point.blocks * len(self.done) / len(self.flows)
         return self.seconds / blocks * 1e6 if self.seconds else None
 
     def times(self, stage: str) -> list[float]:
@@ -89,50 +75,28 @@ _DEFINITIONS = {
 }
 
 
-def row(point: Point, outcome: Outcome, flows: int, *, verify: bool) -> Row:
-    """Return the row of *point*, whose job ended as *outcome* and had *flows* flows."""
-    records = [record for rank in outcome.ranks.values() for record in rank.transfers if record.label == point.label]
-    errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
-    # A rank that was killed cannot say why; what the others saw names it.
-    status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else "ok"
-    values = [rank.value for rank in outcome.ranks.values() if not rank.error]
-    checked = [value["verified"] for value in values if verify and value["verified"] is not None]
-    slots = sum(value["slots"] for value in values)
-    verified = sum(checked) if checked else None
-    if status == "ok" and verified is not None and verified < slots:
-        status = "corrupt"
-    return Row(point, flows, records, status, slots, verified)
+def _span(records: Sequence[TransferRecord]) -> float | None:
+    if not records:
+        return None
+    return max(record.seen for record in records) - min(record.submitted for record in records)
 
 
-def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Return the outcomes of all points, by label, as one; each rank, link and pool is named with its point."""
-
-    def of_all(part: str) -> dict[str, Any]:
-        items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
-        return {f"{label} {name}": value for label, values in items for name, value in values.items()}
-
-    return Outcome(
-        ranks=of_all("ranks"),
-        seconds=sum(outcome.seconds for outcome in outcomes.values()),
-        links=of_all("links"),
-        pools=of_all("pools"),
-        events=sum(outcome.events for outcome in outcomes.values()),
-    )
-
-
-def tables(rows: Sequence[Row]) -> tuple[Table, Table]:
-    """Return the table of rates and latencies and the table of stages."""
+def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
+    """Return the tables of rates and latencies, of stages, and of flows where a point has several."""
     who = {
-        "pattern": "pair and bidirectional: two ranks; incast: all to one; fanout: one to all; alltoall",
+        "pattern": "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall",
         "block": "bytes of a descriptor",
         "batch": "descriptors of a transfer",
         "conc": "transfers that an initiator keeps in flight to each peer",
+        "how": "write or read, blocks contiguous or scattered, and the order of an initiator's flows, if not the usual",
     }
     rates = who | {
         "B/W GB/s": "bytes of all flows / time from the first call to the last completion, 1 GB = 1e9 bytes",
         "Avg Lat us": "as in nixlbench: that time / blocks moved by one flow, so per block and not per transfer",
         "lat avg us": _DEFINITIONS["latency"],
+        "p25": "first quartile of that",
         "p50": "median of that",
+        "p75": "third quartile of that",
         "p99": "99th percentile of that; needs 100 transfers",
         "p99.9": "99.9th percentile of that; needs 1000 transfers",
         "verified": "receiving slots whose checksum is that of what was sent, of those there are",
@@ -141,27 +105,58 @@ def tables(rows: Sequence[Row]) -> tuple[Table, Table]:
     stages = dict(who)
     for stage in ("prep", "post", "tx", "poll"):
         stages[f"{stage} avg us"] = _DEFINITIONS[stage]
+        stages[f"{stage} p50"] = f"median of {stage}"
         stages[f"{stage} p99"] = f"99th percentile of {stage}; needs 100 transfers"
-    return (
+    of_flows = who | {
+        "source": "rank that the bytes come from",
+        "sink": "rank that they go to",
+        "transfers": "of this flow that succeeded",
+        "lat p25 us": "first quartile of the latency of this flow's transfers",
+        "p50": "median of that",
+        "p75": "third quartile of that",
+        "B/W GB/s": "bytes of this flow / time from its first call to its last completion",
+        "start us": "its first call, after the first of the point",
+        "end us": "its last completion, after the first call of the point",
+    }
+    found = [
         Table("Bandwidth and latency of each point", rates, [[*_who(row), *_rates(row)] for row in rows]),
         Table("Stages of a transfer", stages, [[*_who(row), *_stages(row)] for row in rows]),
-    )
+    ]
+    several = [[*_who(row), *flow] for row in rows if len(row.flows) > 1 for flow in _flows(row)]
+    return (*found, Table("Flows of each point", of_flows, several)) if several else tuple(found)
 
 
 def _who(row: Row) -> list[Any]:
-    return [row.point.pattern, format_size(row.point.size), row.point.blocks, row.point.concurrency]
+    point = row.point
+    how = point.label.split(" ")[3:]
+    return [point.pattern, format_size(point.size), point.blocks, point.concurrency, " ".join(how) or "-"]
 
 
 def _rates(row: Row) -> list[Any]:
     times = row.times("latency")
-    percentiles = [percentile(times, q) for q in (50.0, 99.0, 99.9)]
+    percentiles = [percentile(times, q) for q in (25.0, 50.0, 75.0, 99.0, 99.9)]
     verified = "-" if row.verified is None else f"{row.verified}/{row.slots}"
     return [row.bandwidth, row.block_latency, mean(times), *percentiles, verified, row.status]
 
 
+def _flows(row: Row) -> Iterator[list[Any]]:
+    of_flow: dict[Flow, list[TransferRecord]] = {(source, sink): [] for source, sink in row.flows}
+    for record in row.done:
+        of_flow[record.source, record.target].append(record)
+    began = min((record.submitted for record in row.done), default=0.0)
+    for (source, sink), records in of_flow.items():
+        times = [(record.seen - record.submitted) * 1e6 for record in records]
+        quartiles = [percentile(times, q) for q in (25.0, 50.0, 75.0)]
+        span = _span(records)
+        rate = sum(record.nbytes for record in records) / span / 1e9 if span else None
+        start = (min(record.submitted for record in records) - began) * 1e6 if records else None
+        end = (max(record.seen for record in records) - began) * 1e6 if records else None
+        yield [source, sink, len(records), *quartiles, rate, start, end]
+
+
 def _stages(row: Row) -> list[Any]:
     stages = [row.times(stage) for stage in ("prep", "post", "tx", "poll")]
-    return [number for times in stages for number in (mean(times), percentile(times, 99.0))]
+    return [number for times in stages for number in (mean(times), percentile(times, 50.0), percentile(times, 99.0))]
 
 
 def metrics(rows: Sequence[Row]) -> list[Metric]:

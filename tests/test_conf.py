@@ -141,7 +141,7 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
 
 def modelled(config: Config, blocks: int, size: int) -> float:
     """Return the seconds that one transfer takes: between two GPUs of one node or, if there are more, of two nodes."""
-    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1, "placement": "spread"}
+    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1, "placement": ("spread",)}
     result = experiments.transfer.run(
         replace(config, experiment=point), Model(config.hw, config.backend), lambda fraction, text: None
     )

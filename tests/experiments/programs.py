@@ -36,7 +36,7 @@ def _disturbed(rank: Rank, device: Remembering, arguments: dict[str, Any]) -> Pr
         yield rank.clock.timeout(1e-6)
         buffer = device.buffers[0]
         while True:  # wherever the blocks lie in the slot, one of these bytes lies between them
-            for place in range(0, buffer.size, arguments["size"]):
+            for place in range(0, buffer.size, arguments["points"][0]["size"]):
                 buffer.write(place, b"!")
             yield rank.clock.timeout(1e-6)
 

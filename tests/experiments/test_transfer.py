@@ -86,7 +86,7 @@ def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
     engine = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma"))
     found = {}
     for placement in ("packed", "spread"):
-        config = replace(configured(hw, placement=placement, size=(1 << 20,)), backend=engine)
+        config = replace(configured(hw, placement=(placement,), size=(1 << 20,)), backend=engine)
         found[placement] = values(run(config, Model(hw, engine), lambda fraction, text: None))["bw_gbs"]
     assert found["packed"] > 5 > 1 > found["spread"] > 0.9
 
@@ -125,7 +125,7 @@ def test_a_percentile_that_the_sample_cannot_have_is_left_out():
 
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
 @pytest.mark.parametrize("operation", ["write", "read"])
-@pytest.mark.parametrize("pattern", ["pair", "bidirectional", "incast", "fanout", "alltoall"])
+@pytest.mark.parametrize("pattern", ["pair", "pairs", "bidirectional", "incast", "fanout", "cross", "alltoall"])
 def test_every_slot_arrives_as_it_was_sent(pattern, operation, layout):
     options = {"patterns": (pattern,), "concurrency": (2,), "operation": operation, "layout": layout}
     result = measure(memory="tracked", **options)
@@ -148,7 +148,7 @@ def test_bytes_that_nobody_sent_are_found():
     result = run(config, Disturbed(EIGHT, ENGINE, memory="tracked"), lambda fraction, text: None)
     (row,) = rows(result)
     assert (row["verified"], row["status"]) == ("0/2", "corrupt")
-    assert result.failures == ["pair 4x4096 c1: 2 slots hold other bytes than were sent".replace("c1", "c2")]
+    assert result.failures == ["pair 4x4096 c2 scattered: 2 slots hold other bytes than were sent"]
 
 
 def test_without_contents_nothing_is_verified_and_the_result_says_so():
@@ -160,52 +160,69 @@ def test_without_contents_nothing_is_verified_and_the_result_says_so():
 # --- loss -----------------------------------------------------------------------------------------------------------
 
 
-class Killing(Model):
-    """A model that kills a rank in the second job that it runs."""
+class Losing(Model):
+    """A model that kills a rank at given times of the jobs that it runs, one after the other."""
 
-    jobs = 0
     victim = "rank1"
+    at: tuple[float, ...] = (30e-3,)
+    jobs = 0
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         type(self).jobs += 1
-        return super().run(ranks, {self.victim: 500e-6} if self.jobs == 2 else None)
+        times = self.at[self.jobs - 1 : self.jobs]
+        return super().run(ranks, {self.victim: times[0]} if times else None)
+
+
+def losing(**how: Any) -> Model:
+    return type("Target", (Losing,), how)(EIGHT, ENGINE, memory="tracked")
+
+
+MANY = {"blocks": (1, 2, 4), "size": (100_000,), "repeat": 1000}
+"""Points of 16, 27 and 49 ms."""
 
 
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
 def test_a_lost_rank_costs_its_own_row_only(victim):
-    target = type("Target", (Killing,), {"victim": victim})(EIGHT, ENGINE)
-    config = configured(blocks=(1, 2, 4), size=(100_000,), repeat=1000)
-    result = run(config, target, lambda fraction, text: None)
+    target = losing(victim=victim)
+    result = run(configured(memory="tracked", **MANY), target, lambda fraction, text: None)
     assert [row["status"] for row in rows(result)] == ["ok", "PeerLost", "ok"]
-    assert any(failure.startswith(f"pair 2x100000 c1 {victim}: Killed") for failure in result.failures)
+    assert [row["verified"] for row in rows(result)] == ["1/1", "-", "1/1"]
+    assert any(failure.startswith(f"{victim}: Killed") for failure in result.failures)
+    assert "pair 2x100000 c1 was not completed" in result.failures
     assert values(result)["points_failed"] == 1
+    assert target.jobs == 2
+
+
+def test_after_a_second_loss_what_is_left_is_not_run():
+    result = run(configured(memory="tracked", **MANY), losing(at=(0.01, 0.01)), lambda fraction, text: None)
+    assert [row["status"] for row in rows(result)] == ["PeerLost", "PeerLost", "not run"]
+    assert result.failures[-1].startswith("1 points were not run: a rank was lost in 2 jobs")
 
 
 def test_what_had_succeeded_before_the_loss_is_kept():
-    target = type("Target", (Killing,), {})(EIGHT, ENGINE)
-    result = run(configured(blocks=(1, 2), size=(100_000,), repeat=1000), target, lambda fraction, text: None)
+    result = run(configured(memory="tracked", **MANY), losing(), lambda fraction, text: None)
     of_the_lost = [record for record in result.transfers if record.label == "pair 2x100000 c1"]
     assert {record.status for record in of_the_lost} == {"ok", "PeerLost"}
     assert rows(result)[1]["B/W GB/s"] > 0
 
 
 class Failing(Model):
-    """A model whose second job cannot be started."""
+    """A model whose first job cannot be started."""
 
     jobs = 0
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         type(self).jobs += 1
-        if self.jobs == 2:
+        if self.jobs == 1:
             raise TransferFailed("rank1 was not ready within 60 s")
         return super().run(ranks, kill)
 
 
-def test_a_job_that_cannot_be_started_is_a_row_among_the_others():
+def test_a_job_that_cannot_be_started_costs_a_row():
     target = type("Target", (Failing,), {})(EIGHT, ENGINE)
     result = run(configured(blocks=(1, 2, 4)), target, lambda fraction, text: None)
-    assert [row["status"] for row in rows(result)] == ["ok", "TransferFailed", "ok"]
-    assert result.failures == ["pair 2x4096 c1 job: TransferFailed: rank1 was not ready within 60 s"]
+    assert [row["status"] for row in rows(result)] == ["TransferFailed", "ok", "ok"]
+    assert result.failures[0] == "job: TransferFailed: rank1 was not ready within 60 s"
 
 
 def test_an_engine_that_does_not_work_at_all_ends_the_run():
@@ -223,10 +240,15 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patterns": ("ring",)}, "experiment.patterns must be one of pair, bidirectional, .*, got 'ring'"),
+        ({"patterns": ("ring",)}, "experiment.patterns must be one of pair, pairs, bidirectional, .*, got 'ring'"),
         ({"blocks": (0,)}, "experiment.blocks must be >= 1, got 0"),
         ({"size": ()}, "experiment.size must have one value or more, got none"),
         ({"ranks": 1}, "experiment.ranks must be >= 2, got 1"),
+        ({"patterns": ("pair:2",)}, "'pair:2' has a count that it cannot have; write pair, or pairs:2"),
+        ({"patterns": ("cross:2x",)}, "'cross:2x' has a count that it cannot have; write cross:2 or cross:2x3"),
+        ({"schedule": ("late",)}, "experiment.schedule must be one of free, .*, got 'late'"),
+        ({"order": "random"}, "experiment.order must be one of listed, shuffled, got 'random'"),
+        ({"placement": ("0", "packed")}, "experiment.placement must be packed, spread or the number of a GPU"),
         ({"operation": "send"}, "experiment.operation must be one of write, read, got 'send'"),
     ],
 )

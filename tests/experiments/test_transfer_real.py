@@ -69,4 +69,4 @@ def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     target = Killing(make_target(name), victim)
     result = run(config, target, lambda fraction, text: None)
     assert [row["status"] for row in rows(result)] == ["PeerLost"]
-    assert any(f" {victim}: " in failure for failure in result.failures)
+    assert any(failure.startswith(f"{victim}: ") for failure in result.failures)
