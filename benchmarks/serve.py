@@ -25,7 +25,7 @@ from pdsim.config import Config
 from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 
-MOST_EVENTS = {"light": 75.0, "heavy": 75.0}
+MOST_EVENTS = {"light": 64.0, "heavy": 63.0}
 """Of a request.  In the trace a request has 2.5 chunks, each written by four ranks."""
 
 

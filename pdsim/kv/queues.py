@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from simpy.events import Event
 
-from pdsim.clock import Clock
+from pdsim.clock import Clock, fire
 from pdsim.transfer import Program
 
 __all__ = ["Queues"]
@@ -52,7 +52,10 @@ class Queues(Generic[T]):
             clock.process(self._work(number))
 
     def put(self, key: int, item: T) -> None:
-        """Append *item* to the queue that *key* falls to: ``key % count``."""
+        """Append *item* to the queue that *key* falls to: ``key % count``.
+
+        A worker that is idle begins before this returns, without an event of its own; so only a callback may call it.
+        """
         if not self._queues:
             self._clock.process(self._alone(item))
             return
@@ -60,7 +63,7 @@ class Queues(Generic[T]):
         queue.items.append(item)
         if queue.idle is not None:
             idle, queue.idle = queue.idle, None
-            idle.succeed()
+            fire(idle)
 
     def _work(self, number: int) -> Program:
         queue = self._queues[number]

@@ -9,7 +9,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.errors import PdsimError, PeerLost
+from pdsim.errors import PdsimError
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
     Abort,
@@ -18,14 +18,9 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Forward,
-    Gone,
-    Grant,
-    Meet,
     Message,
-    MessageError,
     Prefilled,
     Ready,
-    Register,
     Released,
     Sent,
     Settled,
@@ -35,10 +30,10 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
-from pdsim.kv.sender import KvSender
 from pdsim.kv.status import Status
 from pdsim.serving.job import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
-from pdsim.serving.member import EngineMember, Handler
+from pdsim.serving.member import Handler
+from pdsim.serving.writer import Worker
 from pdsim.transfer import Program, Rank
 
 __all__ = ["program"]
@@ -48,101 +43,6 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     """Run one rank of a prefill instance until the router stops it."""
     member = Leader if index == 0 else Worker
     return (yield from member(rank, Job.from_plain(job), instance, index).run())
-
-
-class Worker(EngineMember):
-    """A rank that computes what its leader says, and writes what it computed.
-
-    It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
-    """
-
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
-        super().__init__(rank, job, instance, index)
-        self.sender = KvSender(
-            rank,
-            job.prefill_layout(index),
-            job.prefill,
-            index,
-            self.conclude,
-            job.all_cp_ranks,
-            job.handoff,
-            job.staging,
-        )
-        self._met: set[str] = set()  # lives of decode instances
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
-        self.handlers |= {
-            Meet: self._meet,
-            Register: self._register,
-            Forward: self._forward,
-            Grant: self.sender.grant,
-            Abort: self._abort,
-        }
-
-    def report(self) -> dict[str, Any]:
-        """Return why metadata did not go the way of the policy, and how often."""
-        return {"fallbacks": self.sender.fallbacks}
-
-    def ready(self, message: Ready) -> None:
-        """Tell the leader that this rank is connected to all ranks of a decode instance that it writes to."""
-        self.send(leader(self.instance), message)
-
-    def conclude(self, message: Sent | Settled) -> None:
-        """Tell the leader how a room ended here."""
-        self.send(leader(self.instance), message)
-
-    def compute(self, message: Forward) -> Event:
-        """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
-        self.sender.expect(message.chunks)
-        forward = self.rank.device.compute(message.seconds)
-        assert forward.callbacks is not None
-        forward.callbacks.append(lambda _: self.guard(self._write, message))
-        return forward
-
-    def _write(self, message: Forward) -> None:
-        for chunk in message.chunks:
-            self.sender.send(chunk)
-        self.sender.poll()
-
-    def peer_gone(self, life: str) -> None:
-        """Forget the ranks of *life*."""
-        self._met.discard(life)
-        self.sender.drop(life)
-        self._early = {name: register for name, register in self._early.items() if register.instance != life}
-
-    def _meet(self, _: str, message: Meet) -> None:
-        self.life = message.life
-        for life in [life for life in self._met if instance_of(life) == instance_of(message.peer)]:
-            self.peer_gone(life)
-        self._met.add(message.peer)
-        self.sender.meet(message.peer)
-        early, self._early = self._early, {}
-        for sender, register in early.items():
-            self._register(sender, register)
-        self._found(message.peer)
-
-    def _register(self, sender: str, message: Register) -> None:
-        if message.peer != self.life or message.instance not in self._met:
-            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
-            return
-        try:
-            self.sender.connect(message)
-        except PeerLost as error:
-            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
-        except MessageError as error:
-            self.refuse(sender, str(error))
-        else:
-            self._found(message.instance)
-
-    def _found(self, life: str) -> None:
-        """Be ready once all ranks of *life* are connected that this one writes to."""
-        if self.sender.connected(life, self.job.decode):
-            self.ready(Ready(self.life, life))
-
-    def _forward(self, _: str, message: Forward) -> None:
-        self.compute(message)
-
-    def _abort(self, _: str, message: Abort) -> None:
-        self.sender.abort(message.room)
 
 
 @dataclass(slots=True)

@@ -38,15 +38,20 @@ def prefill(rank: Rank, *, script: list[list[Any]]) -> Program:
     message = yield rank.channel.receive()
     register = decode(message.payload)
     assert isinstance(register, Register)
-    sender.connect(register)
-    for at, action, *arguments in script:
-        yield rank.clock.at(at)
+    sender.links.connect(register)
+
+    def act(step: list[Any]) -> None:
+        action, *arguments = step
         if action == "expect":
             sender.expect([chunk(*arguments)])
         elif action == "send":
             sender.send(chunk(*arguments))
         else:
             sender.abort(*arguments)
+
+    for at, *step in script:
+        rank.clock.call_at(at, act, step)
+    yield rank.clock.at(script[-1][0])
     yield rank.clock.timeout(5.0)
     return {"reports": reports, "open": len(sender)}
 
@@ -200,5 +205,5 @@ def mismatched(rank: Rank, *, page_size: int, layers: int) -> Program:
     register = decode(message.payload)
     assert isinstance(register, Register)
     with pytest.raises(MessageError) as caught:
-        sender.connect(register)
+        sender.links.connect(register)
     return str(caught.value)

@@ -18,7 +18,7 @@ from msgspec.structs import replace as changed
 
 from experiments._faults_scenario import Scenario, attempt, draw
 from pdsim.errors import PeerLost, TransferTimeout
-from pdsim.kv import mapping, sender
+from pdsim.kv import mapping, outgoing, sender
 from pdsim.kv.landing import Landing
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived
@@ -188,7 +188,7 @@ SHARE = KvSender._share
 def from_the_first_page(self: KvSender, state: Any, chunk: Any) -> None:
     """Name the target pages of a chunk by its place among those sent, one page short."""
     rows, _ = self._share(chunk)
-    for target in self._targets.get(chunk.decode, ()):
+    for target in self.links.targets(chunk.decode):
         size = target.block(rows, self._limit)
         if size and target.peer.name not in state.refused:
             state.asks[chunk.index, target.peer.name] = None
@@ -364,7 +364,7 @@ def nothing(*_: Any) -> None:
 
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
-           ((sender, "advance", maximum), mutated(counted_as_done, KvSender, "_broken")), failing),
+           ((outgoing, "advance", maximum), mutated(counted_as_done, KvSender, "_broken")), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((mapping, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not looked at again, nor a question refused in time", "I5",
