@@ -2,11 +2,12 @@
 
 A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g = *descriptor*):
 
-1. The *poster*, one per endpoint, is busy for ``call + n * descriptor``; transfers take their turns.
+1. The *poster*, one per endpoint, is busy for ``call + n * descriptor`` and a *ramp*; transfers take their turns.
 2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with all
    other transfers between the two endpoints at most at ``queues * queue_rate``.
 
-The wire starts when posting does (*overlap*) or when it has ended.  The transfer completes *latency* after both have.
+The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
+ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
 work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, and one
@@ -64,16 +65,21 @@ class Posting:
 class _Wire:
     """One direction between two endpoints."""
 
-    __slots__ = ("latency", "occupancy", "path")
+    __slots__ = ("latency", "occupancy", "path", "rate")
 
     def __init__(self, path: Path, model: EngineModel, latency: float) -> None:
         self.path = path
         self.latency = model.latency + latency
+        narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
+        self.rate = min(model.rate, narrowest)  # of a transfer that is alone
         self.occupancy = 0.0  # bytes that a descriptor's handling on the wire would have carried
         if model.wire_descriptor:
             # without a rate of its own, the engine holds up what the narrowest link would have carried
-            narrowest = min(link.capacity / path.links.count(link) for link in path.links)
             self.occupancy = model.wire_descriptor * (model.rate if isfinite(model.rate) else narrowest)
+
+    def tail(self, posting: Posting) -> float:
+        """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
+        return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
 
 
 class Lane:
@@ -160,9 +166,10 @@ class Lane:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
         start = max(now, poster.free)
-        work = (model.call + posting.descriptors * model.descriptor) * poster.slowness
-        posting.posted = poster.free = start + work
+        posting.posted = poster.free = start + model.posting(posting.descriptors) * poster.slowness
         begin = start if model.overlap else posting.posted
+        if model.pipelined:
+            begin = start + model.posting(1) * poster.slowness
         if begin > now:
             self._clock.call_at(begin, self._begin, posting)
         else:
@@ -178,7 +185,9 @@ class Lane:
     def _on_carried(self, posting: Posting) -> None:
         posting._flow = None
         assert posting.posted is not None
-        at = max(self._clock.now, posting.posted) + posting._wire.latency + posting._held
+        wire = posting._wire
+        ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
+        at = max(self._clock.now, ready) + wire.latency + posting._held
         self._clock.call_at(at, self._complete, posting)
 
     def _complete(self, posting: Posting) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pdsim.ranges import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
 
-__all__ = ["EVIDENCE", "Engine", "EngineModel", "Gpu", "Host", "Interconnect", "Machine", "Nic"]
+__all__ = ["EVIDENCE", "Engine", "EngineModel", "Gpu", "Host", "Interconnect", "Machine", "Nic", "Ramp"]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
@@ -99,13 +99,27 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """What the *first* descriptors of a batch cost *extra*, each: doorbells of idle queue pairs, cold caches."""
+
+    first: int
+    extra: Seconds
+
+    def __post_init__(self) -> None:
+        positive("ramp", first=self.first)
+        not_negative("ramp", extra=self.extra)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineModel:
     """What one engine costs on one kind of path.
 
     A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
-    descriptor``.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path at a fair share, capped at
-    *rate*, and starts when posting ends or, if *overlap*, when it starts.  The transfer is complete *latency* after
-    both have ended.  (A sum for Mooncake's NVLink transport, a maximum for UCX and verbs: LogGP with g = *descriptor*.)
+    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path at
+    a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined* too,
+    it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its posting.
+    The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for
+    UCX and verbs: LogGP with g = *descriptor*.)
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -119,6 +133,8 @@ class EngineModel:
     queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
     depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
     full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
+    pipelined: bool = False  # with overlap
+    ramp: tuple[Ramp, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
@@ -132,6 +148,30 @@ class EngineModel:
             depth=self.depth,
         )
         positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
+        if self.pipelined and not self.overlap:
+            raise ValueError("engine.pipelined must be false where overlap is, got True")
+
+    def posting(self, descriptors: int) -> Seconds:
+        """Return how long *descriptors* in one call keep the poster."""
+        seconds = self.call + descriptors * self.descriptor
+        for ramp in self.ramp:
+            seconds += min(descriptors, ramp.first) * ramp.extra
+        return seconds
+
+    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf) -> Seconds:
+        """Return how long a transfer takes with nothing in its way, over links that carry *narrowest* or more.
+
+        It is what the simulator gives for an idle endpoint, less the latency of the way.
+        """
+        narrowest = min(narrowest, self.queues * self.queue_rate)
+        held_up = self.wire_descriptor * (self.rate if math.isfinite(self.rate) else narrowest)
+        wire = (nbytes + descriptors * held_up) / min(self.rate, narrowest)
+        posting = self.posting(descriptors)
+        if not self.overlap:
+            return posting + wire + self.latency
+        if not self.pipelined:
+            return max(posting, wire) + self.latency
+        return max(self.posting(1) + wire, posting + wire / descriptors) + self.latency
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import pytest
 from pdsim.clock import Clock
 from pdsim.errors import SendQueueFull
 from pdsim.fabric.engine import Lane, Poster
+from pdsim.fabric.machine import Ramp
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Route
 from tests.fabric.machines import cost
@@ -53,6 +54,34 @@ def test_with_overlap_the_longer_stage_counts():
     bench = Bench(overlap=True)
     bench.post("posting", nbytes=100)
     assert bench.run() == [(2.5, "posting")]
+
+
+def test_pipelined_the_wire_starts_with_the_first_descriptor():
+    bench = Bench(overlap=True, pipelined=True)
+    bench.post("wire", nbytes=400)  # 1.25 until the first is posted, 4 on the wire
+    assert bench.run() == [(5.75, "wire")]
+
+
+def test_pipelined_the_last_descriptor_is_carried_after_its_posting():
+    bench = Bench(overlap=True, pipelined=True)
+    bench.post("posting", nbytes=50)  # 2 until all are posted, an eighth for the last
+    assert bench.run() == [(2.625, "posting")]
+
+
+def test_the_first_descriptors_of_a_batch_may_cost_more():
+    bench = Bench(ramp=(Ramp(first=2, extra=0.5), Ramp(first=8, extra=0.125)))
+    assert bench.post("a").posted == 1 + 4 * 0.25 + 2 * 0.5 + 4 * 0.125
+
+
+@pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
+@pytest.mark.parametrize("nbytes", [1, 100, 7777])
+@pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
+@pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
+def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire):
+    bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire)
+    bench.post("a", nbytes=nbytes, descriptors=descriptors)
+    ((seconds, _),) = bench.run()
+    assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0), rel=1e-14)
 
 
 def test_posting_ends_when_the_descriptors_are_taken():
@@ -243,9 +272,11 @@ class TestEvents:
     """The cost of a transfer in SimPy events does not depend on its descriptors."""
 
     @pytest.mark.parametrize("descriptors", [1, 100_000])
-    @pytest.mark.parametrize(("overlap", "expected"), [(True, 3), (False, 4)])
-    def test_alone(self, descriptors, overlap, expected):
-        bench = Bench(overlap=overlap)
+    @pytest.mark.parametrize(
+        ("overlap", "pipelined", "expected"), [(True, False, 3), (False, False, 4), (True, True, 4)]
+    )
+    def test_alone(self, descriptors, overlap, pipelined, expected):
+        bench = Bench(overlap=overlap, pipelined=pipelined)
         bench.post("a", descriptors=descriptors)
         bench.run()
         assert next(bench.clock._eid) == expected
