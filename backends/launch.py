@@ -16,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from backends import wire
 from pdsim import errors
@@ -27,17 +27,35 @@ from pdsim.errors import PdsimError, TransferError, TransferTimeout
 from pdsim.fabric.machine import Engine
 from pdsim.transfer import Outcome, RankResult, RankSpec
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "Spawn", "spawn"]
+
+Spawn = Callable[[int, IO[bytes]], Any]
+"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
 
 TAIL = 2000
 """Characters of a rank's output that go into the error of a rank that died."""
+
+
+def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a rank's process anew, as `Spawn` says."""
+    path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
+    return subprocess.Popen(
+        [sys.executable, "-m", "backends.worker", str(connection)],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
+    )
 
 
 class Processes:
     """A `Target` on this machine.  Where a rank's `Place` is makes no difference: all memory is the host's.
 
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
-    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank may allocate.
+    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank may allocate; *spawn*: what starts
+    a rank's process.
     """
 
     def __init__(
@@ -47,6 +65,7 @@ class Processes:
         bind: str = "127.0.0.1",
         device_capacity: int = 4 << 30,
         startup: float = 60.0,
+        spawn: Spawn = spawn,
     ) -> None:
         for name, value in (("deadline", deadline), ("device_capacity", device_capacity), ("startup", startup)):
             if value <= 0:
@@ -56,6 +75,7 @@ class Processes:
         self.bind = bind
         self.device_capacity = device_capacity
         self.startup = startup
+        self.spawn = spawn
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
@@ -71,7 +91,7 @@ class Processes:
             raise ValueError(f"kill names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
         with _stoppable(), _Job() as job:
             for spec in ranks:
-                job.start(self._describe(spec, names))
+                job.start(self._describe(spec, names), self.spawn)
             job.until_ready(time.monotonic() + self.startup, self.startup)
             origin = job.go()
             job.until_done(origin, self.deadline, dict(kill or {}))
@@ -95,7 +115,7 @@ class Processes:
 class _Child:
     """One rank's process, from the supervisor's side."""
 
-    def __init__(self, start: wire.Start) -> None:
+    def __init__(self, start: wire.Start, spawn: Spawn) -> None:
         self.name = start.name
         self.uri = ""
         self.done: wire.Done | None = None
@@ -105,17 +125,8 @@ class _Child:
         self._decoder = wire.Decoder()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
         self.connection, other = socket.socketpair()
-        path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
         with other:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "backends.worker", str(other.fileno())],
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
-            )
+            self.process = spawn(other.fileno(), self._output)
         wire.send(self.connection, start)
 
     def receive(self) -> list[wire.Message]:
@@ -180,8 +191,8 @@ class _Job:
             child.stop()
         self._selector.close()
 
-    def start(self, start: wire.Start) -> None:
-        child = _Child(start)
+    def start(self, start: wire.Start, spawn: Spawn) -> None:
+        child = _Child(start, spawn)
         self._children.append(child)
         self._selector.register(child.connection, selectors.EVENT_READ, child)
 

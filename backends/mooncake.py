@@ -1,9 +1,9 @@
-"""Mooncake's TransferEngine over TCP, on host memory.
+"""Mooncake's TransferEngine, on host memory: ``mooncake_tcp`` over TCP and ``mooncake`` over RDMA.
 
 What it does about the engine's ways:
 
-- The protocol argument does not select the transport; ``MC_FORCE_TCP`` does, and the engine's log is the only witness,
-  so the log of its start is read.
+- The protocol argument does not select the transport: ``MC_FORCE_TCP`` does, and without RDMA devices it falls back to
+  TCP.  The engine's log is the only witness, so the log of its start is read.
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
   stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
 - A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 import queue
+import re
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import packages_distributions, version
 
@@ -32,6 +34,12 @@ from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
+
+_VARIANTS: Mapping[str, tuple[str, dict[str, str], str]] = {
+    # protocol, environment, what the log says of each transport or device that is used
+    "mooncake_tcp": ("tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
+    "mooncake": ("rdma", {}, r"RDMA device: (\w+)"),
+}
 
 INSTALL = (
     "pip install 'pdsim[mooncake]' and, on Debian, "
@@ -44,22 +52,24 @@ PATIENCE = 30.0
 class MooncakeEndpoint(RealEndpoint):
     """An `Endpoint` on ``mooncake.engine.TransferEngine``.
 
-    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at once.
+    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at once,
+    and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
     """
 
     kind = "mooncake"
 
     def _attach(self) -> str:
-        if self.settings.name not in ("mooncake", "mooncake_tcp"):
+        if self.settings.name not in _VARIANTS:
             raise BackendUnavailable(
                 f"backend {self.settings.name!r} moves GPU memory, which target=real does not do yet; "
                 f"use backend=mooncake_tcp"
             )
+        protocol, variant, witness = _VARIANTS[self.settings.name]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
         self._workers: list[threading.Thread] = []
-        needed = {"MC_FORCE_TCP": "1", **options}
+        device = options.pop("device", "")
         patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
         defaults = {
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # 0.3.13 refuses a batch of more than 1024 otherwise
@@ -67,21 +77,26 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
             "MC_LOG_LEVEL": "INFO",
         }
-        prepare(self.settings.name, needed, defaults)
+        prepare(self.settings.name, {**variant, **options}, defaults)
         try:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {INSTALL}") from error
         self._native = TransferEngine()
         with captured_stderr() as log:
-            code = self._native.initialize(self.bind, "P2PHANDSHAKE", "tcp", "")
+            code = self._native.initialize(self.bind, "P2PHANDSHAKE", protocol, device)
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
-        if "TcpTransport: listen" not in text:
-            raise BackendUnavailable(f"Mooncake did not report a TCP transport: {text.strip()[-300:]}")
+        found = sorted(set(re.findall(witness, text)))
+        if not found:
+            raise BackendUnavailable(f"Mooncake did not report a transport over {protocol}: {text.strip()[-300:]}")
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
-        return f"mooncake {_version()} tcp"
+        return " ".join(["mooncake", _version(), protocol, *(found if protocol == "rdma" else [])])
+
+    def _drained(self) -> bool:
+        """As for any engine over TCP; nobody can see what an RDMA device has yet to write."""
+        return self.settings.name == "mooncake_tcp" and super()._drained()
 
     def _pin(self, buffer: HostBuffer) -> None:
         code = self._native.register_memory(buffer.address, buffer.size)

@@ -1,4 +1,6 @@
-"""NIXL over UCX, on host memory: ``nixl_tcp`` over TCP and ``nixl_shm`` over shared memory and cross-memory attach.
+"""NIXL over UCX, on host memory.
+
+``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` over RDMA verbs.
 
 What it does about the engine's ways:
 
@@ -41,10 +43,13 @@ BEAT = 0.02
 """Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
 
 _ACTIVE, _IDLE = b"active", b"idle"
-_VARIANTS: Mapping[str, tuple[dict[str, str], str, set[str]]] = {
-    # environment, error handling of UCX, transports that may be reported
-    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, "peer", {"tcp", "self"}),
-    "nixl_shm": ({"UCX_TLS": "posix,cma"}, "none", {"posix", "cma"}),
+_LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
+_NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
+_VARIANTS: Mapping[str, tuple[dict[str, str], dict[str, str], str, set[str]]] = {
+    # environment, and what of it may be set otherwise; error handling of UCX; transports that may be reported
+    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
+    "nixl_shm": ({"UCX_TLS": "posix,cma"}, _NO_IB, "none", {"posix", "cma"}),
+    "nixl": ({"UCX_TLS": "rc_verbs,ud_verbs,self"}, {}, "peer", {"rc_verbs", "ud_verbs", "self"}),
 }
 
 
@@ -61,13 +66,8 @@ class NixlEndpoint(RealEndpoint):
                 f"backend {self.settings.name!r} moves GPU memory, which target=real does not do yet; "
                 f"use backend=nixl_tcp or nixl_shm"
             )
-        variant, error_handling, allowed = _VARIANTS[self.settings.name]
-        defaults = {
-            "UCX_NET_DEVICES": "lo",  # or it also listens on the other interfaces, and advertises them
-            "UCX_MODULES": "^ib",  # its libnl and the system's in one process crash at exit
-            "UCX_LOG_LEVEL": "info",
-            "UCX_LOG_FILE": "stderr",
-        }
+        variant, more, error_handling, allowed = _VARIANTS[self.settings.name]
+        defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
         self._posted: dict[Flight, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
@@ -109,7 +109,7 @@ class NixlEndpoint(RealEndpoint):
             del self._agent
 
     def _drained(self) -> bool:
-        """As for any engine over TCP; what lies in shared memory nobody can see, so over it nothing is ever proven."""
+        """As for any engine over TCP; nobody can see what lies in shared memory or in a network card."""
         return self.settings.name == "nixl_tcp" and super()._drained()
 
     # --- memory and peers -------------------------------------------------------------------------------------------

@@ -1,9 +1,28 @@
 """What all tests rest on."""
 
+import os
 import signal
 import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rdma.guest import Guest, boot
+from tests.rdma.image import GuestUnavailable
 
 # A shell without job control starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of
 # Ctrl-C need it to work, however the suite was started.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def guest() -> Iterator[Guest]:
+    """A machine with an RDMA device, booted once for all tests; see `tests.rdma.guest`."""
+    try:
+        with boot() as machine:
+            yield machine
+    except GuestUnavailable as error:
+        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))

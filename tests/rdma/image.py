@@ -1,0 +1,135 @@
+"""The kernel and the first files of the RDMA guest, made from Debian packages and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["GuestUnavailable", "Image", "cached"]
+
+INIT = Path(__file__).with_name("init")
+MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
+FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")
+DOWNLOAD = 600.0
+"""Seconds that a package may take to arrive."""
+
+
+class GuestUnavailable(Exception):
+    """This machine lacks something that the guest is made of; the message names it and what to do."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What QEMU boots: a kernel and its initial files."""
+
+    kernel: Path
+    initrd: Path
+
+
+def cached() -> Image:
+    """Return the image in the user's cache; make it there if it is absent, or older than this code."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
+    folder = home / "pdsim" / f"rdma-guest-{key}"
+    if not folder.is_dir():
+        _make(folder)
+    return Image(folder / "vmlinuz", folder / "initrd.xz")
+
+
+def _make(folder: Path) -> None:
+    """Make the image in *folder*, which appears when it is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".rdma-guest-", dir=folder.parent) as name:
+        work = Path(name)
+        kernel, busybox = work / "kernel", work / "busybox"
+        _unpack(_newest_kernel(), kernel)
+        _unpack("busybox-static", busybox)
+        made = work / "image"
+        made.mkdir()
+        shutil.copy(next(kernel.glob("boot/vmlinuz-*")), made / "vmlinuz")
+        (made / "initrd.xz").write_bytes(_archive(kernel, next(busybox.glob("**/bin/busybox"))))
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.is_dir():
+                raise
+
+
+# --- packages -------------------------------------------------------------------------------------------------------
+
+
+def _newest_kernel() -> str:
+    """Return the name of the package with Debian's current kernel."""
+    found = re.search(r"Depends: (linux-image-\S+)", _command("apt-cache", "depends", "linux-image-amd64"))
+    if not found:
+        raise GuestUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
+    return found[1]
+
+
+def _unpack(package: str, folder: Path) -> None:
+    """Download *package* and unpack it into *folder*; nothing is installed."""
+    folder.mkdir()
+    _command("apt-get", "download", package, cwd=folder)
+    _command("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder))
+
+
+def _command(*command: str, cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=DOWNLOAD, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GuestUnavailable(f"the guest's files are Debian packages: {error}") from error
+    if done.returncode:
+        raise GuestUnavailable(f"{' '.join(command)}: {done.stderr.strip()[-300:]}")
+    return done.stdout
+
+
+# --- the initial files ----------------------------------------------------------------------------------------------
+
+
+def _archive(kernel: Path, busybox: Path) -> bytes:
+    """Return the initial files as a compressed archive: busybox, the modules in the order of loading, and `INIT`."""
+    found = {_plain(path.name.partition(".")[0]): path for path in kernel.glob("lib/modules/*/kernel/**/*.ko*")}
+    modules: dict[str, bytes] = {}
+    for module in MODULES:
+        _load(_plain(module), found, modules)
+    files = {"init": INIT.read_bytes(), "bin/busybox": busybox.read_bytes()}
+    files |= {f"modules/{name}": data for name, data in modules.items()}
+    files["modules/order"] = "".join(f"{name}\n" for name in modules).encode()
+    entries = [(name, stat.S_IFDIR | 0o755, b"") for name in FOLDERS]
+    entries += [(name, stat.S_IFREG | 0o755, data) for name, data in files.items()]
+    return lzma.compress(b"".join(_cpio(entries)), check=lzma.CHECK_CRC32, preset=1)  # the kernel knows no other check
+
+
+def _plain(module: str) -> str:
+    return module.replace("-", "_")
+
+
+def _load(module: str, found: dict[str, Path], modules: dict[str, bytes]) -> None:
+    """Add *module* to *modules*, after those that it depends on; one that is not found is part of the kernel."""
+    if module in modules or module not in found:
+        return
+    data = found[module].read_bytes()
+    if found[module].suffix == ".xz":
+        data = lzma.decompress(data)
+    needs = re.search(rb"\0depends=([^\0]*)\0", data)
+    for need in needs[1].decode().split(",") if needs else ():
+        _load(_plain(need), found, modules)
+    modules[module] = data
+
+
+def _cpio(entries: list[tuple[str, int, bytes]]) -> Iterator[bytes]:
+    """Yield the pieces of an archive in the "new ASCII" format that the kernel unpacks (initramfs buffer format)."""
+    for number, (name, mode, data) in enumerate([*entries, ("TRAILER!!!", 0, b"")], start=1):
+        fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
+        head = b"070701" + b"".join(b"%08X" % field for field in fields) + name.encode() + b"\0"
+        yield head + bytes(-len(head) % 4)
+        yield data + bytes(-len(data) % 4)
