@@ -130,8 +130,10 @@ class HostDevice:
     def buffer_of(self, region: Region) -> HostBuffer:
         """Return the buffer behind *region*; a `RegistrationError` if there is none on this device."""
         buffer = self._buffers.get(region.address)
-        if buffer is None or not buffer.registered:
-            raise RegistrationError(f"region {region.owner}/{region.name} is not registered memory of {self.name}")
+        if buffer is None or buffer.freed or buffer.size < region.size:
+            raise RegistrationError(
+                f"region {region.owner}/{region.name} is not memory of {self.name}, or not any more"
+            )
         return buffer
 
     def copy(self, batch: Batch) -> Event:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdsim.calibration.record import Calibration
-from pdsim.fabric.machine import Engine, Machine
+from pdsim.fabric.machine import Collective, Engine, Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 
@@ -30,6 +30,7 @@ class Config:
     policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written
     scheduler: Scheduler = field(default_factory=Scheduler)
     compute: Compute = field(default_factory=Compute)
+    collective: Collective | None = None  # what groups of ranks gather with
     slo: Slo = field(default_factory=Slo)
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 from pdsim.calibration.record import Calibration, applied, covers
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import EVIDENCE, Engine, Machine
+from pdsim.fabric.machine import EVIDENCE, Collective, Engine, Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Llm
 
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
 
 T = TypeVar("T")
-Sourced = TypeVar("Sourced", Machine, Engine, Llm)
+Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective)
 
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
 UNSAID = "assumed: the configuration does not say where it comes from"
@@ -52,6 +52,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         hw=_sourced(config.hw, "hw", new),
         backend=_sourced(_alias(config.backend), "backend", new),
         model=_sourced(config.model, "model", new),
+        collective=None if config.collective is None else _sourced(config.collective, "collective", new),
     )
 
 

@@ -233,7 +233,14 @@ def _target(config: Config, meter: _Meter) -> Target:
     if config.target == "model":
         from pdsim.fabric.world import Model
 
-        return Model(config.hw, config.backend, memory=config.memory, seed=config.seed, progress=meter.at)
+        return Model(
+            config.hw,
+            config.backend,
+            memory=config.memory,
+            seed=config.seed,
+            progress=meter.at,
+            collective=config.collective,
+        )
     from backends.launch import Processes
 
     return Processes(config.backend, device_capacity=config.hw.host.memory)

@@ -21,16 +21,19 @@ What this module does not know: requests, rooms, pages, layers; which engine run
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.clock import Clock, Mailbox
-from pdsim.errors import InvalidBatch
+from pdsim.errors import BackendUnavailable, InvalidBatch
+
+if TYPE_CHECKING:
+    from pdsim.group import Group
 
 __all__ = [
     "Batch",
@@ -106,13 +109,19 @@ class Device(Protocol):
         """Whether buffers have contents; on the model only with ``memory=tracked``."""
 
     def allocate(self, size: int, pool: str = "default") -> Buffer:
-        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
+        """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full.
+
+        Pool ``"symmetric"`` has the memory that `Group.reserve` gave it, and none before.
+        """
 
     def free(self, buffer: Buffer) -> None:
         """Give *buffer* back.  Raise a `RegistrationError` while it is registered with an endpoint."""
 
     def copy(self, batch: Batch) -> Event:
-        """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it."""
+        """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
+
+        They need not be registered: see `Region.local`.
+        """
 
     def compute(self, seconds: float) -> Event:
         """Occupy the device for *seconds*: work is served in the order in which it was asked for."""
@@ -127,6 +136,11 @@ class Region:
     size: int
     address: int  # in the owner's address space
     device: str  # the owner's name for the device it lies on
+
+    @classmethod
+    def local(cls, owner: str, device: Device, buffer: Buffer) -> Region:
+        """Return a name for *buffer* that only `Device.copy` understands; no engine knows of it."""
+        return cls(owner, f"local:{buffer.address:#x}", buffer.size, buffer.address, device.name)
 
 
 class Batch:
@@ -241,8 +255,8 @@ class TransferRecord(NamedTuple):
     """
 
     engine: str
-    operation: str  # "write" or "read"
-    source: str  # rank
+    operation: str  # "write", "read", "all_gather" or "reserve"
+    source: str  # rank; of a collective, all of them
     target: str  # rank
     nbytes: int
     descriptors: int
@@ -402,6 +416,23 @@ class Rank:
     recorder: Recorder
     peers: tuple[str, ...]  # the names of all other ranks
     observer: Any = None  # on the model, `pdsim.fabric.faults.Observer` if the job is watched
+    groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
+
+    def group(self, names: Sequence[str]) -> Group:
+        """Return the group of the ranks *names*, this one among them; for the same names the same group.
+
+        All of them call this; it does not wait for the others.  Raise a `ValueError` for a name that occurs twice, is
+        no rank or is not there for this rank, and `BackendUnavailable` where there are no collectives.
+        """
+        wanted, known = tuple(names), (self.name, *self.peers)
+        for name in wanted:
+            if name not in known or wanted.count(name) > 1:
+                raise ValueError(f"names={wanted}: {name!r} must occur once and be one of {', '.join(known)}")
+        if self.name not in wanted:
+            raise ValueError(f"names={wanted} do not name this rank, {self.name!r}; only members ask for a group")
+        if self.groups is None:
+            raise BackendUnavailable("this target has no collectives; choose some, such as collective=nccl")
+        return self.groups(wanted)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 from pdsim.ranges import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
 
-__all__ = ["EVIDENCE", "Engine", "EngineModel", "Gpu", "Host", "Interconnect", "Machine", "Nic", "Ramp"]
+__all__ = [
+    "EVIDENCE",
+    "Collective",
+    "CollectiveModel",
+    "Engine",
+    "EngineModel",
+    "Gpu",
+    "Host",
+    "Interconnect",
+    "Machine",
+    "Nic",
+    "Ramp",
+]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
@@ -191,3 +203,54 @@ class Engine:
         positive("backend", timeout=self.timeout)
         if self.intra is None and self.inter is None:
             raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveModel:
+    """What an all-gather costs on one kind of memory.
+
+    *n* ranks with *S* bytes each take ``latency + (n - 1) * step + S / own_rate + (n - 1) * S / rate``, of which the
+    last term is flows over the ranks' links, at a fair share and at most at *rate* out of each rank.  In a ``ring``
+    each rank sends ``(n - 1) * S`` to the next one, ``direct`` is *S* from each rank to each other; over a switch both
+    load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives at:
+    two where it lands in a staging buffer and is copied from there.
+
+    *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the algorithmic
+    bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    pattern: str  # "ring" or "direct"
+    latency: Seconds  # from the call of the last rank on
+    step: Seconds  # more, for each rank but one
+    rate: Rate
+    own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
+    copies: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("collective", ("ring", "direct"), pattern=self.pattern)
+        not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
+        positive("collective", rate=self.rate, own_rate=self.own_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A library of collectives: `conf/collective`.  Growing the symmetric pool takes ``latency + size / rate``."""
+
+    name: str
+    implementation: str  # what `target=real` loads: "nccl", "symm_mem" or "gloo"
+    plain: CollectiveModel
+    symmetric: CollectiveModel
+    pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
+    grow: bool = True  # whether it may grow at run time
+    grow_latency: Seconds
+    grow_rate: Rate
+    check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
+    timeout: Seconds = 30.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("nccl", "symm_mem", "gloo"), implementation=self.implementation)
+        positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
+        not_negative("collective", grow_latency=self.grow_latency)

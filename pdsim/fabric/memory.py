@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 from bisect import insort
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from simpy.events import Event
 
 from pdsim.clock import Clock, fire
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
+from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ __all__ = [
     "DeviceMemory",
     "SimBuffer",
     "SimDevice",
+    "SymmetricPool",
     "copy_bytes",
     "read_pieces",
     "write_pieces",
@@ -45,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 LAUNCH = 3e-6
 """Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's constant of a memory kernel."""
 
-POOLS = ("default", "symmetric", "nvlink")
+POOLS = ("default", SYMMETRIC, "nvlink")
 
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag, which Python has a name for from 3.13 on."""
@@ -122,10 +125,17 @@ class SimBuffer:
 class DeviceMemory:
     """The memory of one GPU or host: addresses, handed out first fit, and how much each pool holds.
 
-    *pools* limits single pools, in bytes; all share the capacity.
+    *pools* limits single pools, in bytes; all share the capacity.  Addresses begin at *base*.
     """
 
-    def __init__(self, name: str, capacity: int, pools: Mapping[str, int] | None = None, tracked: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        pools: Mapping[str, int] | None = None,
+        tracked: bool = False,
+        base: int = BASE,
+    ) -> None:
         for pool in pools or ():
             _check_pool(pool)
         self.name = name
@@ -135,7 +145,7 @@ class DeviceMemory:
         self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
         self._pool_used = dict.fromkeys(POOLS, 0)
         self._peak = dict.fromkeys(POOLS, 0)
-        self._gaps: list[tuple[int, int]] = [(BASE, capacity)]  # address and size, ascending, never touching
+        self._gaps: list[tuple[int, int]] = [(base, capacity)]  # address and size, ascending, never touching
         self._buffers: dict[int, SimBuffer] = {}  # by address
 
     def allocate(self, size: int, pool: str) -> SimBuffer:
@@ -189,6 +199,74 @@ class DeviceMemory:
         )
 
 
+class _Segment(DeviceMemory):
+    """Memory that was reserved in one piece; what it holds is part of it, and it goes when the last of that does."""
+
+    def __init__(self, memory: DeviceMemory, size: int) -> None:
+        self._whole = memory.allocate(size, SYMMETRIC)
+        self._closed = False
+        super().__init__(f"{memory.name}/{SYMMETRIC}", size, tracked=memory.tracked, base=self._whole.address)
+
+    def reclaim(self, buffer: SimBuffer) -> None:
+        super().reclaim(buffer)
+        if self._closed and not self.used:
+            self._whole.free()
+
+    def close(self) -> None:
+        self._closed = True
+        if not self.used:
+            self._whole.free()
+
+
+class SymmetricPool:
+    """The memory that one rank's group has reserved, handed out first fit, segment after segment.
+
+    Equal calls on all ranks give equal offsets, as symmetric memory must have.  A buffer lies within one segment.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._segments: list[_Segment] = []
+        self.owner: object = None  # the group that reserved it
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.capacity for segment in self._segments)
+
+    def reserve(self, size: int) -> None:
+        """Add a segment of *size* bytes.  Raise `OutOfMemory` if the device has no room."""
+        self._segments.append(_Segment(self._memory, size))
+
+    def give_back(self) -> None:
+        """Undo the last `reserve`, of which nothing has been used."""
+        self._segments.pop().close()
+
+    def allocate(self, size: int) -> SimBuffer:
+        """Return *size* zeroed bytes.  Raise `OutOfMemory` if no segment has that much in one piece."""
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        for segment in self._segments:
+            with suppress(OutOfMemory):
+                return segment.allocate(size, SYMMETRIC)
+        used = sum(segment.used for segment in self._segments)
+        raise OutOfMemory(
+            f"{format_size(size)} do not fit into the symmetric pool of {self._memory.name}: {format_size(used)} of "
+            f"{format_size(self.reserved)} are in use; have all ranks reserve more with Group.reserve"
+        )
+
+    def at(self, address: int) -> SimBuffer | None:
+        """Return the buffer that starts at *address*, if any."""
+        found = (segment.at(address) for segment in self._segments)
+        return next((buffer for buffer in found if buffer is not None), None)
+
+    def close(self) -> None:
+        """Give the segments back, each as soon as nothing holds any of it."""
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+
 class SimDevice:
     """One rank's view of a `DeviceMemory`: the simulated `pdsim.transfer.Device`.
 
@@ -201,6 +279,7 @@ class SimDevice:
 
     def __init__(self, memory: DeviceMemory, clock: Clock, network: Network, link: Link) -> None:
         self.memory = memory
+        self.symmetric = SymmetricPool(memory)
         self.holds_bytes = memory.tracked
         self._clock = clock
         self._network = network
@@ -227,7 +306,7 @@ class SimDevice:
 
     def allocate(self, size: int, pool: str = "default") -> SimBuffer:
         """Return a buffer of *size* > 0 bytes, zeroed.  Raise `OutOfMemory` if the device or the pool is full."""
-        buffer = self.memory.allocate(size, pool)
+        buffer = self.symmetric.allocate(size) if pool == SYMMETRIC else self.memory.allocate(size, pool)
         self._buffers[buffer] = None
         return buffer
 
@@ -276,6 +355,7 @@ class SimDevice:
             buffer.registered = ""
             buffer.free()
         self._buffers.clear()
+        self.symmetric.close()
 
     def _on_copied(self, work: _Copy) -> None:
         clock = self._network.clock
@@ -298,7 +378,7 @@ class SimDevice:
                 f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works within a "
                 f"device; use Endpoint.write between devices"
             )
-        buffer = self.memory.at(region.address)
+        buffer = self.symmetric.at(region.address) or self.memory.at(region.address)
         if buffer is None or buffer.freed or buffer.size < region.size:
             raise RegistrationError(f"the memory of region {region.owner}/{region.name} has been freed")
         return buffer

@@ -14,6 +14,7 @@ from simpy.core import EmptySchedule
 
 from pdsim.errors import ConfigError
 from pdsim.fabric.channel import SimChannel
+from pdsim.fabric.collective import SimGroups
 from pdsim.fabric.endpoint import Fabric, SimEndpoint
 from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.jobclock import JobClock, RankClock
@@ -25,7 +26,7 @@ from pdsim.transfer import Outcome, Program, Rank, RankResult, RankSpec, Transfe
 if TYPE_CHECKING:
     from simpy.events import Event
 
-    from pdsim.fabric.machine import Engine, Machine
+    from pdsim.fabric.machine import Collective, Engine, Machine
     from pdsim.fabric.sharing import Link
 
 __all__ = ["Model"]
@@ -40,6 +41,7 @@ STRIDE = 16384
 class Model:
     """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
 
+    *collective* is what groups of ranks cost; without it there are none.
     *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*,
     which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names them: a rank
     that waits forever would otherwise not be noticed beside one that never stops to ask whether it is there.
@@ -54,6 +56,7 @@ class Model:
     faults: Faults | None = None
     limit: float = inf
     observer: Observer | None = None
+    collective: Collective | None = None
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -125,6 +128,7 @@ class _Job:
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
         self._fabric = Fabric(self._clock, self._network, self._topology, model.engine, self._chance, model.observer)
+        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
@@ -211,6 +215,8 @@ class _Job:
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
         rank = Rank(name, *parts, peers, self._model.observer)
+        if (groups := self._groups) is not None:
+            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
 
@@ -240,6 +246,8 @@ class _Job:
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
         member = self._live.pop(name)
         member.end(by_force)
+        if self._groups is not None:
+            self._groups.end(name)
         before = self._results[name].transfers if name in self._results else ()
         transfers = [*before, *member.records.transfers] if before else member.records.transfers
         self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers)

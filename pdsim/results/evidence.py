@@ -57,8 +57,10 @@ def kind_of(parameter: str, source: str) -> str:
     return kind
 
 
-def gather(config: Config, *, serving: bool) -> Evidence:
-    """Return the evidence behind a run of *config*; *serving* says whether it computed forwards of a language model.
+def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidence:
+    """Return the evidence behind a run of *config*.
+
+    *serving* says whether it computed forwards of a language model, *gathering* whether it ran collectives.
 
     Nothing is returned for a model whose machine or engine has no sources at all: its numbers must not be printed.
     """
@@ -69,6 +71,8 @@ def gather(config: Config, *, serving: bool) -> Evidence:
         sources |= _named("hw", config.hw.sources) | _named("backend", config.backend.sources)
     else:
         sources["transfers"] = "measured: by this run, on the host and with the engine that run.json names"
+    if gathering and config.target == "model" and config.collective is not None:
+        sources |= _named("collective", config.collective.sources)
     if serving:
         sources |= _named("model", config.model.sources)
         sources["compute"] = "assumed: a roofline with the shares and constants of the compute settings"

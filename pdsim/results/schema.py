@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 TRANSFERS = (
     Column("engine", "string", "", "what moved the bytes, as the engine reports it"),
-    Column("operation", "string", "", "write or read"),
+    Column("operation", "string", "", "write, read, all_gather or reserve"),
     Column("source", "string", "", "rank whose memory the bytes came from"),
     Column("target", "string", "", "rank whose memory the bytes went to"),
     Column("label", "string", "", "the caller's name for the transfer, such as its point or its request"),

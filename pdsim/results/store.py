@@ -82,11 +82,12 @@ class Run:
     def finish(self, result: Result) -> Path:
         """Write *result*, take the mark off the folder and return where it now is."""
         serving = bool(result.requests)
+        gathering = any(record.operation == "all_gather" for record in result.transfers)
         self._about |= {
             "status": "partial" if result.failures else "ok",
             "error": result.failures[0] if result.failures else "",
             "engine": _engines(result),
-            "evidence": evidence.gather(self.config, serving=serving).as_dict(),
+            "evidence": evidence.gather(self.config, serving=serving, gathering=gathering).as_dict(),
         }
         if self.config.target != "model":
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)

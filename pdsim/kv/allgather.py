@@ -1,0 +1,168 @@
+"""The padded all-gather of context-parallel prefill: unequal pieces of any batch, gathered and put in order.
+
+A group gathers equal sizes.  So every rank's rows are padded to the longest rank's, gathered, and then split, trimmed
+and put into the order of the batch, in one copy.
+
+How long the longest is follows from the split of every sequence: ``ceil(total / cp)``, which is right for one
+sequence, is too small for two of nine tokens over four ranks (six rows, not five).
+
+Knows rows (all that one token has in one tensor), not what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.errors import InvalidBatch, OutOfMemory
+from pdsim.group import SYMMETRIC, Group
+from pdsim.transfer import Batch, Buffer, Program, Rank, Region
+
+__all__ = ["PaddedAllGather", "Split", "allocate", "contiguous", "zigzag"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty."""
+
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(sum(rows for _, rows in rank) for rank in self.pieces)
+
+    @cached_property
+    def longest(self) -> int:
+        """Rows of the rank that has most, to which all are padded."""
+        return max(self.lengths)
+
+    @cached_property
+    def total(self) -> int:
+        """Rows of the batch."""
+        return sum(self.lengths)
+
+    def order(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Return where rows stand after the gather, where in the batch, and how many: three arrays, in rows.
+
+        They split, trim and reorder at once: together they name every row of the batch exactly once, and no padding.
+        """
+        found = list(self._order())
+        gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*found, strict=True))
+        return gathered, ordered, rows
+
+    def _order(self) -> Iterator[tuple[int, int, int]]:
+        for index, rank in enumerate(self.pieces):
+            at = index * self.longest
+            for first, rows in rank:
+                yield at, first, rows
+                at += rows
+
+
+def zigzag(lengths: Sequence[int], cp: int) -> Split:
+    """Return the split of sequences of *lengths* tokens over *cp* ranks that balances causal attention.
+
+    Each sequence is cut into ``2 * cp`` blocks, of which the first ``length % (2 * cp)`` have one token more; rank *r*
+    has blocks *r* and ``2 * cp - 1 - r``.  (SGLang does not split sequences below ``2 * cp`` tokens; here some ranks
+    then have none of it.)  Raise a `ValueError` if there is no token at all.
+    """
+    if cp < 1:
+        raise ValueError(f"cp={cp} must be >= 1")
+    starts = _starts(lengths)
+    blocks = [_blocks(start, length, 2 * cp) for start, length in zip(starts, lengths, strict=True)]
+    ranks = [[sequence[number] for sequence in blocks for number in (r, 2 * cp - 1 - r)] for r in range(cp)]
+    return Split(tuple(tuple(piece for piece in rank if piece[1]) for rank in ranks))
+
+
+def contiguous(lengths: Sequence[int]) -> Split:
+    """Return the split in which rank *r* has *lengths[r]* rows, after those of the ranks before it."""
+    starts = _starts(lengths)
+    return Split(tuple(((start, rows),) if rows else () for start, rows in zip(starts, lengths, strict=True)))
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    for index, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"lengths[{index}]={length} must be >= 0")
+    if not sum(lengths):
+        raise ValueError(f"lengths={tuple(lengths)}: there is nothing to gather")
+    return [sum(lengths[:index]) for index in range(len(lengths))]
+
+
+def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:
+    base, more = divmod(length, count)
+    return [(start + n * base + min(n, more), base + (n < more)) for n in range(count)]
+
+
+def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
+    """Return *size* bytes of *pool*; a symmetric pool without room is made to grow by them first.
+
+    All ranks of *group* must do so with equal sizes in one order.  Raise `OutOfMemory` where it may not grow.
+    """
+    try:
+        return rank.device.allocate(size, pool)
+    except OutOfMemory:
+        if pool != SYMMETRIC:
+            raise
+    yield group.reserve(size)
+    return rank.device.allocate(size, pool)
+
+
+class PaddedAllGather:
+    """Gathers tensors of *row* bytes a token over *group*, in buffers of *pool* for at most *rows* of a rank."""
+
+    def __init__(self, rank: Rank, group: Group, row: int, rows: int, pool: str = "default") -> None:
+        if row <= 0 or rows <= 0:
+            raise ValueError(f"row={row} bytes and rows={rows} must be > 0")
+        self._rank = rank
+        self._group = group
+        self._row = row
+        self._rows = rows
+        self._pool = pool
+        self._padded: Buffer | None = None
+        self._gathered: Buffer | None = None
+
+    def open(self) -> Program:
+        """Allocate the buffers; the errors of `allocate`."""
+        size = self._row * self._rows
+        self._padded = yield from allocate(self._rank, self._group, size, self._pool)
+        self._gathered = yield from allocate(self._rank, self._group, size * len(self._group.names), self._pool)
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for buffer in (self._padded, self._gathered):
+            if buffer is not None:
+                self._rank.device.free(buffer)
+        self._padded = self._gathered = None
+
+    def gather(self, split: Split, source: Region, target: Region, label: str = "") -> Program:
+        """Bring the rows of all ranks, which have them as *split* says, to *target*, in the order of the batch.
+
+        This rank's rows stand at the start of *source*.  Returns the record of the all-gather.  Raise `InvalidBatch`
+        if *split* is for another number of ranks or its longest rank has more rows than the buffers.
+        """
+        if len(split.pieces) != len(self._group.names) or split.longest > self._rows:
+            raise InvalidBatch(
+                f"a split of {len(split.pieces)} ranks and at most {split.longest} rows does not suit a group of "
+                f"{len(self._group.names)} and buffers for {self._rows}; open one that does"
+            )
+        assert self._padded is not None
+        assert self._gathered is not None
+        row, mine = self._row, split.lengths[self._group.index]
+        if mine:  # what stands in the padding makes no difference: it is trimmed
+            yield self._rank.device.copy(Batch(source, self._local(self._padded), [0], [0], [mine * row]))
+        record = yield self._group.all_gather(self._padded, self._gathered, split.longest * row, label=label)
+        gathered, ordered, rows = split.order()
+        yield self._rank.device.copy(
+            Batch(self._local(self._gathered), target, gathered * row, ordered * row, rows * row)
+        )
+        return record
+
+    def _local(self, buffer: Buffer) -> Region:
+        return Region.local(self._rank.name, self._rank.device, buffer)
