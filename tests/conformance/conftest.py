@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.machine import Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
+from pdsim.fabric.machine import Collective, CollectiveModel, Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer import Outcome, Place, RankSpec, Target
 from tests.conformance import programs
 
@@ -27,6 +27,17 @@ MACHINE = Machine(
 )
 ENGINE_MODEL = EngineModel(path="nvlink", call=5e-6, descriptor=1e-6, overlap=False, latency=5e-6, rate=8e9)
 
+GATHER = CollectiveModel(path="nvlink", pattern="ring", latency=10e-6, step=2e-6, rate=8e9)
+COLLECTIVE = Collective(
+    name="conformance",
+    implementation="gloo",
+    plain=GATHER,
+    symmetric=GATHER,
+    grow_latency=1e-3,
+    grow_rate=1e11,
+    timeout=20.0,
+)
+
 Job = Callable[..., Outcome]
 
 
@@ -41,7 +52,7 @@ def make_target(name: str) -> Target:
     if name in MODELS:
         from pdsim.fabric.world import Model
 
-        return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1)
+        return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
     from backends.launch import Processes
     from backends.registry import diagnose
 
@@ -99,3 +110,9 @@ def job(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
 def real(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> tuple[str, Job]:
     """The same for real engines only, with the engine's name."""
     return request.param, make_job(request.param, outcomes)
+
+
+@pytest.fixture(params=[*MODELS])
+def gathering(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
+    """Runs a job on each implementation of groups in turn."""
+    return make_job(request.param, outcomes)

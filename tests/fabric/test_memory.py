@@ -124,8 +124,8 @@ class TestCapacity:
     def test_the_peak_of_each_pool_is_remembered(self, bench, device):
         device.free(device.allocate(500))
         device.allocate(200)
-        device.allocate(100, "symmetric")
-        assert bench.memory.peaks() == {"default": 0.5, "symmetric": 0.1}
+        device.allocate(100, "nvlink")
+        assert bench.memory.peaks() == {"default": 0.5, "nvlink": 0.1}
 
     def test_ranks_of_one_place_share_its_memory(self, bench, device):
         other = bench.new_device()

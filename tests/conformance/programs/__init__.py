@@ -3,6 +3,16 @@
 Each returns plain data, which the tests compare.  A count of wrong bytes is None where the device keeps no contents.
 """
 
+from tests.conformance.programs.gathering import (
+    ask_for_strangers,
+    gather_batches,
+    gather_in_two_groups,
+    gather_late,
+    gather_oddly,
+    gather_pieces,
+    gather_symmetric,
+    gather_until_lost,
+)
 from tests.conformance.programs.living import (
     be_reconnected,
     close_twice,
@@ -64,6 +74,7 @@ from tests.conformance.programs.tools import KiB, MiB
 __all__ = [
     "KiB",
     "MiB",
+    "ask_for_strangers",
     "be_hub",
     "be_late",
     "be_lost",
@@ -84,6 +95,13 @@ __all__ = [
     "cross_writes",
     "echo",
     "fail",
+    "gather_batches",
+    "gather_in_two_groups",
+    "gather_late",
+    "gather_oddly",
+    "gather_pieces",
+    "gather_symmetric",
+    "gather_until_lost",
     "lose_one_of_two",
     "notify_at_once",
     "notify_in_turn",

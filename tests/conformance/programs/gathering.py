@@ -1,0 +1,180 @@
+"""Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pdsim.errors import TransferError
+from pdsim.group import SYMMETRIC, Group
+from pdsim.kv.allgather import PaddedAllGather, zigzag
+from pdsim.transfer import Program, Rank, Region
+from tests.conformance.programs.tools import GUARD, Steps, filled, pattern, refusal, wrong
+
+
+def everyone(rank: Rank) -> list[str]:
+    return sorted([rank.name, *rank.peers])
+
+
+def result_of(event: Any) -> Steps:
+    """Wait for *event* and return "ok" or the name of its error."""
+    try:
+        yield event
+    except TransferError as error:
+        return type(error).__name__
+    return "ok"
+
+
+def gather_pieces(rank: Rank, sizes: list[int], room: int) -> Program:
+    """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes."""
+    group = rank.group(everyone(rank))
+    ranks, found = len(group.names), []
+    work = []
+    for number, size in enumerate(sizes):
+        source = filled(rank, size, 10 * group.index + number)
+        target = filled(rank, ranks * size + room, None)
+        work.append((group.all_gather(source, target, label=f"gather {number}"), target, size, number))
+    for event, target, size, number in work:
+        record = yield event
+        pieces = [pattern(10 * index + number, size) for index in range(ranks)]
+        expected = np.concatenate([*pieces, np.full(room, GUARD, np.uint8)])
+        found.append([wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]])
+    return found
+
+
+def gather_symmetric(rank: Rank, size: int) -> Program:
+    """Reserve a pool, gather in it, take more than it has, let it grow, gather again."""
+    group = rank.group(everyone(rank))
+    ranks = len(group.names)
+    early = refusal(lambda: rank.device.allocate(size, SYMMETRIC))
+    yield group.reserve((ranks + 1) * size)
+    found = [(yield from _symmetric(rank, group, size, 1))]
+    full = refusal(lambda: rank.device.allocate(2 * (ranks + 1) * size, SYMMETRIC))
+    yield group.reserve(3 * (ranks + 1) * size)
+    found.append((yield from _symmetric(rank, group, 3 * size, 2)))
+    return {
+        "early": early,
+        "full": full,
+        "found": found,
+        "growths": group.growths,
+        "stalled": group.growth_seconds > 0,
+        "reserved": group.reserved,
+    }
+
+
+def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
+    source = rank.device.allocate(size, SYMMETRIC)
+    target = rank.device.allocate(size * len(group.names), SYMMETRIC)
+    if rank.device.holds_bytes:
+        source.write(0, pattern(seed + group.index, size).tobytes())
+    record = yield group.all_gather(source, target)
+    expected = np.concatenate([pattern(seed + index, size) for index in range(len(group.names))])
+    found = [wrong(rank, target, expected), record.engine.rpartition(":")[2]]
+    rank.device.free(source)
+    rank.device.free(target)
+    return found
+
+
+def gather_batches(rank: Rank, batches: list[list[int]], row: int) -> Program:
+    """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens."""
+    group = rank.group(everyone(rank))
+    found = []
+    for batch in batches:
+        split = zigzag(batch, len(group.names))
+        gather = PaddedAllGather(rank, group, row, split.longest)
+        yield from gather.open()
+        tokens = pattern(len(found), split.total * row)
+        mine, whole = rank.device.allocate(split.longest * row), rank.device.allocate(split.total * row)
+        if rank.device.holds_bytes:
+            rows = [tokens[first * row : (first + n) * row] for first, n in split.pieces[group.index]]
+            mine.write(0, b"".join(piece.tobytes() for piece in rows))
+        regions = [Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole)]
+        yield from gather.gather(split, *regions)
+        found.append(wrong(rank, whole, tokens))
+        gather.close()
+        rank.device.free(mine)
+        rank.device.free(whole)
+    return found
+
+
+def gather_oddly(rank: Rank, sizes: dict[str, int]) -> Program:
+    """Call with sizes that differ between ranks, then alike; and what no rank may ask for."""
+    group = rank.group(everyone(rank))
+    ranks, size = len(group.names), sizes[rank.name]
+    source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
+    before = target.read(0, target.size) if rank.device.holds_bytes else b""
+    differs = yield from result_of(group.all_gather(source, target, size))
+    spared = not rank.device.holds_bytes or target.read(0, target.size) == before
+    alike = yield from result_of(group.all_gather(source, target, 1024))
+    small = filled(rank, 4096 * ranks - 1, None)
+    return {
+        "differs": differs,
+        "spared": spared,
+        "alike": alike,
+        "nothing": refusal(lambda: group.all_gather(source, target, 0)),
+        "too much": refusal(lambda: group.all_gather(source, target, 4097)),
+        "too small": refusal(lambda: group.all_gather(source, small)),
+        "itself": refusal(lambda: group.all_gather(source, source, 16)),
+    }
+
+
+def gather_until_lost(rank: Rank, size: int) -> Program:
+    """Gather again and again until it fails; return the error, how long that took, and what comes after."""
+    group = rank.group(everyone(rank))
+    source, target = rank.device.allocate(size), rank.device.allocate(size * len(group.names))
+    done, error, started = 0, "ok", 0.0
+    while error == "ok":
+        yield rank.clock.timeout(0.01)
+        started = rank.clock.now
+        error = yield from result_of(group.all_gather(source, target, timeout=20))
+        done += error == "ok"
+    took = rank.clock.now - started
+    again = yield from result_of(group.all_gather(source, target, timeout=20))
+    rank.device.free(source)
+    rank.device.free(target)
+    return {"error": error, "done": done, "took": took, "again": again, "used": rank.device.used}
+
+
+def gather_late(rank: Rank, late: str, wait: float, timeout: float) -> Program:
+    """Gather once together; then *late* calls only after *wait* seconds, when the others have given up."""
+    group = rank.group(everyone(rank))
+    source, target = rank.device.allocate(4096), rank.device.allocate(4096 * len(group.names))
+    yield group.all_gather(source, target)
+    started = rank.clock.now
+    if rank.name == late:
+        yield rank.clock.timeout(wait)
+    error = yield from result_of(group.all_gather(source, target, timeout=timeout))
+    took = rank.clock.now - started
+    if rank.name != late:  # stay, for the end of a rank is an answer too
+        yield rank.clock.timeout(wait)
+    return {"error": error, "took": took}
+
+
+def gather_in_two_groups(rank: Rank, groups: list[list[str]]) -> Program:
+    """Gather in each group that this rank is a member of; those of no group do nothing at all."""
+    found = {}
+    for names in groups:
+        if rank.name in names:
+            group = rank.group(names)
+            source, target = filled(rank, 1000, names.index(rank.name)), filled(rank, 1000 * len(names), None)
+            yield group.all_gather(source, target)
+            expected = np.concatenate([pattern(index, 1000) for index in range(len(names))])
+            found["+".join(names)] = wrong(rank, target, expected)
+            again = rank.group(names) is group
+            found["again"] = again
+    yield rank.clock.timeout(0)
+    return found
+
+
+def ask_for_strangers(rank: Rank) -> Program:
+    """Return which lists of names are refused."""
+    yield rank.clock.timeout(0)
+    names: list[list[str]] = [[], ["nobody", rank.name], [rank.name, rank.name], list(rank.peers)]
+    refused = []
+    for wanted in names:
+        try:
+            rank.group(wanted)
+        except ValueError:
+            refused.append(True)
+    return refused
