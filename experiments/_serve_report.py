@@ -16,7 +16,7 @@ from pdsim.serving.workload import Request
 from pdsim.transfer import Outcome
 from pdsim.units import format_time
 
-__all__ = ["PHASES", "columns", "metrics", "notes", "tables"]
+__all__ = ["PHASES", "columns", "left", "metrics", "notes", "tables"]
 
 Columns = Mapping[str, Sequence[Any]]
 Floats = npt.NDArray[np.float64]
@@ -40,17 +40,22 @@ LATENCIES = {
 def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return one row a request, in columns, from the router's *value*; times of a failed request are None."""
     start = value["start"]
-    names = ("id", "arrival", "input", "output", "prefill", "decode", "nbytes", "status", *LATENCIES_AND_PHASES)
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
+    found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES)}
     for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
         prefill, decode, nbytes, status, *times = row
         found["id"].append(number)
-        for name, item in zip(names[1:8], (*request, prefill, decode, nbytes, status), strict=True):
+        for name, item in zip(names[1:], (*request, prefill, decode, nbytes, status), strict=True):
             found[name].append(item)
         durations = _durations(start + request.arrival, request.output, times) if times[0] is not None else {}
         for name in LATENCIES_AND_PHASES:
             found[name].append(durations.get(name))
     return found
+
+
+def left(status: str, patience: float | None) -> bool:
+    """Return whether a request of this *status* ended because its user left, as the workload says."""
+    return patience is not None and status.startswith("Aborted: the user left")
 
 
 LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
@@ -90,6 +95,7 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary."""
     total, seconds = len(table["id"]), _makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
+    gone = sum(map(left, table["status"], table["patience"]))
     good = _good(table, slo)
 
     def rate(amount: float) -> float | None:
@@ -98,7 +104,8 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     found = [
         Metric("requests", total, "requests of the workload"),
         Metric("requests_ok", len(done), "of them, those that got all their tokens"),
-        Metric("requests_failed", total - len(done), "of them, those that did not"),
+        Metric("requests_aborted", gone, "of them, those whose users left before, as workload.aborts says"),
+        Metric("requests_failed", total - len(done) - gone, "of them, those that did not"),
         Metric("makespan_s", seconds, "from the time at which the first request could arrive to the last token"),
         Metric("request_rate", rate(len(done)), "requests that got all their tokens / makespan, 1/s"),
         Metric("input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "their input tokens / makespan"),

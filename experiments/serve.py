@@ -104,7 +104,7 @@ def _job(config: Config, options: Options) -> Job:
         handoff=config.policy,
         staging=_staging(config, shape) if config.kv.staging else None,
         deadline=options.deadline,
-        dtype_bytes=config.model.dtype_bytes,
+        kv_dtype=config.model.element,
         retries=options.retries,
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
@@ -122,7 +122,8 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
-    arguments = {"job": plain, "requests": [list(request) for request in requests]}
+    leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
+    arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
@@ -164,7 +165,11 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
     failures = [f"{name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error]
-    failures += [f"request {number}: {status}" for number, status in enumerate(columns["status"]) if status != "ok"]
+    failures += [
+        f"request {number}: {status}"
+        for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
+        if status != "ok" and not report.left(status, patience)
+    ]
     return Result(
         summary=report.metrics(columns, config.slo, outcome) + paths.metrics(),
         tables=report.tables(columns, outcome) + paths.tables(),

@@ -205,8 +205,8 @@ class Checks:
             contents: Contents = member.receiver._contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
-            reason = contents.verify(message.room, target.pages, request.input)
-            reason = reason or contents.verify_state(message.room, target.state, request.input)
+            reason = contents.verify(message.room, target.pages, request.input, target.held)
+            reason = reason or contents.verify_state(message.room, target.state, request.input, target.held)
             if reason:
                 self._found("I2", f"{name} at the end of decoding: {reason}")
 

@@ -46,9 +46,12 @@ class Contents:
         """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
         self._fill(self._kv, 0, room, pages, first_token)
 
-    def fill_state(self, room: int, rows: tuple[Pages, ...], tokens: int) -> None:
-        """Write into *rows*, which name those of each component, the state of *room* after *tokens* tokens."""
-        for number, table, pages, first in self._parts(rows, tokens):
+    def fill_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> None:
+        """Write into *rows*, which name those of each component, the state of *room* after *tokens* tokens.
+
+        Index rows are those of its pages without the first *held* ones.
+        """
+        for number, table, pages, first in self._parts(rows, tokens, held):
             self._fill(table, number, room, pages, first)
 
     def fill_aux(self, room: int, slot: int) -> None:
@@ -56,13 +59,19 @@ class Contents:
         for index, (offset, size) in enumerate(self._aux(slot)):
             self._metadata.write(offset, _aux_row(room, index, size))
 
-    def verify(self, room: int, pages: Pages, tokens: int) -> str:
-        """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first other."""
-        return self._verify(self._kv, 0, room, pages, range(tokens))
+    def verify(self, room: int, pages: Pages, tokens: int, held: int = 0) -> str:
+        """Return "" if *pages* hold the first *tokens* tokens of *room*, else what is wrong with the first other.
 
-    def verify_state(self, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
-        """Return "" if *rows* hold the state of *room* after *tokens* tokens, else the first thing that differs."""
-        for number, table, pages, first in self._parts(rows, tokens):
+        The first *held* pages are not looked at: *pages* are those after them.
+        """
+        return self._verify(self._kv, 0, room, pages, range(held * self._layout.page_size, tokens))
+
+    def verify_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> str:
+        """Return "" if *rows* hold the state of *room* after *tokens* tokens, else the first thing that differs.
+
+        Index rows are those of its pages without the first *held* ones.
+        """
+        for number, table, pages, first in self._parts(rows, tokens, held):
             reason = self._verify(table, number, room, pages, range(first, tokens if table.tensor is None else 1))
             if reason:
                 return f"{table.component}: {reason}"
@@ -78,13 +87,13 @@ class Contents:
     def _aux(self, slot: int) -> Iterator[tuple[int, int]]:
         return zip(self._layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
 
-    def _parts(self, rows: tuple[Pages, ...], tokens: int) -> Iterator[tuple[int, Table, Pages, int]]:
+    def _parts(self, rows: tuple[Pages, ...], tokens: int, held: int) -> Iterator[tuple[int, Table, Pages, int]]:
         """Yield number, table, rows and first token of each table of the state."""
         state, page_size = self._layout.shape.state, self._layout.page_size
         pages = dict(zip(state.components, rows, strict=True))
-        window = window_span(tokens, state.window, page_size)[0] * page_size
+        first = {"window": window_span(tokens, state.window, page_size)[0] * page_size, "index": held * page_size}
         for number, table in enumerate(self._state):
-            yield number, table, pages[table.component], window if table.component == "window" else 0
+            yield number, table, pages[table.component], first.get(table.component, 0)
 
     def _fill(self, table: Table, number: int, room: int, pages: Pages, first_token: int) -> None:
         for plane, offset, tokens in _stretches(table, pages, first_token):

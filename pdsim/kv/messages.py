@@ -54,7 +54,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 3
+VERSION = 4
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -77,7 +77,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks of a job must have alike."""
 
     page_size: int  # tokens
-    dtype_bytes: int  # of an element of KV
+    kv_dtype: str  # of an element of KV, by name: two of one width are not the same numbers
 
 
 class Enroll(Message, frozen=True):
@@ -165,12 +165,16 @@ class Submit(Message, frozen=True):
 
 
 class Destination(Message, frozen=True):
-    """A decode leader to a prefill leader: pages are reserved, here is where to write."""
+    """A decode leader to a prefill leader: pages are reserved, here is where to write.
+
+    The first *held* pages of the request are there already: *pages*, and index rows, are those of the rest.
+    """
 
     room: int
     pages: Pages
     slot: int
     state: tuple[Pages, ...] = ()  # the rows of each component, in the order of `StateShape.components`
+    held: int = 0
 
 
 class Reserve(Message, frozen=True):
@@ -178,9 +182,10 @@ class Reserve(Message, frozen=True):
 
     room: int
     input: int  # tokens
-    pages: Pages
+    pages: Pages  # without the first *held* ones, as of `Destination`
     slot: int
     state: tuple[Pages, ...] = ()
+    held: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -189,7 +194,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     room: int
     decode: str  # instance
     index: int  # of the chunk in its request
-    first_page: int  # of the request
+    first_page: int  # of the runs, counted in the request
     tokens: int  # of the whole request
     runs: Runs
     last: bool
@@ -197,6 +202,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     noticed: float  # when the prefill leader had the `Destination`
     started: float  # when the request's first forward began
     state: tuple[Runs, ...] = ()  # of each component, with the last chunk
+    held: int = 0  # pages of the request that the decode side has already
 
 
 class Forward(Message, frozen=True):
@@ -215,7 +221,7 @@ class Arrival(Message, frozen=True):
     room: int
     writer: int  # index of the rank in its group
     count: int
-    pages: int  # of the whole request: they decide how many ranks write
+    pages: int  # of the request, without those that were held: they decide how many ranks write
     noticed: float
     started: float
     ended: float  # when the forward of the last chunk ended

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-__all__ = ["PagePool", "Pages", "SlotPool"]
+__all__ = ["PagePool", "Pages", "SlotPool", "after"]
 
 Pages = tuple[tuple[int, int], ...]
 """First page and count of each run, in ascending order."""
+
+
+def after(pages: Pages, skip: int) -> Pages:
+    """Return *pages* without the first *skip* of them."""
+    rest = []
+    for first, count in pages:
+        left = max(0, count - skip)
+        if left:
+            rest.append((first + count - left, left))
+        skip = max(0, skip - count)
+    return tuple(rest)
 
 
 class PagePool:

@@ -167,6 +167,6 @@ class KvReceiver:
         self._report(Arrived(number, reason), room.last)
 
     def _verify(self, reserve: Reserve) -> str:
-        reason = self._contents.verify(reserve.room, reserve.pages, reserve.input)
-        reason = reason or self._contents.verify_state(reserve.room, reserve.state, reserve.input)
+        reason = self._contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
+        reason = reason or self._contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
         return reason or self._contents.verify_aux(reserve.room, reserve.slot)

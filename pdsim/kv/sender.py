@@ -143,22 +143,26 @@ class KvSender(Handoffs):
         self._contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
         if chunk.last:
             self._contents.fill_aux(chunk.room, chunk.slots[0])
-            self._contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
+            self._contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
     def _arrival(self, chunk: Chunk, count: int) -> Arrival:
-        pages = -(-chunk.tokens // self.layout.page_size)
-        return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, self._rank.clock.now)
+        pages, now = self._pages(chunk), self._rank.clock.now
+        return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now)
+
+    def _pages(self, chunk: Chunk) -> int:
+        """Return how many pages of the request of *chunk* are written in all."""
+        return -(-chunk.tokens // self.layout.page_size) - chunk.held
 
     def _share(self, chunk: Chunk) -> tuple[Runs, bool]:
         """Return what of the runs of *chunk* this rank writes, and whether it writes no more of its room."""
         if not self._all_cp_ranks:
             return chunk.runs, chunk.last
-        mine = share(-(-chunk.tokens // self.layout.page_size), self._grid.cp, self._place.cp)
-        first = max(mine.start, chunk.first_page)
-        end = min(mine.stop, chunk.first_page + sum(count for _, _, count in chunk.runs))
+        mine, start = share(self._pages(chunk), self._grid.cp, self._place.cp), chunk.first_page - chunk.held
+        first = max(mine.start, start)
+        end = min(mine.stop, start + sum(count for _, _, count in chunk.runs))
         if end <= first:
             return (), False
-        return cut(chunk.runs, first - chunk.first_page, end - first), end == mine.stop
+        return cut(chunk.runs, first - start, end - first), end == mine.stop
 
     def _ask(self, state: Room, chunk: Chunk) -> None:
         """Ask for the slots of *chunk*, where it can be staged."""

@@ -55,6 +55,7 @@ REQUESTS = (
     Column("arrival", "float64", "s", "when it arrived, from the start of the workload"),
     Column("input", "int64", "tokens", "length of the prompt"),
     Column("output", "int64", "tokens", "tokens that were asked for"),
+    Column("patience", "float64", "s", "from its arrival until its user leaves, as workload.aborts says; null: stays"),
     Column("prefill", "string", "", "prefill instance that it was sent to"),
     Column("decode", "string", "", "decode instance that it was sent to"),
     Column("nbytes", "int64", "B", "KV cache and metadata handed over, to all decode ranks"),

@@ -149,7 +149,8 @@ class Leader(Holder):
     def _admit(self) -> None:
         while self._queue and self.slots.free:
             request = self._queue[0]
-            rows = self._allocate(request)
+            held = self.held(request)
+            rows = self._allocate(request, held)
             if rows is None:
                 if not all(room.failed for room in self._rooms.values()):
                     self._blocked.clear()
@@ -168,10 +169,10 @@ class Leader(Holder):
             self._rooms[request.room] = Room(request, self.clock.now, Consensus(self.job.decode.size))
             self._timers.add(request.room)
             if self.rank.device.holds_bytes:
-                reserve = Reserve(request.room, request.input, pages, slot, state)
+                reserve = Reserve(request.room, request.input, pages, slot, state, held)
                 self.send(self.followers, reserve)
                 self.receiver.reserve(reserve)
-            self.send(leader(request.prefill), Destination(request.room, pages, slot, state))
+            self.send(leader(request.prefill), Destination(request.room, pages, slot, state, held))
 
     def _reject(self, room: Room) -> None:
         self._free(room.request.room)

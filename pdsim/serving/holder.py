@@ -210,10 +210,17 @@ class Holder(Worker):
             for number in rooms:
                 self._release(number)
 
-    def _allocate(self, request: Submit) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages and the rows of state that *request* gets, for its input and all of its output."""
+    def held(self, request: Submit) -> int:  # noqa: ARG002 for engines that keep some
+        """Return how many pages of *request*'s input are here already, less than all: none, for nothing is cached."""
+        return 0
+
+    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages and the rows of state that *request* gets, for its input and all of its output.
+
+        There are no pages for the first *held*.
+        """
         tokens = request.input + request.output
-        pages = self.pages.allocate(request.room, self.job.page_count(tokens))
+        pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
         if pages is None:
             return None
         state = self.state.allocate(request.room, request.input, tokens, pages)

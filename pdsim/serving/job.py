@@ -80,7 +80,7 @@ class Job:
     handoff: Policy = field(default_factory=Policy)
     staging: Staging | None = None
     deadline: float  # seconds of silence after which a rank counts as gone
-    dtype_bytes: int = 2  # of an element of KV
+    kv_dtype: str = "bf16"  # of an element of KV
     retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever

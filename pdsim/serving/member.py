@@ -150,7 +150,7 @@ class EngineMember(Member):
 
     def run(self) -> Program:
         """As `Member.run`, after enrolling."""
-        terms = Terms(self.job.page_size, self.job.dtype_bytes)
+        terms = Terms(self.job.page_size, self.job.kv_dtype)
         self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
         return (yield from super().run())
 

@@ -27,7 +27,7 @@ from pdsim.kv.messages import (
     Stop,
     Submit,
 )
-from pdsim.kv.pages import PagePool, SlotPool
+from pdsim.kv.pages import PagePool, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.status import Status
@@ -201,6 +201,10 @@ class Leader(Worker):
             self._destinations.set(message.room, message)
             return
         self._timers.drop(message.room)
+        if message.held * self.job.page_size >= room.request.input:
+            reason = f"MessageError: {message.held} pages held of {room.request.input} tokens; hold less than all"
+            self._fail(room, reason)
+            return
         room.destination = message
         room.noticed = self.clock.now
         self._queue.append(room)
@@ -309,7 +313,8 @@ class Leader(Worker):
         pages = self.pages.allocate(request.room, self.job.page_count(request.input))
         if pages is None:
             return False
-        state = self.state.allocate(request.room, request.input, request.input, pages)
+        rest = after(pages, destination.held)
+        state = self.state.allocate(request.room, request.input, request.input, rest)
         if state is None:
             self.pages.release(request.room)
             return False
@@ -317,7 +322,7 @@ class Leader(Worker):
         assert slot is not None
         self._blocked.clear()
         room.source_slot = slot
-        room.runs = pair(pages, destination.pages)
+        room.runs = pair(rest, destination.pages)
         room.state = tuple(map(pair, state, destination.state))
         room.started = self.clock.now
         return True
@@ -326,22 +331,24 @@ class Leader(Worker):
         """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None
-        first = room.done // self.job.page_size
+        held = destination.held
+        first = max(held, room.done // self.job.page_size)
         room.done += tokens
         last = room.done == request.input
-        end = self.job.page_count(room.done) if last else room.done // self.job.page_size
+        end = max(held, self.job.page_count(room.done) if last else room.done // self.job.page_size)
         chunk = Chunk(
             request.room,
             request.decode,
             room.chunks,
             first,
             request.input,
-            cut(room.runs, first, end - first),
+            cut(room.runs, first - held, end - first),
             last,
             (room.source_slot, destination.slot),
             room.noticed,
             room.started,
             room.state if last else (),
+            held,
         )
         room.chunks += 1
         return chunk

@@ -197,12 +197,16 @@ class Router(Member):
         if not request.prefilled:
             request.prefilled = True
             self.fleet.add(request.prefill, -request.input)
+        if request.finished is not None:
+            self._close(request, "ok")
 
     def _finished(self, _: str, message: Finished) -> None:
         request = self._find(message.room)
         if request is not None:
             request.finished = message
-            self._close(request, "ok")
+            self._moved = self.clock.now
+            if request.prefilled or request.lost:  # else its account of bytes is on the way
+                self._close(request, "ok")
 
     def _failed(self, sender: str, message: Failed) -> None:
         request = self._find(message.room)
@@ -224,7 +228,7 @@ class Router(Member):
         self._submit(request)
 
     def _leave(self, request: _Request) -> None:
-        if not request.status and not self.ended.triggered:
+        if not request.status and request.finished is None and not self.ended.triggered:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
     def _find(self, room: int) -> _Request | None:
@@ -235,7 +239,13 @@ class Router(Member):
         return request
 
     def _fail(self, request: _Request, reason: str, but: str = "") -> None:
-        """End *request* with *reason*, and have it given up, except by the leader *but*, which has done so."""
+        """End *request* with *reason*, and have it given up, except by the leader *but*, which has done so.
+
+        One that has all its tokens has not failed: only the account of its bytes will not come any more.
+        """
+        if request.finished is not None:
+            self._close(request, "ok")
+            return
         self._abort(request, but)
         self._close(request, reason)
 
@@ -317,7 +327,7 @@ class Router(Member):
     def _recover(self, request: _Request, life: str, reason: str) -> None:
         """Ask the other instance of *request*, which has lost *life*, whether it can start anew."""
         other = request.prefill if request.decode == life else request.decode
-        if request.lost or request.prefilled or not self.fleet.alive(other):
+        if request.lost or request.prefilled or request.finished is not None or not self.fleet.alive(other):
             self._fail(request, request.lost or reason)
             return
         request.lost, request.asked = reason, leader(other)

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from pdsim.ranges import not_negative, one_of, positive
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
+__all__ = ["DTYPES", "Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
+
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
+"""Bytes of an element by the name of its type; of those of one size, the first is the one usually meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Llm:
     attention: str = "gqa"  # "gqa" keeps K and V per head, "mla" one latent row per token and layer
     latent_dim: int = 0  # elements of that row
     dtype_bytes: int = 2  # of a KV element and of a weight
+    kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
     context: int = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -80,6 +85,17 @@ class Llm:
         )
         if self.attention == "mla":
             positive("model", latent_dim=self.latent_dim)
+        fitting = [name for name, size in DTYPES.items() if size == self.dtype_bytes]
+        if self.kv_dtype and self.kv_dtype not in fitting:
+            raise ValueError(
+                f"model.kv_dtype must be one of {', '.join(fitting) or 'none'} for model.dtype_bytes="
+                f"{self.dtype_bytes}, got {self.kv_dtype!r}"
+            )
+
+    @property
+    def element(self) -> str:
+        """The type of a KV element."""
+        return self.kv_dtype or next((name for name, size in DTYPES.items() if size == self.dtype_bytes), "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +170,8 @@ class Workload:
     input_cv: float = 1.0
     output_mean: float = 256.0
     output_cv: float = 0.5
+    aborts: float = 0.0  # share of requests whose users leave, unless they have all their tokens before
+    patience: Seconds = 10.0  # mean time from its arrival after which such a user leaves, exponential
 
     def __post_init__(self) -> None:
         one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
@@ -165,10 +183,13 @@ class Workload:
             burst_length=self.burst_length,
             input_mean=self.input_mean,
             output_mean=self.output_mean,
+            patience=self.patience,
         )
         not_negative("workload", input_cv=self.input_cv, output_cv=self.output_cv)
         if self.count is not None:
             positive("workload", count=self.count)
+        if not 0 <= self.aborts <= 1:
+            raise ValueError(f"workload.aborts must be >= 0 and <= 1, got {self.aborts}")
         if not self.burst > 1:
             raise ValueError(f"workload.burst must be > 1, got {self.burst}")
 

@@ -36,6 +36,7 @@ class Request(NamedTuple):
     arrival: float  # seconds after the first could arrive
     input: int  # tokens
     output: int  # tokens, the first included
+    patience: float | None = None  # seconds after its arrival at which its user leaves; None stays to the end
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
@@ -57,10 +58,26 @@ def load(workload: Workload, seed: int, context: int) -> list[Request]:
         requests = _read(Path(workload.trace), context)
     if workload.trace is not None or workload.arrivals == "embedded":
         requests = (request._replace(arrival=request.arrival / workload.speed) for request in requests)
-    found = list(islice(requests, workload.count))
+    found = _impatient(list(islice(requests, workload.count)), workload, seed)
     if not found:
         raise ConfigError(f"workload.trace={workload.trace} has no requests; name a file that has some")
     return found
+
+
+def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[Request]:
+    """Return *requests*, some of which have users who leave.  More requests change nothing for those before."""
+    if not workload.aborts:
+        return requests
+    chances, waits = stream(seed, "workload.aborts"), stream(seed, "workload.patience")
+    drawn = zip(
+        chances.random(len(requests)).tolist(),
+        waits.exponential(workload.patience, len(requests)).tolist(),
+        strict=True,
+    )
+    return [
+        request._replace(patience=wait) if chance < workload.aborts else request
+        for request, (chance, wait) in zip(requests, drawn, strict=True)
+    ]
 
 
 # --- traces ---------------------------------------------------------------------------------------------------------

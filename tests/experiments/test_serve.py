@@ -149,6 +149,18 @@ def test_an_overload_is_said():
     assert any("overloaded" in note for note in result.notes)
 
 
+def test_users_who_leave_are_told_apart_from_failures():
+    leaving = replace(GENERATED, aborts=0.5, patience=0.02)
+    result = serve(configured(workload=leaving))
+    found = values(result)
+    aborted = [row for row in rows(result) if row["status"].startswith("Aborted: the user left after")]
+    assert 0 < len(aborted) == found["requests_aborted"] < sum(row["patience"] is not None for row in rows(result))
+    assert found["requests_ok"] + found["requests_aborted"] == 40
+    assert found["requests_failed"] == 0
+    assert result.failures == []
+    assert all(row["e2e"] <= row["patience"] for row in rows(result) if row["e2e"] and row["patience"])
+
+
 # --- instances and policies -----------------------------------------------------------------------------------------
 
 

@@ -53,3 +53,28 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
     assert set(result.requests["status"]) == {"ok"}
     model_run = serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))
     assert moved(result) == moved(model_run) == sum(model_run.requests["nbytes"])
+    # whichever of the two sides reports first that a request is over
+    assert result.requests["nbytes"] == model_run.requests["nbytes"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_users_leave_as_the_workload_says(name):
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=engine(name),
+        model=HYBRID,
+        experiment={"name": "serve", "deadline": 30.0},
+        workload=replace(SMALL, count=12, aborts=0.6, patience=0.002),
+        kv=Kv(page_size=16, pool=1 << 20),
+        scheduler=Scheduler(chunk=64, decode_batch=4),
+    )
+    result = run(config, make_target(name), lambda fraction, text: None)
+    assert result.failures == []
+    patience = result.requests["patience"]
+    assert patience == serve(replace(config, target="model", hw=EIGHT, backend=ENGINE)).requests["patience"]
+    left = {status.partition(":")[0] for status, wait in zip(result.requests["status"], patience, strict=True) if wait}
+    stayed = {status for status, wait in zip(result.requests["status"], patience, strict=True) if wait is None}
+    assert "Aborted" in left
+    assert (stayed, left - {"ok"}) == ({"ok"}, {"Aborted"})

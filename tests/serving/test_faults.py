@@ -178,7 +178,10 @@ def test_a_room_without_pages_at_decode_fails_at_its_limit():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"page_size": 32}, "page_size=32, rank 0 of decode0 16"), ({"dtype_bytes": 1}, "dtype_bytes=1, rank 0 of")],
+    [
+        ({"page_size": 32}, "page_size=32, rank 0 of decode0 16"),
+        ({"kv_dtype": "fp16"}, "kv_dtype=fp16, rank 0 of decode0 bf16"),
+    ],
 )
 def test_a_rank_that_does_not_fit_is_told_both_values_and_the_others_go_on(change: dict[str, Any], words: str):
     outcome = serve([LONG], change={"decode1.0": change}, decode=TWO)
@@ -208,7 +211,7 @@ def stranger(rank: Any) -> Any:
 
 
 def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> Enroll:
-    return Enroll(instance, index, incarnation, Terms(page_size, 2))
+    return Enroll(instance, index, incarnation, Terms(page_size, "bf16"))
 
 
 def test_an_instance_is_formed_when_every_place_is_taken():

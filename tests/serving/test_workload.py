@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_azure_timestamps_keep_their_seventh_digit(tmp_path: Path):
         "2023-11-16 18:15:51.9951691,1,1",
     ]
     found = load(trace(tmp_path, HEADER, *rows), 0, CONTEXT)
-    assert [request[1:] for request in found] == [(374, 44), (396, 109), (1, 1)]
+    assert [request[1:3] for request in found] == [(374, 44), (396, 109), (1, 1)]
     assert [request.arrival for request in found] == pytest.approx([0, 4.314579, 5.3145791], abs=3e-8)
 
 
@@ -173,7 +174,9 @@ def test_bursts_come_at_their_multiple_of_the_mean_rate():
 def test_arrivals_do_not_decrease_and_lengths_fit_the_context():
     found = load(Workload(arrivals="bursty", count=5000, input_mean=5000, input_cv=3.0, output_mean=500), 1, 8192)
     assert all(one.arrival <= other.arrival for one, other in pairwise(found))
-    assert all(request.input >= 1 and request.output >= 1 and sum(request[1:]) <= 8192 for request in found)
+    assert all(
+        request.input >= 1 and request.output >= 1 and request.input + request.output <= 8192 for request in found
+    )
 
 
 def test_generated_arrivals_need_an_end():
@@ -184,10 +187,48 @@ def test_generated_arrivals_need_an_end():
 def test_lengths_do_not_depend_on_how_arrivals_are_drawn():
     one = load(Workload(arrivals="poisson", count=100), 7, CONTEXT)
     other = load(Workload(arrivals="gamma", count=100), 7, CONTEXT)
-    assert [request[1:] for request in one] == [request[1:] for request in other]
+    assert [request[1:3] for request in one] == [request[1:3] for request in other]
 
 
 def test_streams_are_told_apart_by_name_and_seed():
     drawn = [stream(seed, name).random() for seed, name in ((0, "a"), (0, "a"), (0, "b"), (1, "a"))]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3
+
+
+# --- users who leave ------------------------------------------------------------------------------------------------
+
+GENERATED = Workload(arrivals="poisson", count=2000)
+
+
+def patience(**changes: Any) -> list[float | None]:
+    return [request.patience for request in load(replace(GENERATED, **changes), 7, CONTEXT)]
+
+
+def test_nobody_leaves_unless_asked_for():
+    assert set(patience()) == {None}
+
+
+def test_a_share_of_users_leaves_after_a_mean_time():
+    found = [wait for wait in patience(aborts=0.25, patience=4.0) if wait is not None]
+    assert len(found) / 2000 == pytest.approx(0.25, abs=0.03)
+    assert sum(found) / len(found) == pytest.approx(4.0, rel=0.15)
+
+
+def test_who_leaves_is_a_stream_of_its_own():
+    stays, leaves = (load(replace(GENERATED, aborts=share), 7, CONTEXT) for share in (0.0, 0.5))
+    assert [request[:3] for request in stays] == [request[:3] for request in leaves]
+    assert patience(aborts=0.5)[:100] == patience(aborts=0.5, count=100)
+    few, many = patience(aborts=0.2), patience(aborts=0.6)
+    assert all(wait == more for wait, more in zip(few, many, strict=True) if wait is not None)
+
+
+def test_users_of_a_trace_leave_too():
+    waits = [request.patience for request in load(Workload(aborts=1.0), 0, CONTEXT)]
+    assert None not in waits
+
+
+@pytest.mark.parametrize(("change", "words"), [({"aborts": 1.5}, "workload.aborts"), ({"patience": 0}, "patience")])
+def test_shares_and_times_of_leaving_are_checked(change: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        replace(GENERATED, **change)
