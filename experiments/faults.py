@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import active_children
 
 from experiments._faults_scenario import KINDS, Tried
 from experiments._faults_shrink import Trial, shrunk
@@ -73,8 +74,14 @@ def tries(trials: Sequence[Trial], workers: int) -> Iterator[Tried]:
         if pool is None:
             yield from map(Trial.run, trials)
             return
-        for future in as_completed([pool.submit(_all, batch) for batch in batches]):
-            yield from future.result()
+        try:
+            for future in as_completed([pool.submit(_all, batch) for batch in batches]):
+                yield from future.result()
+        except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
+            raise
 
 
 def _all(trials: Iterable[Trial]) -> list[Tried]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from experiments._faults_scenario import KINDS, attempt, draw
@@ -87,3 +92,17 @@ def test_real_engines_are_refused():
 def test_options_are_checked(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         Options(**options)
+
+
+def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are_under_way(tmp_path: Path) -> None:
+    words = ["experiment=faults", "experiment.scenarios=100000", "experiment.workers=2", f"output={tmp_path}"]
+    process = subprocess.Popen([sys.executable, "-m", "pdsim", "run", *words], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(psutil.Process(process.pid).children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children()
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert len(workers) == 2
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
