@@ -22,7 +22,7 @@ from pdsim.transfer import Outcome, RankSpec
 
 __all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
 
-KINDS = ("delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts")
+KINDS = ("delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn")
 """What a scenario may suffer, one by one."""
 
 DEADLINE = 2.0
@@ -284,6 +284,7 @@ def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Fault
         late=0.1 * late if "late" in kinds else 0.0,
         lateness=0.5 * lateness if "late" in kinds else 0.0,
         stray="stray" in kinds,
+        torn="torn" in kinds,
         shuffle="shuffle" in kinds,
         slow=(slow,) if "slow" in kinds else (),
         squeezes=(squeeze,) if "squeezes" in kinds else (),

@@ -2,8 +2,8 @@
 
 Bytes are read at the source and written at the target at the instant of completion.  That is the latest moment at
 which a real engine may still read its source, so a sender that reuses memory before the end is caught (as is a
-receiver that reads before it was told to).  With `Faults.stray` both happen at any instant since the call; a torn
-transfer, half old and half new, is not modelled.
+receiver that reads before it was told to).  With `Faults.stray` both happen at any instant since the call, and with
+`Faults.torn` each of several parts is read and lands at instants of its own.
 
 Nothing recalls a transfer: after a `TransferTimeout` its flow goes on, its bytes and its notification may still
 arrive, and `Transfer.settled` says when that is over.  Only a transfer that still waited for room in the send queue
@@ -32,7 +32,7 @@ from pdsim.errors import (
 )
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import Lane, Poster, Posting
-from pdsim.fabric.flight import Connection, Flight, Registration
+from pdsim.fabric.flight import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
@@ -256,36 +256,46 @@ class SimEndpoint:
         held = fabric.chance.transfer()
         posting = lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
-            read, land = fabric.chance.instants(lane.seconds(posting))
-            fabric.clock.call_at(fabric.clock.now + read, self._read_early, number)
-            fabric.clock.call_at(fabric.clock.now + max(read, land), self._land_early, number)
+            self._stray(flight, number, fabric.chance, lane.seconds(posting))
         return posting
 
-    def _read_early(self, number: int) -> None:
-        """Take a copy of what *number* has at its source, if it is still under way."""
-        flight = self._moving(number)
-        buffers = None if flight is None else flight.buffers()
-        if flight is None or buffers is None:
-            return
-        batch, observer = flight.transfer.batch, self._fabric.observer
-        if observer is not None:
-            observer.read(batch, flight.transfer.label)
-        flight.pieces = []
-        if self._device.holds_bytes:
-            flight.pieces = [piece.copy() for piece in read_pieces(batch, buffers[0])]
+    def _stray(self, flight: Flight, number: int, chance: Chance, seconds: float) -> None:
+        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
+        clock, batch = self._fabric.clock, flight.transfer.batch
+        for first, end, read, land in chance.parts(batch.nbytes, seconds):
+            part = Part(part_of(batch, first, end))
+            flight.parts.append(part)
+            clock.call_at(clock.now + read, self._read_early, (number, part))
+            clock.call_at(clock.now + max(read, land), self._land_early, (number, part))
 
-    def _land_early(self, number: int) -> None:
-        """Let what was read for *number* land, if it is still under way."""
+    def _read_early(self, what: tuple[int, Part]) -> None:
+        """Take a copy of what a part has at its source, if its transfer is still under way."""
+        number, part = what
         flight = self._moving(number)
         buffers = None if flight is None else flight.buffers()
-        if flight is None or buffers is None or flight.pieces is None:
-            return
-        batch, observer = flight.transfer.batch, self._fabric.observer
-        if observer is not None:
-            observer.landed(batch, flight.transfer.label)
-        flight.landed = True
+        if flight is not None and buffers is not None:
+            self._read(part, flight, buffers[0])
+
+    def _land_early(self, what: tuple[int, Part]) -> None:
+        """Let what was read of a part land, if its transfer is still under way."""
+        number, part = what
+        flight = self._moving(number)
+        buffers = None if flight is None else flight.buffers()
+        if flight is not None and buffers is not None and part.pieces is not None:
+            self._put(part, flight, buffers[1])
+
+    def _read(self, part: Part, flight: Flight, source: SimBuffer) -> None:
+        if self._fabric.observer is not None:
+            self._fabric.observer.read(part.batch, flight.transfer.label)
+        exact = self._device.holds_bytes
+        part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
+
+    def _put(self, part: Part, flight: Flight, target: SimBuffer) -> None:
+        if self._fabric.observer is not None:
+            self._fabric.observer.landed(part.batch, flight.transfer.label)
+        part.landed = True
         if self._device.holds_bytes:
-            write_pieces(batch, buffers[1], flight.pieces)
+            write_pieces(part.batch, target, part.pieces or [])
 
     def _moving(self, number: int) -> Flight | None:
         flight = self._flights.get(number)
@@ -294,19 +304,19 @@ class SimEndpoint:
 
     def _move(self, flight: Flight, source: SimBuffer, target: SimBuffer) -> None:
         """Move what has not moved yet."""
+        for part in flight.parts:
+            if part.pieces is None:
+                self._read(part, flight, source)
+            if not part.landed:
+                self._put(part, flight, target)
+        if flight.parts:
+            return
         batch, label, observer = flight.transfer.batch, flight.transfer.label, self._fabric.observer
-        if flight.landed:
-            return
-        if observer is not None and flight.pieces is None:
-            observer.read(batch, label)
         if observer is not None:
+            observer.read(batch, label)
             observer.landed(batch, label)
-        if not self._device.holds_bytes:
-            return
-        if flight.pieces is None:
+        if self._device.holds_bytes:
             copy_bytes(batch, source, target)
-        else:
-            write_pieces(batch, target, flight.pieces)
 
     def _on_complete(self, posting: Posting) -> None:
         """Bytes first, then the notification, then the event that the poster waits for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import count
+from itertools import count, pairwise
 from math import log1p
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -49,6 +49,7 @@ class Faults:
     late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
     lateness: float = 0.0  # for how long, exponential
     stray: bool = False  # bytes are read and land at any instant between post and completion, not at the last
+    torn: bool = False  # the same, and a transfer moves in two to four parts, each of them at instants of its own
     shuffle: bool = False  # what is due at one instant on several ranks happens in any order
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
@@ -80,10 +81,10 @@ class Observer(Protocol):
         """Take note of a transfer that was asked for."""
 
     def read(self, batch: Batch, label: str) -> None:
-        """Take note that the bytes of a transfer are read at the source now."""
+        """Take note that these bytes of a transfer, maybe not all of it, are read at the source now."""
 
     def landed(self, batch: Batch, label: str) -> None:
-        """Take note that the bytes of a transfer are at the target now."""
+        """Take note that these bytes of a transfer, maybe not all of it, are at the target now."""
 
     def copied(self, batch: Batch) -> None:
         """Take note that a device has copied *batch* within its memory now."""
@@ -103,8 +104,9 @@ class Chance:
         self._messages = _uniforms(seed, "fabric.messages")
         self._lateness = _uniforms(seed, "fabric.lateness")
         self._instants = _uniforms(seed, "fabric.instants")
+        self._tears = _uniforms(seed, "fabric.tears")
         self.ties = _uniforms(seed, "fabric.ties")
-        self.strays = faults.stray
+        self.strays = faults.stray or faults.torn
 
     def message(self) -> float:
         """Return for how long the next control message is held up."""
@@ -114,12 +116,21 @@ class Chance:
         """Return for how long the completion of the next transfer is held up."""
         return _held(self._lateness, self._faults.late, self._faults.lateness)
 
-    def instants(self, seconds: float) -> tuple[float, float]:
-        """Return after how long a transfer that may take *seconds* reads its source, and then writes its target.
+    def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
+        """Yield the parts in which a transfer of *nbytes* moves, each with the first byte and the one after the last.
 
-        Either at once, at some time in between or, as good as never, at the end.
+        After how long the source of the part is read follows, and after how long its target is written, if the transfer
+        may take *seconds*: either at once, at some time in between or, as good as never, at the end.
         """
-        return self._instant(seconds), self._instant(seconds)
+        for first, end in pairwise((0, *self._cuts(nbytes), nbytes)):
+            yield first, end, self._instant(seconds), self._instant(seconds)
+
+    def _cuts(self, nbytes: int) -> list[int]:
+        """Return where a transfer is torn: one to three of the bytes after its first."""
+        if not self._faults.torn or nbytes < 2:
+            return []
+        many = 1 + int(3 * next(self._tears))
+        return sorted({1 + int((nbytes - 1) * next(self._tears)) for _ in range(many)})
 
     def _instant(self, seconds: float) -> float:
         kind = next(self._instants)

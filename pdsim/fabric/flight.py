@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pdsim.transfer import Batch
+
 if TYPE_CHECKING:
     from pdsim.fabric.endpoint import SimEndpoint
     from pdsim.fabric.engine import Lane, Posting
     from pdsim.fabric.memory import Bytes, SimBuffer
     from pdsim.transfer import Region, Transfer
 
-__all__ = ["Connection", "Flight", "Registration"]
+__all__ = ["Connection", "Flight", "Part", "Registration", "part_of"]
 
 
 class Registration:
@@ -35,16 +39,39 @@ class Connection:
         self.lane = lane
 
 
+class Part:
+    """Those bytes of a transfer that are read at one instant and land at one: the descriptors of *batch*."""
+
+    __slots__ = ("batch", "landed", "pieces")
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.pieces: list[Bytes] | None = None  # what was read, once it was
+        self.landed = False
+
+
+def part_of(batch: Batch, first: int, end: int) -> Batch:
+    """Return the descriptors of bytes *first* to *end* of *batch*, in its order; those at either end may be cut."""
+    if first <= 0 and end >= batch.nbytes:
+        return batch
+    ends = np.cumsum(batch.size)
+    starts = ends - batch.size
+    low, high = np.maximum(starts, first), np.minimum(ends, end)
+    inside = low < high
+    skipped, size = (low - starts)[inside], (high - low)[inside]
+    source, target = batch.source_offset[inside] + skipped, batch.target_offset[inside] + skipped
+    return Batch(batch.source, batch.target, source, target, size)
+
+
 class Flight:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
     __slots__ = (
         "connection",
         "held",
-        "landed",
         "local",
         "notify",
-        "pieces",
+        "parts",
         "posting",
         "remote",
         "submitted",
@@ -70,8 +97,7 @@ class Flight:
         self.notify = notify
         self.submitted = submitted
         self.posting: Posting | None = None
-        self.pieces: list[Bytes] | None = None  # what has been read, if that was before the end
-        self.landed = False  # if that was before the end
+        self.parts: list[Part] = []  # that are read, or land, before the end
         there = connection.remote.registration(remote)
         self.held = None if there is None else there.buffer
         if self.held is not None:

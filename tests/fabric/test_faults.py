@@ -7,7 +7,8 @@ import pytest
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.world import Model
-from pdsim.transfer import Batch
+from pdsim.fabric.flight import part_of
+from pdsim.transfer import Batch, Region
 from tests.fabric.machines import engine, machine, run
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -52,8 +53,11 @@ def writer(rank, change_at=0.0, timeout=None):
     return [how, rank.clock.now - start]
 
 
-def reader(rank):
-    """Look at the memory each eighth of a second until the writer is done; return what changed, and when."""
+def reader(rank, whole=False):
+    """Look at the memory each eighth of a second until the writer is done; return what changed, and when.
+
+    With *whole*, return what is there then.
+    """
     buffer = rank.device.allocate(1000)
     rank.endpoint.register(buffer, "kv")
     rank.channel.send("writer", rank.endpoint.address())
@@ -64,7 +68,7 @@ def reader(rank):
         now = buffer.read(0, 1).decode()
         if not seen or now != seen[-1][0]:
             seen.append([now, rank.clock.now])
-    return seen
+    return buffer.read(0, 100).decode() if whole else seen
 
 
 def wait(event):
@@ -184,6 +188,42 @@ def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion
 
 def test_without_strays_bytes_are_read_at_the_end():
     assert run((writer, {"change_at": 1.5}), reader, model=model()).ranks["reader"].value[-1][0] == "b"
+
+
+def test_a_torn_transfer_is_part_old_and_part_new_when_its_source_changes_meanwhile():
+    found = set()
+    for seed in range(12):
+        plan = model(Faults(torn=True), seed)
+        ranks = run((writer, {"change_at": 1.5}), (reader, {"whole": True}), model=plan).ranks
+        assert ranks["writer"].value == ["ok", 2.75]
+        found.add(ranks["reader"].value)
+    assert all(set(what) <= {"a", "b"} for what in found)
+    assert sum(set(what) == {"a", "b"} for what in found) > 4
+
+
+def test_a_torn_transfer_that_timed_out_takes_what_its_source_holds_later():
+    # the caller has given up after 2 s; half of the bytes are what it stored after that
+    faults = Faults(torn=True, late=1.0, lateness=5.0)
+    ends = set()
+    for seed in range(12):
+        given_up = (writer, {"change_at": 2.5, "timeout": 2.0})
+        ranks = run(given_up, (reader, {"whole": True}), model=model(faults, seed)).ranks
+        assert ranks["writer"].value[0] == "TransferTimeout"
+        ends.add("".join(sorted(set(ranks["reader"].value))))
+    assert "ab" in ends
+
+
+def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
+    one, two = Region("a", "kv", 1000, 0, "gpu0"), Region("b", "kv", 1000, 0, "gpu1")
+    batch = Batch(one, two, [100, 0, 500], [0, 300, 200], [10, 20, 1])
+    whole = [(100 + i, i) for i in range(10)] + [(i, 300 + i) for i in range(20)] + [(500, 200)]
+    for cuts in ((0, 31), (0, 1, 31), (0, 10, 30, 31), (0, 5, 15, 31)):
+        found = []
+        for first, end in zip(cuts, cuts[1:], strict=False):
+            part = part_of(batch, first, end)
+            rows = zip(part.source_offset, part.target_offset, part.size, strict=True)
+            found += [(source + i, target + i) for source, target, size in rows for i in range(size)]
+        assert found == whole
 
 
 def test_a_transfer_that_is_held_up_times_out_and_lands_later():
