@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -146,7 +146,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
 
 def attempt(scenario: Scenario) -> Tried:
     """Run *scenario* with every checker, and return what was found."""
-    checks = Checks(_Causes(scenario), _killed(scenario))
+    checks = Checks(_Causes(scenario))
     model = Model(
         _MACHINE,
         _ENGINE,
@@ -194,11 +194,6 @@ class _Causes:
         if kind == "TransferTimeout":
             return self._slow
         return kind == "OutOfMemory" and (self._slow or bool(self._kill))
-
-
-def _killed(scenario: Scenario) -> Callable[[str], bool]:
-    killed = {name.partition(".")[0] for name in scenario.kill}
-    return killed.__contains__
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """What goes wrong on purpose: drawn from one seed, never against a promise of the waist, and nothing without a plan."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.faults import Faults, Slow, Squeeze
-from pdsim.fabric.world import Model
 from pdsim.fabric.flight import part_of
+from pdsim.fabric.world import Model
 from pdsim.transfer import Batch, Region
 from tests.fabric.machines import engine, machine, run
 
@@ -219,7 +220,7 @@ def test_the_parts_of_a_batch_are_all_of_it_and_nothing_twice():
     whole = [(100 + i, i) for i in range(10)] + [(i, 300 + i) for i in range(20)] + [(500, 200)]
     for cuts in ((0, 31), (0, 1, 31), (0, 10, 30, 31), (0, 5, 15, 31)):
         found = []
-        for first, end in zip(cuts, cuts[1:], strict=False):
+        for first, end in itertools.pairwise(cuts):
             part = part_of(batch, first, end)
             rows = zip(part.source_offset, part.target_offset, part.size, strict=True)
             found += [(source + i, target + i) for source, target, size in rows for i in range(size)]

@@ -1,0 +1,149 @@
+"""What the checkers of the trial know of ranks that are lost and come back: whose memory is whose, what may be left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.leftovers import Leftovers
+from pdsim.kv.owners import Owners
+from pdsim.kv.pages import PagePool, SlotPool
+from pdsim.kv.paths import REGION
+from pdsim.transfer import Batch, Region
+
+LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, pages=8, slots=2)
+
+
+def member(name: str, **state: Any) -> Any:
+    return SimpleNamespace(rank=SimpleNamespace(name=name), **state)
+
+
+# --- whose memory is whose ------------------------------------------------------------------------------------------
+
+
+def leader(life: str) -> Any:
+    part = SimpleNamespace(layout=LAYOUT)
+    return member("decode0.0", life=life, receiver=part, pages=PagePool(8), slots=SlotPool(2))
+
+
+def follower(life: str) -> Any:
+    return member("decode0.1", life=life, receiver=SimpleNamespace(layout=LAYOUT))
+
+
+def landed(owners: Owners, room: int, offset: int) -> None:
+    source = Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0")
+    target = Region("decode0.1", REGION, LAYOUT.size, 0, "gpu1")
+    owners.landed(Batch(source, target, [0], [offset], [16]), f"{room}/0/grouped")
+
+
+@pytest.fixture
+def found() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def owners(found: list[tuple[str, str]]) -> Owners:
+    """Return the owners of a group whose leader, of its first life, gave page 0 and slot 1 to room 7 and then died."""
+    owners = Owners(lambda invariant, text: found.append((invariant, text)))
+    first = leader("decode0@1")
+    first.pages.allocate(7, 1)
+    first.slots.allocate(7)
+    for rank in (first, follower("decode0@1"), leader("")):
+        owners.joined(rank)
+    return owners
+
+
+def test_what_a_leader_owned_at_its_end_stays_owned_until_its_ranks_have_ended(owners: Owners, found: list[Any]):
+    landed(owners, 7, 0)
+    assert found == []
+    landed(owners, 8, 0)
+    assert found == [("I3", "room 8 landed on kv row 0 of decode0.1, which is room 7's")]
+
+
+def test_what_it_did_not_own_is_nobodys(owners: Owners, found: list[Any]):
+    landed(owners, 7, LAYOUT.item)
+    assert found == [("I3", "room 7 landed on kv row 1 of decode0.1, which is nobody's")]
+
+
+def test_a_rank_of_a_new_life_is_not_written_before_it_has_met_anyone(owners: Owners, found: list[Any]):
+    owners.joined(follower(""))
+    landed(owners, 7, 0)
+    assert found == [("I3", "room 7 landed on decode0.1, which is in no life of its instance")]
+
+
+@pytest.mark.parametrize("buffer", range(10))
+def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: Owners, found: list[Any], buffer: int):
+    # a torn transfer may touch any of the ten buffers, from any byte on
+    landed(owners, 7, int(LAYOUT.aux_offsets(0)[buffer]) + 5)
+    assert found == []
+    landed(owners, 7, int(LAYOUT.aux_offsets(1)[buffer]) + 5)
+    assert found == [("I6", "room 7 landed on metadata slot 1 of decode0.1, which is not its own")]
+
+
+def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
+    owners = Owners(lambda invariant, text: found.append((invariant, text)))
+    prefill = member("prefill0.0", life="prefill0@1", pages=PagePool(8), slots=SlotPool(2))
+    prefill.sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
+    prefill.pages.allocate(7, 1)
+    owners.joined(prefill)
+    pool, block = Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0"), Region("prefill0.0", "gather1", 64, 0, "gpu0")
+    for page in (0, 1):
+        batch = Batch(pool, block, [page * LAYOUT.item], [0], [16])
+        prefill.sender._gather(SimpleNamespace(room=7), batch)
+        owners.copied(batch)
+    assert found == [("I3", "room 7 gathered from kv row 1 of prefill0.0, which is nobody's")]
+
+
+# --- what may be left -----------------------------------------------------------------------------------------------
+
+
+def left(table: Any, lost: bool = True) -> list[str]:
+    """Return what is said of a rank that had an empty table when requests began, and has *table* in the end."""
+    found: list[str] = []
+    leftovers = Leftovers(lambda _, text: found.append(text))
+    rank = member("prefill0.0", table=type(table)())
+    for each in (rank, member("decode0.0"), member("decode0.1"), member("decode1.0")):
+        leftovers.joined(each)
+    leftovers.begin()
+    if lost:
+        leftovers.lost()
+    rank.table = table
+    leftovers.check("prefill0.0")
+    return found
+
+
+PEERS: list[Any] = [
+    {"decode0@2": [1, 2], "decode1@1": [1]},
+    {"decode0.0", "decode0.1"},
+    {("prefill0", "decode0"), ("prefill0", "decode1")},
+]
+
+
+@pytest.mark.parametrize("table", PEERS)
+def test_a_table_of_peers_may_have_grown_once_one_was_lost_and_not_before(table: Any):
+    assert left(table) == []
+    assert left(table, lost=False) == [f"prefill0.0.table still has {len(table)} entries when all is over"]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"decode0@1", "decode0@2"}, {"decode2@1"}, {"decode0@1": [1, 2, 3]}, [3.5], {("prefill0", "decode7")}],
+    ids=["two lives of one instance", "nobody", "more than it has ranks", "no names", "a pair with nobody"],
+)
+def test_what_is_no_table_of_peers_may_not(table: Any):
+    assert left(table) == [f"prefill0.0.table still has {len(table)} entries when all is over"]
+
+
+def test_nothing_of_a_room_may_be_left_whoever_was_lost():
+    assert left({7: "a room"}) == ["prefill0.0.table still has rooms [7] when all is over"]
+
+
+def test_what_a_rank_had_when_requests_began_it_may_keep():
+    leftovers = Leftovers(lambda _, text: pytest.fail(text))
+    leftovers.joined(member("prefill0.0", sizes=[1, 2, 3], times=np.zeros(3)))
+    leftovers.begin()
+    leftovers.check("prefill0.0")
