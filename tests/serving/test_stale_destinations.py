@@ -1,0 +1,73 @@
+"""Where to write is taken from the first `Destination` of a room that waits for one, and from no other.
+
+What comes for a room that has one, that was given up or that is over must neither turn its writes elsewhere nor bring
+it back to life (the stale-metadata guard of SGLang's MORI backend).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from pdsim.kv.messages import Destination
+from pdsim.serving import decode
+from pdsim.serving.workload import Request
+from pdsim.transfer import Outcome
+from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
+
+FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps the job going for a while
+
+
+def again(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+    """Have the decode leader name pages twice for each room, *after* so many seconds others than at first."""
+    send: Callable[..., None] = decode.Leader.send
+
+    def twice(self: decode.Leader, receivers: Any, message: Any) -> None:
+        send(self, receivers, message)
+        if isinstance(message, Destination):
+            stale = replace(message, pages=tuple((start + 16, count) for start, count in message.pages))
+            self.clock.call_at(self.clock.now + after, lambda _: send(self, receivers, stale), None)
+
+    monkeypatch.setattr(decode.Leader, "send", twice)
+
+
+def writes(outcome: Outcome) -> int:
+    return len(outcome.ranks["prefill0.0"].transfers)
+
+
+def test_a_room_that_has_its_destination_keeps_it(monkeypatch: pytest.MonkeyPatch):
+    plain = serve([FIRST, LATER])
+    again(monkeypatch, after=0.0)
+    outcome = serve([FIRST, LATER])
+    assert statuses(outcome) == ["ok", "ok"]  # every byte is compared, in the pages that were named first
+    assert writes(outcome) == writes(plain)
+    assert outcome.ranks["prefill0.0"].value["ignored"] == 2
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_room_in_mid_transfer_keeps_its_destination(monkeypatch: pytest.MonkeyPatch):
+    again(monkeypatch, after=0.01)
+    outcome = serve([Request(0.0, 600, 4), LATER], hw=SLOW)  # which takes a fifth of a second
+    assert statuses(outcome) == ["ok", "ok"]
+    assert outcome.ranks["prefill0.0"].value["ignored"] >= 1
+
+
+def test_a_room_that_was_given_up_stays_so(monkeypatch: pytest.MonkeyPatch):
+    again(monkeypatch, after=1.0)
+    outcome = serve([Request(0.0, 600, 4), LATER], leaves=[[0, 0.01]], hw=SLOW)
+    assert [status.partition(":")[0] for status in statuses(outcome)] == ["Aborted", "ok"]
+    assert outcome.ranks["prefill0.0"].value["ignored"] == 1
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatch):
+    plain = serve([FIRST, LATER])
+    again(monkeypatch, after=1.0)
+    outcome = serve([FIRST, LATER])
+    assert statuses(outcome) == ["ok", "ok"]
+    assert writes(outcome) == writes(plain)
+    assert account(outcome, "prefill0.0")[1:] == (0, 0)
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
