@@ -69,7 +69,8 @@ class Target:
         self.blocks: BlockPlan | None = None
         if part.heads is not None and self.ring is not None:
             self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
-        self._apart = self.metadata == "write" or self.blocks is not None or policy.call == "plane"
+        self._call = policy.call if part.heads is None else policy.slices or policy.call
+        self._apart = self.metadata == "write" or self.blocks is not None or self._call == "plane"
 
     def block(self, rows: Runs, limit: int) -> int:
         """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
@@ -105,7 +106,7 @@ class Target:
 
     def _rows(self, rows: Runs) -> list[Piece]:
         rows = self._grouped(rows)
-        if self._policy.call == "chunk" or self.blocks is not None:
+        if self._call == "chunk" or self.blocks is not None:
             return [Piece(self._path, rows)]
         return [Piece(self._path, rows, plane=plane) for plane in range(self._planes)]
 

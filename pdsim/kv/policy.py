@@ -26,6 +26,7 @@ class Policy:
     queues: int = 0  # each with one worker that blocks until its write is done; 0 posts everything at once
     shard: str = "session"  # a room's queue: by the peers that it goes to, or by its number ("room")
     call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, or one "plane"
+    slices: str = ""  # likewise of slices of rows; "" is as *call*
     grouping: str = "runs"  # a descriptor is a run of neighbouring pages, or one page ("pages")
     notify: str = (
         "write"  # attached to every write; or once a room, as a "message" or when the scheduler polls ("poll")
@@ -40,6 +41,7 @@ class Policy:
             raise ValueError(f"policy.queues must be >= 0, got {self.queues}")
         one_of("policy", ("session", "room"), shard=self.shard)
         one_of("policy", ("chunk", "plane"), call=self.call)
+        one_of("policy", ("", "chunk", "plane"), slices=self.slices)
         one_of("policy", ("runs", "pages"), grouping=self.grouping)
         one_of("policy", ("write", "message", "poll"), notify=self.notify)
         one_of("policy", tuple(POOLS), pool=self.pool)
