@@ -25,8 +25,8 @@ import msgspec
 from simpy.events import Event
 
 from backends.deadlines import Deadlines
+from backends.device import RealBuffer, RealDevice
 from backends.halfopen import half_open
-from backends.host import HostBuffer, HostDevice
 from backends.identity import is_dead
 from backends.lending import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back
 from backends.link import Line, Link
@@ -76,7 +76,7 @@ class RealEndpoint(ABC):
         *,
         rank: str,
         clock: WallClock,
-        device: HostDevice,
+        device: RealDevice,
         engine: Engine,
         recorder: Recorder,
         bind: str = "127.0.0.1",
@@ -111,7 +111,7 @@ class RealEndpoint(ABC):
         """Start the engine; return what it is, as it reports itself.  Raise `BackendUnavailable` if it cannot work."""
 
     @abstractmethod
-    def _pin(self, buffer: HostBuffer) -> Any:
+    def _pin(self, buffer: RealBuffer) -> Any:
         """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`."""
 
     @abstractmethod
@@ -133,6 +133,9 @@ class RealEndpoint(ABC):
     @abstractmethod
     def _detach(self, idle: bool) -> None:
         """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
+
+    def _forget(self, peer: PeerState, region: str) -> None:  # noqa: B027 most engines keep nothing of it
+        """Give up what the engine keeps of *region*, which *peer* has withdrawn and nothing of ours moves in."""
 
     def _drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
@@ -159,8 +162,8 @@ class RealEndpoint(ABC):
         self._check_open()
         if name in self._entries:
             raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
-        if not isinstance(buffer, HostBuffer) or buffer.freed:
-            raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated host memory of {self.rank}")
+        if not isinstance(buffer, RealBuffer) or buffer.freed:
+            raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated memory of {self.rank}")
         if buffer.registered:
             raise RegistrationError(f"region {name!r}: the buffer is registered already under another name")
         region = Region(self.rank, name, buffer.size, buffer.address, self.device.name)
@@ -395,7 +398,7 @@ class RealEndpoint(ABC):
         flight.local.moving -= 1
         peer = flight.peer
         peer.moving[flight.remote.name] -= 1
-        give_back(self.link, peer)
+        give_back(self.link, peer, self._forget)
 
     def _announce(self, flight: Flight) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
@@ -447,7 +450,7 @@ class RealEndpoint(ABC):
         if epoch > state.epoch:
             state.withdrawn.add(name)
         state.owed.append((name, epoch))
-        give_back(self.link, state)
+        give_back(self.link, state, self._forget)
 
     def _on_lost(self, line: Line) -> None:
         self._lending.on_lost(line)

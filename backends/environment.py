@@ -7,10 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 
 from pdsim.errors import ConfigError
 
-__all__ = ["captured_stderr", "prepare"]
+__all__ = ["captured_stderr", "installed", "prepare"]
 
 
 def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
@@ -27,6 +28,14 @@ def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str])
     for name, value in {**defaults, **needed}.items():
         os.environ.setdefault(name, value)
     return {name: os.environ[name] for name in (*defaults, *needed)}
+
+
+def installed(*distributions: str) -> str:
+    """Return the version of the first of *distributions* that is installed, or "of unknown version"."""
+    for name in distributions:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "of unknown version"
 
 
 @contextlib.contextmanager

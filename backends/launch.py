@@ -51,11 +51,12 @@ def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 class Processes:
-    """A `Target` on this machine.  Where a rank's `Place` is makes no difference: all memory is the host's.
+    """A `Target` on this machine: a rank whose `Place` names a GPU is on that of this machine, any other on the host.
 
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
-    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank may allocate; *spawn*: what starts
-    a rank's process.
+    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
+    *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
+    a GPU share what it really has.
     """
 
     def __init__(
@@ -66,8 +67,14 @@ class Processes:
         device_capacity: int = 4 << 30,
         startup: float = 60.0,
         spawn: Spawn = spawn,
+        gpu_capacity: int = 4 << 30,
     ) -> None:
-        for name, value in (("deadline", deadline), ("device_capacity", device_capacity), ("startup", startup)):
+        for name, value in (
+            ("deadline", deadline),
+            ("device_capacity", device_capacity),
+            ("startup", startup),
+            ("gpu_capacity", gpu_capacity),
+        ):
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
         self.engine = engine
@@ -76,6 +83,7 @@ class Processes:
         self.device_capacity = device_capacity
         self.startup = startup
         self.spawn = spawn
+        self.gpu_capacity = gpu_capacity
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
@@ -108,7 +116,8 @@ class Processes:
             timeout=self.engine.timeout,
             options=dict(self.engine.options),
             bind=self.bind,
-            capacity=self.device_capacity,
+            capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
+            gpu=spec.place.gpu,
         )
 
 

@@ -6,7 +6,9 @@ none of its transfers moves there any more.  Endpoints that connect later with a
 
 from __future__ import annotations
 
-from backends.host import HostBuffer, HostDevice
+from collections.abc import Callable
+
+from backends.device import RealBuffer, RealDevice
 from backends.link import Line, Link
 from backends.state import PeerState
 
@@ -18,12 +20,12 @@ WITHDRAW, RETURN, MEET, WELCOME = b"withdraw", b"return", b"meet", b"welcome"
 class Lending:
     """The owner's side: who may still write to what was withdrawn."""
 
-    def __init__(self, device: HostDevice) -> None:
+    def __init__(self, device: RealDevice) -> None:
         self._device = device
         self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
-        self._lent: dict[tuple[str, int], tuple[HostBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
+        self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
 
-    def withdraw(self, link: Link, name: str, epoch: int, buffer: HostBuffer) -> None:
+    def withdraw(self, link: Link, name: str, epoch: int, buffer: RealBuffer) -> None:
         """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it."""
         self._withdrawn[name] = epoch
         lines = link.lines
@@ -61,9 +63,13 @@ class Lending:
             self._device.release(buffer)
 
 
-def give_back(link: Link, state: PeerState) -> None:
-    """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in; the borrower's side."""
+def give_back(link: Link, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:
+    """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in; the borrower's side.
+
+    *forget* is called before, with each region that goes back.
+    """
     for name, epoch in tuple(state.owed):
         if not state.moving[name]:
             state.owed.remove((name, epoch))
+            forget(state, name)
             link.send(state.line, RETURN, name.encode(), str(epoch).encode())

@@ -1,9 +1,13 @@
-"""Mooncake's TransferEngine, on host memory: ``mooncake_tcp`` over TCP and ``mooncake`` over RDMA.
+"""Mooncake's TransferEngine: over TCP, over RDMA (``mooncake``), and over NVLink between the GPUs of a machine.
 
 What it does about the engine's ways:
 
-- The protocol argument does not select the transport: ``MC_FORCE_TCP`` does, and without RDMA devices it falls back to
-  TCP.  The engine's log is the only witness, so the log of its start is read.
+- The protocol argument does not select the transport: ``MC_FORCE_TCP`` and ``MC_INTRANODE_NVLINK`` do, and without RDMA
+  devices it falls back to TCP.  The engine's log is the only witness, so the log of its start is read.
+- Over NVLink it takes GPU memory only, works on the calling thread's GPU and waits for none of the streams that
+  produced the bytes: ours have ended when `Device.copy` says so.  Peers keep what they have mapped for ever, and look
+  at nothing but its address, so memory that was registered is used again and never given back.
+- Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
   stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
 - A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
@@ -25,28 +29,57 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import packages_distributions, version
+from typing import Any, NamedTuple
 
+from backends.cuda import CudaBuffer, CudaDevice
+from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
-from backends.environment import captured_stderr, prepare
-from backends.host import HostBuffer
+from backends.environment import captured_stderr, installed, prepare
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
 
-_VARIANTS: Mapping[str, tuple[str, dict[str, str], str]] = {
-    # protocol, environment, what the log says of each transport or device that is used
-    "mooncake_tcp": ("tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
-    "mooncake": ("rdma", {}, r"RDMA device: (\w+)"),
-}
-
 INSTALL = (
     "pip install 'pdsim[mooncake]' and, on Debian, "
     "apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4"
 )
+CUDA_INSTALL = (
+    "pip install mooncake-transfer-engine-cuda13==0.3.14 in its place (mooncake-transfer-engine for CUDA 12) and, on "
+    "Debian, apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4"
+)
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine",
+)
 PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
+
+
+class _Way(NamedTuple):
+    """How one transport is asked for, and what proves that it was chosen."""
+
+    name: str
+    protocol: str
+    environment: Mapping[str, str]
+    witness: str  # what the engine's log says of it, or of each device that it uses
+    flag: str = ""  # of the module: whether it was built with it
+    gpu_only: bool = False
+
+
+_WAYS = {
+    "mooncake_tcp": _Way("tcp", "tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
+    "mooncake": _Way("rdma", "rdma", {}, r"RDMA device: (\w+)"),
+    "mooncake_nvlink": _Way(
+        "nvlink",
+        "rdma",
+        {"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, is not looked at, and leaves one on TCP
+        r"Using (Intra-Node NVLink) transport",
+        "SUPPORT_INTRA_NVLINK",
+        gpu_only=True,
+    ),
+}
 
 
 class MooncakeEndpoint(RealEndpoint):
@@ -59,12 +92,11 @@ class MooncakeEndpoint(RealEndpoint):
     kind = "mooncake"
 
     def _attach(self) -> str:
-        if self.settings.name not in _VARIANTS:
+        if self.settings.name not in _WAYS:
             raise BackendUnavailable(
-                f"backend {self.settings.name!r} moves GPU memory, which target=real does not do yet; "
-                f"use backend=mooncake_tcp"
+                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_WAYS)}"
             )
-        protocol, variant, witness = _VARIANTS[self.settings.name]
+        self._way = _WAYS[self.settings.name]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
@@ -77,28 +109,48 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
             "MC_LOG_LEVEL": "INFO",
         }
-        prepare(self.settings.name, {**variant, **options}, defaults)
-        try:
-            from mooncake.engine import TransferEngine
-        except ImportError as error:
-            raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {INSTALL}") from error
-        self._native = TransferEngine()
+        prepare(self.settings.name, {**self._way.environment, **options}, defaults)
+        self._native = self._library().TransferEngine()
         with captured_stderr() as log:
-            code = self._native.initialize(self.bind, "P2PHANDSHAKE", protocol, device)
+            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
-        found = sorted(set(re.findall(witness, text)))
+        found = sorted(set(re.findall(self._way.witness, text)))
         if not found:
-            raise BackendUnavailable(f"Mooncake did not report a transport over {protocol}: {text.strip()[-300:]}")
+            raise BackendUnavailable(
+                f"Mooncake did not report a transport over {self._way.name}, so it chose another: {text.strip()[-300:]}"
+            )
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
-        return " ".join(["mooncake", _version(), protocol, *(found if protocol == "rdma" else [])])
+        devices = found if self._way.name == "rdma" else []
+        return " ".join(["mooncake", installed(*DISTRIBUTIONS), self._way.name, *devices])
 
     def _drained(self) -> bool:
-        """As for any engine over TCP; nobody can see what an RDMA device has yet to write."""
-        return self.settings.name == "mooncake_tcp" and super()._drained()
+        """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
+        return self._way.name != "rdma" and super()._drained()
 
-    def _pin(self, buffer: HostBuffer) -> None:
+    def _library(self) -> Any:
+        """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
+        try:
+            from mooncake import engine
+        except ImportError as error:
+            raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {INSTALL}") from error
+        flag = self._way.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
+        if flag and not getattr(engine, flag, False):
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r} on a GPU needs Mooncake built with CUDA, and "
+                f"{installed(*DISTRIBUTIONS)} has {flag}=False; {CUDA_INSTALL}"
+            )
+        return engine
+
+    def _pin(self, buffer: RealBuffer) -> None:
+        if self._way.gpu_only:
+            if not isinstance(buffer, CudaBuffer):
+                raise RegistrationError(
+                    f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it on "
+                    f"a GPU, or use backend=mooncake_tcp"
+                )
+            buffer.kept = True
         code = self._native.register_memory(buffer.address, buffer.size)
         if code:
             raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
@@ -142,6 +194,7 @@ class MooncakeEndpoint(RealEndpoint):
 
     def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
         """Post batches and wait for them, one after the other; runs in a thread of its own."""
+        self.device.enter()
         while (flight := work.get()) is not None:
             posted = time.monotonic()
             if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
@@ -177,8 +230,3 @@ def _positive_int(text: str, name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"backend.options.{name} must be a whole number > 0, got {text!r}")
     return int(text)
-
-
-def _version() -> str:
-    """Return the version of whichever of its distributions is installed."""
-    return version(packages_distributions()["mooncake"][0])

@@ -1,6 +1,7 @@
-"""NIXL over UCX, on host memory.
+"""NIXL over UCX.
 
-``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` over RDMA verbs.
+``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` between GPUs over cuda_ipc
+and between hosts over RDMA verbs.
 
 What it does about the engine's ways:
 
@@ -14,33 +15,39 @@ What it does about the engine's ways:
 - It writes into deregistered memory.  `backends.endpoint` keeps that memory until all peers have returned it.
 - Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
 - Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
+- What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has a
+  table that says so; it goes to a file without a name, and is read until it has.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
+from backends.cuda import CudaDevice
+from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
-from backends.environment import captured_stderr, prepare
-from backends.host import HostBuffer
+from backends.environment import captured_stderr, installed, prepare
 from backends.link import Line
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
-from pdsim.transfer import Notification
+from pdsim.transfer import Notification, Region
 
 __all__ = ["NixlEndpoint"]
 
 INSTALL = "pip install 'pdsim[nixl]'"
 BEAT = 0.02
 """Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
+
+_Int64s = npt.NDArray[np.int64]
 
 _ACTIVE, _IDLE = b"active", b"idle"
 _LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
@@ -50,6 +57,7 @@ _VARIANTS: Mapping[str, tuple[dict[str, str], dict[str, str], str, set[str]]] = 
     "nixl_tcp": ({"UCX_TLS": "tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
     "nixl_shm": ({"UCX_TLS": "posix,cma"}, _NO_IB, "none", {"posix", "cma"}),
     "nixl": ({"UCX_TLS": "rc_verbs,ud_verbs,self"}, {}, "peer", {"rc_verbs", "ud_verbs", "self"}),
+    "nixl between GPUs": ({"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
 }
 
 
@@ -63,11 +71,20 @@ class NixlEndpoint(RealEndpoint):
     def _attach(self) -> str:
         if self.settings.name not in _VARIANTS:
             raise BackendUnavailable(
-                f"backend {self.settings.name!r} moves GPU memory, which target=real does not do yet; "
-                f"use backend=nixl_tcp or nixl_shm"
+                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_VARIANTS)}"
             )
-        variant, more, error_handling, allowed = _VARIANTS[self.settings.name]
+        on_gpu = isinstance(self.device, CudaDevice)
+        self._gpus_only = self.settings.name == "nixl" and (on_gpu or not _has_rdma())
+        variant, more, error_handling, allowed = _VARIANTS[self.settings.name + " between GPUs" * self._gpus_only]
         defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
+        self._log = None
+        if on_gpu and self._gpus_only:
+            self._log = os.memfd_create("ucx")
+            variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"/proc/self/fd/{self._log}"}
+            del defaults["UCX_LOG_FILE"]
+        elif on_gpu:  # staged through the host
+            variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
+            allowed = allowed | {"cuda_copy"}
         prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
         self._posted: dict[Flight, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
@@ -75,14 +92,17 @@ class NixlEndpoint(RealEndpoint):
         self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
         self._agent, log = self._start_agent(error_handling)
         transports = _transports(log)
-        if not transports or not transports <= allowed:
+        if self._gpus_only:
+            transports = set()  # of GPU memory UCX says nothing yet
+        elif not transports or not transports <= allowed:
             raise BackendUnavailable(
                 f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; backend {self.settings.name!r} "
                 f"means {', '.join(sorted(allowed))} only"
             )
         self.clock.watch(self)
         self._call_at(self.clock.now + BEAT, self._beat)
-        return f"nixl {version('nixl-cu13')} ucx {'+'.join(sorted(transports))}"
+        self._memory, self._number = ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
+        return _name(transports)
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
         try:
@@ -109,14 +129,19 @@ class NixlEndpoint(RealEndpoint):
             del self._agent
 
     def _drained(self) -> bool:
-        """As for any engine over TCP; nobody can see what lies in shared memory or in a network card."""
-        return self.settings.name == "nixl_tcp" and super()._drained()
+        """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
+        return (self.settings.name == "nixl_tcp" or self._gpus_only) and super()._drained()
 
     # --- memory and peers -------------------------------------------------------------------------------------------
 
-    def _pin(self, buffer: HostBuffer) -> Any:
+    def _pin(self, buffer: RealBuffer) -> Any:
+        if self._gpus_only and self._memory != "VRAM":
+            raise RegistrationError(
+                f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place it "
+                f"on a GPU, or use backend=nixl_tcp"
+            )
         try:
-            return self._agent.register_memory([(buffer.address, buffer.size, 0, "")], "DRAM")
+            return self._agent.register_memory([(buffer.address, buffer.size, self._number, "")], self._memory)
         except Exception as error:
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
@@ -148,8 +173,8 @@ class NixlEndpoint(RealEndpoint):
         try:
             flight.handle = self._agent.initialize_xfer(
                 flight.operation.upper(),
-                self._agent.get_xfer_descs(_rows(near, flight.local.region.address, batch.size), "DRAM"),
-                self._agent.get_xfer_descs(_rows(far, flight.remote.address, batch.size), "DRAM"),
+                self._descriptors(near, batch.size, flight.local.region),
+                self._descriptors(far, batch.size, flight.remote),
                 peer.handle,
                 flight.notify,
             )
@@ -162,14 +187,28 @@ class NixlEndpoint(RealEndpoint):
         if state != "PROC":
             self._ended(flight, state)
 
+    def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
+        memory, _, number = region.device.partition(":")
+        rows = _rows(offset, region.address, size, int(number or 0))
+        return self._agent.get_xfer_descs(rows, "VRAM" if memory == "cuda" else "DRAM")
+
     def _ended(self, flight: Flight, state: str) -> None:
         del self._posted[flight]
         self._announced[flight.peer] = self.clock.now
         self._release(flight)
+        self._read_log()
         if state == "DONE":
             self._complete(flight, self.clock.now)
         else:
             self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
+
+    def _read_log(self) -> None:
+        """Learn what UCX chose for GPU memory, once it has said so."""
+        if self._log is None:
+            return
+        if transports := _carriers(Path(f"/proc/self/fd/{self._log}").read_text(errors="replace")):
+            self.engine = _name(transports)
+            self._log = None  # the descriptor stays open, for UCX writes on
 
     def _release(self, flight: Flight) -> None:
         self._agent.release_xfer_handle(flight.handle)
@@ -247,12 +286,38 @@ class NixlEndpoint(RealEndpoint):
         super()._on_lost(line)
 
 
-def _rows(offset: npt.NDArray[np.int64], address: int, size: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:
     """Return descriptors as NIXL takes them: address, length, device; shape (n, 3)."""
     rows = np.zeros((len(size), 3), np.uint64)
     rows[:, 0] = offset + address
     rows[:, 1] = size
+    rows[:, 2] = device
     return rows
+
+
+def _has_rdma() -> bool:
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _name(transports: set[str]) -> str:
+    return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
+
+
+def _carriers(log: str) -> set[str]:
+    """Return the transports that UCX's tables name for writes and reads between GPUs.
+
+    Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
+    ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
+    """
+    found: set[str] = set()
+    between_gpus = False
+    for line in log.splitlines():
+        if " by ucp_" in line:
+            between_gpus = "remote memory" in line and line.count("cuda/") == 2
+        elif between_gpus and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
+            found.add(row[1])
+    return found
 
 
 def _transports(log: str) -> set[str]:

@@ -5,7 +5,6 @@ Built-in engines use the same way in as those of other packages.  Names are list
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 
 from pdsim.errors import BackendUnavailable, ConfigError
 
-__all__ = ["GROUP", "Diagnosis", "devices", "diagnose", "engines", "load", "names"]
+__all__ = ["GROUP", "Diagnosis", "devices", "diagnose", "engines", "gpu_count", "load", "names"]
 
 GROUP = "pdsim.backends"
 
@@ -64,46 +63,71 @@ class Diagnosis:
 class _Library:
     """How an engine's library is probed: in a process of its own, for native libraries do not always fail politely."""
 
-    module: str
+    probe: str  # a statement that works if the library does
     distributions: tuple[str, ...]
     install: str
 
 
 _MOONCAKE = _Library(
-    "mooncake.engine",
+    "import mooncake.engine",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
     "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
 )
-_NIXL = _Library("nixl_cu13", ("nixl-cu13",), "pip install 'pdsim[nixl]'")
-_MORI = _Library("mori.io", ("amd-mori",), "pip install 'pdsim[mori]' on a machine with ROCm 7 and Python 3.12")
-_ENGINES: dict[str, tuple[_Library, str]] = {
-    # name: the library, and what it needs beside it
-    "mooncake_tcp": (_MOONCAKE, ""),
-    "mooncake_nvlink": (_MOONCAKE, "gpu"),
-    "mooncake": (_MOONCAKE, "rdma"),
-    "nixl_tcp": (_NIXL, ""),
-    "nixl_shm": (_NIXL, ""),
-    "nixl": (_NIXL, "gpu"),
-    "mori": (_MORI, "gpu"),
+_MOONCAKE_CUDA = _Library(
+    "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
+    _MOONCAKE.distributions,
+    "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "
+    "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
+)
+_NIXL = _Library("import nixl_cu13", ("nixl-cu13",), "pip install 'pdsim[nixl]'")
+_CUDA = _Library("from backends.cudart import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
+_MORI = _Library("import mori.io", ("amd-mori",), "pip install 'pdsim[mori]' on a machine with ROCm 7 and Python 3.12")
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What an engine needs beside its library: one of these `devices`, and that `backends` can drive it."""
+
+    library: _Library
+    devices: tuple[str, ...] = ()
+    written: bool = True
+
+
+_ENGINES = {
+    "mooncake_tcp": _Engine(_MOONCAKE),
+    "mooncake_nvlink": _Engine(_MOONCAKE_CUDA, ("gpu",)),
+    "mooncake": _Engine(_MOONCAKE, ("rdma",)),
+    "nixl_tcp": _Engine(_NIXL),
+    "nixl_shm": _Engine(_NIXL),
+    "nixl": _Engine(_NIXL, ("gpu", "rdma")),
+    "nvlink": _Engine(_CUDA, ("gpu",)),
+    "mori": _Engine(_MORI, ("gpu",), written=False),
 }
+_OTHERS = "use target=model, or a backend that moves host memory: mooncake_tcp, nixl_tcp, nixl_shm"
 
 
 @cache
 def diagnose(name: str) -> Diagnosis:
-    """Return whether the engine *name* (as in ``conf/backend``) works here; a `ConfigError` for an unknown one."""
+    """Return whether the engine *name* (as in ``conf/backend``) works here; a `ConfigError` for an unknown one.
+
+    If not, the reason names everything that is missing.
+    """
     if name not in _ENGINES:
         raise ConfigError(f"no engine {name!r} among {', '.join(_ENGINES)}")
-    library, need = _ENGINES[name]
-    found = _installed(library)
-    error = _import_error(library.module)
-    if error:
-        return Diagnosis(name, works=False, version=found, reason=error, remedy=library.install)
-    if need:
-        lacking = next((device for device in devices() if device.name == need and not device.works), None)
-        reason = lacking.reason if lacking else "this version of pdsim drives host memory only"
-        remedy = "use target=model, or a backend that moves host memory: mooncake_tcp, nixl_tcp, nixl_shm"
-        return Diagnosis(name, works=False, version=found, reason=reason, remedy=remedy)
-    return Diagnosis(name, works=True, version=found)
+    engine = _ENGINES[name]
+    found = _installed(engine.library)
+    lacking = []
+    if error := _error_of(engine.library.probe):
+        lacking.append((error, engine.library.install))
+    useful = [device for device in devices() if device.name in engine.devices]
+    if useful and not any(device.works for device in useful):
+        lacking.append((" and ".join(device.reason for device in useful), _OTHERS))
+    if not engine.written and not lacking:
+        lacking.append(("this version of pdsim cannot drive it", _OTHERS))
+    if not lacking:
+        return Diagnosis(name, works=True, version=found)
+    reasons, remedies = zip(*lacking, strict=True)
+    return Diagnosis(name, works=False, version=found, reason=", and ".join(reasons), remedy="; ".join(remedies))
 
 
 def engines() -> tuple[str, ...]:
@@ -116,6 +140,11 @@ def devices() -> tuple[Diagnosis, ...]:
     return (_gpus(), _rdma(), _shm(), _cma())
 
 
+def gpu_count() -> int:
+    """Return how many NVIDIA GPUs a process of this machine sees."""
+    return len(_nvidia().splitlines())
+
+
 def _installed(library: _Library) -> str:
     for distribution in library.distributions:
         try:
@@ -125,36 +154,56 @@ def _installed(library: _Library) -> str:
     return ""
 
 
-@cache
-def _import_error(module: str) -> str:
-    """Return the last line of what importing *module* in a new process says, or nothing if it works."""
-    environment = {**os.environ, "UCX_MODULES": "^ib"}
+def _python(code: str) -> tuple[int, str, str]:
+    """Run *code* in a new interpreter; return its exit status and what it wrote."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
+    command = [sys.executable, "-c", f"{code}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}, os; os._exit(0)"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        return f"importing {module} did not end within 60 s"
-    if not done.returncode:
+        return 1, "", f"{code.splitlines()[0]!r} did not end within 60 s"
+    return done.returncode, done.stdout, done.stderr
+
+
+@cache
+def _error_of(statement: str) -> str:
+    """Return the last line of what *statement* says in a new process, or nothing if it works."""
+    status, _, said = _python(statement)
+    if not status:
         return ""
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"importing {module} ended with exit code {done.returncode}"
+    lines = said.strip().splitlines()
+    return lines[-1] if lines else f"{statement!r} ended with exit code {status}"
+
+
+_LIST_GPUS = """
+from ctypes import CDLL, byref, c_int, create_string_buffer
+cuda, count, name = CDLL("libcuda.so.1"), c_int(), create_string_buffer(100)
+status = cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count))
+if status:
+    raise SystemExit(f"the NVIDIA driver does not work (CUDA error {status})")
+for number in range(count.value):
+    cuda.cuDeviceGetName(name, 100, number)
+    print(name.value.decode())
+"""
+
+
+@cache
+def _nvidia() -> str:
+    """Return the names of the NVIDIA GPUs, a line for each.  A process of its own asks, for CUDA does not fork."""
+    status, names, _ = _python(_LIST_GPUS)
+    return names if not status else ""
 
 
 def _gpus() -> Diagnosis:
-    if ctypes.util.find_library("cuda") and (tool := shutil.which("nvidia-smi")):
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-        if not listing.returncode and listing.stdout:
-            return Diagnosis("gpu", works=True, version=f"{len(listing.stdout.splitlines())} NVIDIA GPUs")
-        return Diagnosis("gpu", works=False, reason="nvidia-smi finds no GPU", remedy="check the NVIDIA driver")
+    if names := _nvidia().splitlines():
+        return Diagnosis("gpu", works=True, version=f"{len(names)} x {names[0]}")
     if Path("/dev/kfd").exists():
         return Diagnosis("gpu", works=True, version="AMD GPUs (/dev/kfd)")
-    return Diagnosis("gpu", works=False, reason="no NVIDIA driver and no /dev/kfd", remedy="a machine with GPUs")
+    why = "no NVIDIA driver and no /dev/kfd"
+    if Path("/proc/driver/nvidia/version").exists():
+        why = _error_of(_LIST_GPUS) or "the NVIDIA driver finds no GPU"
+    return Diagnosis("gpu", works=False, reason=why, remedy="a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty")
 
 
 def _rdma() -> Diagnosis:

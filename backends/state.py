@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from backends.host import HostBuffer
+from backends.device import RealBuffer
 from backends.link import Card, Line
 from pdsim.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
@@ -34,7 +34,7 @@ class Entry:
     """A region of this endpoint."""
 
     region: Region
-    buffer: HostBuffer
+    buffer: RealBuffer
     moving: int = 0  # transfers that have not settled
     handle: Any = None  # the engine's own
 

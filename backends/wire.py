@@ -30,6 +30,7 @@ class Start(msgspec.Struct, tag=True):
     options: dict[str, str]
     bind: str
     capacity: int
+    gpu: int | None
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from typing import Any
 
 from backends import wire
 from backends.channel import ZmqChannel
+from backends.device import RealDevice
 from backends.host import HostDevice
 from backends.registry import load
 from pdsim.clock import WallClock
@@ -58,6 +59,7 @@ def main() -> None:
     try:
         rank.endpoint.close()
         rank.channel.close()
+        rank.device.close()  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()
         _leave(1)
@@ -94,7 +96,7 @@ def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
         options=start.options,
     )
     clock, records = WallClock(), Records()
-    device = HostDevice(clock, start.capacity)
+    device = _device(clock, start)
     endpoint_class = load(start.implementation)
     endpoint = endpoint_class(
         rank=start.name, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
@@ -104,6 +106,15 @@ def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
         raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
     channel = ZmqChannel(clock, start.name, start.bind)
     return clock, Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers)), records, program
+
+
+def _device(clock: WallClock, start: wire.Start) -> RealDevice:
+    """Return the memory of the rank's place."""
+    if start.gpu is None:
+        return HostDevice(clock, start.capacity)
+    from backends.cuda import CudaDevice
+
+    return CudaDevice(clock, start.gpu, start.capacity)
 
 
 def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: wire.Start) -> wire.Done:

@@ -89,7 +89,7 @@ def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[
 def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], here: bool) -> tuple[list[str], str]:
     """Return the ranks and a line if the bytes that each *needs* do not fit where it is, or nothing if they do.
 
-    With *here* the ranks are processes of this machine, and what it has free counts too.
+    With *here* the ranks are processes of this machine, and what its host has free counts too.
     """
     totals: dict[Place, int] = {}
     for name, place in where.items():
@@ -98,7 +98,7 @@ def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], 
     room, what = hw.host.memory, f"the host of node {place.node}"
     if place.gpu is not None and hw.gpu is not None:
         room, what = hw.gpu.memory, f"GPU {place.gpu} of node {place.node}"
-    if here and (free := _free_memory()) is not None and free < room:
+    elif here and (free := _free_memory()) is not None and free < room:
         room, what = free, "this machine (MemAvailable)"
     if need <= room:
         return [], ""

@@ -89,9 +89,11 @@ def _real(config: Config) -> Iterator[str]:
     if hw.gpus:
         wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
         here = _gpus_here(hw.vendor)
-        enough = hw.nodes == 1 and here >= hw.gpus
-        lack = "no engine of this version moves GPU memory" if enough else f"this machine has {here or 'none'}"
-        yield f"target=real on hw={hw.name} needs {wanted}, but {lack}; use hw=loopback for real bytes, or target=model"
+        if hw.nodes > 1 or here < hw.gpus:
+            yield (
+                f"target=real on hw={hw.name} needs {wanted}, but this machine has {here or 'none'}; "
+                "use hw=loopback for real bytes, or target=model"
+            )
 
 
 def _force_tcp(backend: Engine) -> Iterator[str]:
@@ -125,7 +127,9 @@ def _engine(backend: Engine) -> Iterator[str]:
 
 def _gpus_here(vendor: str) -> int:
     if vendor == "nvidia":
-        return len([*Path("/dev").glob("nvidia[0-9]*")])
+        from backends.registry import gpu_count
+
+        return gpu_count()
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     return sum(node.read_text().strip() not in ("", "0") for node in nodes)
 

@@ -24,7 +24,7 @@ def report() -> str:
     real = (
         f"pdsim run target=real hw=loopback backend={usable[0]}" if usable else "none: install one of the engines above"
     )
-    others = sorted(set(registry.names()) - {"mooncake", "nixl", "mori"})
+    others = sorted(set(registry.names()) - {"mooncake", "nixl", "nvlink", "mori"})
     return "\n".join(
         (
             f"pdsim {__version__} on {machine}",

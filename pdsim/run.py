@@ -243,7 +243,8 @@ def _target(config: Config, meter: _Meter) -> Target:
         )
     from backends.launch import Processes
 
-    return Processes(config.backend, device_capacity=config.hw.host.memory)
+    gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
+    return Processes(config.backend, device_capacity=config.hw.host.memory, gpu_capacity=gpu)
 
 
 # --- all points -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,11 @@ from tests.conformance import programs
 
 MODELS = ("model-timing", "model-tracked")
 REAL = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
+GPU = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel", "mooncake_tcp_gpu", "nixl_tcp_gpu")
+"""On GPU memory: rank *i* is on GPU *i* modulo how many there are, so with one GPU all share it."""
+
+ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
+"""Engines whose transfers the peer's process has no part in, so that they end though it is stopped."""
 
 MACHINE = Machine(
     name="conformance",
@@ -43,8 +48,28 @@ Job = Callable[..., Outcome]
 
 def engine(name: str) -> Engine:
     """Return the engine *name* with its own defaults; the model's costs are those of no engine in particular."""
-    kind = name.partition("_")[0]
-    return Engine(name=name, implementation=kind, vendors=("nvidia", "cpu"), intra=ENGINE_MODEL, inter=ENGINE_MODEL)
+    kind, options = name.partition("_")[0], {}
+    if name == "nvlink_kernel":
+        name, options = "nvlink", {"copy": "kernel"}
+    return Engine(
+        name=name.removesuffix("_gpu"),
+        implementation=kind,
+        vendors=("nvidia", "cpu"),
+        intra=ENGINE_MODEL,
+        inter=ENGINE_MODEL,
+        options=options,
+    )
+
+
+def place(name: str, index: int) -> Place:
+    """Return where rank *index* of a job on target *name* runs."""
+    if name in REAL:
+        return Place(0)
+    if name in GPU:
+        from backends.registry import gpu_count
+
+        return Place(0, index % (gpu_count() or 1))
+    return Place(0, index)
 
 
 def make_target(name: str) -> Target:
@@ -54,14 +79,16 @@ def make_target(name: str) -> Target:
 
         return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
     from backends.launch import Processes
-    from backends.registry import diagnose
+    from backends.registry import devices, diagnose
 
-    diagnosis = diagnose(name)
+    diagnosis = diagnose(engine(name).name)
+    if diagnosis.works and name in GPU:
+        diagnosis = devices()[0]
     if not diagnosis.works:
-        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+        if os.environ.get("PDSIM_REQUIRE_ENGINES") and name in REAL:
             pytest.fail(f"{name}: {diagnosis.reason}")
         pytest.skip(f"{name}: {diagnosis.reason}")
-    return Processes(engine(name), deadline=90, device_capacity=1 << 30)
+    return Processes(engine(name), deadline=90, device_capacity=1 << 30, gpu_capacity=1 << 30)
 
 
 def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
@@ -73,7 +100,7 @@ def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
         failing: Sequence[str] = (),
     ) -> Outcome:
         specs = [
-            RankSpec(rank, f"{programs.__name__}:{program.__name__}", Place(0, index), arguments)
+            RankSpec(rank, f"{programs.__name__}:{program.__name__}", place(name, index), arguments)
             for index, (rank, (program, arguments)) in enumerate(ranks.items())
         ]
         # several tests may look at one and the same job: it is run once
@@ -90,7 +117,7 @@ def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
 
 
 def _params(*names: str) -> list[Any]:
-    marks = {name: [getattr(pytest.mark, name.split("_")[0])] for name in REAL}
+    marks = {name: [getattr(pytest.mark, name.split("_")[0])] for name in (*REAL, *GPU)}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
@@ -100,13 +127,13 @@ def outcomes() -> dict[Any, Outcome]:
     return {}
 
 
-@pytest.fixture(params=_params(*MODELS, *REAL))
+@pytest.fixture(params=_params(*MODELS, *REAL, *GPU))
 def job(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
     """Runs a job on each implementation in turn."""
     return make_job(request.param, outcomes)
 
 
-@pytest.fixture(params=_params(*REAL))
+@pytest.fixture(params=_params(*REAL, *GPU))
 def real(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> tuple[str, Job]:
     """The same for real engines only, with the engine's name."""
     return request.param, make_job(request.param, outcomes)

@@ -1,0 +1,64 @@
+"""Learning that a GPU's work is done without waiting for it: events, which the wall clock polls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from backends.cudart import Cudart
+from pdsim.clock import WallClock
+from pdsim.errors import TransferFailed
+
+__all__ = ["Completions"]
+
+Done = Callable[[TransferFailed | None], None]
+
+
+class Completions:
+    """A `Source`.  Work of one stream ends in order, so only the oldest of each is asked for."""
+
+    def __init__(self, clock: WallClock, cuda: Cudart) -> None:
+        self._clock = clock
+        self._cuda = cuda
+        self._waiting: dict[int, deque[tuple[int, Done]]] = {}  # by stream: events, oldest first
+        self._spare: list[int] = []  # events that nobody waits for
+        clock.watch(self)
+
+    def when_done(self, stream: int, done: Done) -> None:
+        """Call *done* once all that *stream* has been given so far has ended, with the error if it failed."""
+        event = self._spare.pop() if self._spare else self._cuda.event()
+        self._cuda.record(event, stream)
+        self._waiting.setdefault(stream, deque()).append((event, done))
+
+    def poll(self) -> bool:
+        """Call what is due."""
+        found = False
+        for stream in tuple(self._waiting):
+            while (waiting := self._waiting.get(stream)) and (outcome := self._outcome(waiting[0][0])) is not None:
+                event, done = waiting.popleft()
+                self._spare.append(event)
+                if not waiting:
+                    del self._waiting[stream]
+                done(*outcome)
+                found = True
+        return found
+
+    def _outcome(self, event: int) -> tuple[TransferFailed | None] | None:
+        """Return how the work before *event* ended, or None while it has not."""
+        try:
+            return (None,) if self._cuda.happened(event) else None
+        except TransferFailed as error:
+            return (error,)
+
+    def fileno(self) -> None:
+        """Return None: the driver has no descriptor for it."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether anything is waited for."""
+        return bool(self._waiting)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._clock.unwatch(self)
+        self._waiting.clear()

@@ -1,0 +1,70 @@
+"""Pieces of a batch as tiles, and PyTorch's copies of them on the host; the kernel itself is tested where a GPU is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.gather import LEAST, TILES, copy_with_torch, tiles
+from pdsim.transfer import Batch, Region
+
+CASES: dict[str, dict[str, Any]] = {
+    "pages": {"count": 200, "unit": 4096},
+    "16 bytes": {"count": 300, "unit": 16},
+    "odd": {"count": 300, "unit": 1},
+    "odd among even": {"count": 100, "unit": 16, "odd": 7},
+    "one": {"count": 1, "unit": 1 << 20},
+    "one odd": {"count": 1, "unit": (1 << 20) + 3},
+}
+
+
+def batch(count: int, unit: int, odd: int = 0) -> Batch:
+    """Return *count* pieces of one to eight *units* at shuffled places; the size of every *odd*-th is one less."""
+    random = np.random.default_rng(5)
+    slot = 8 * unit + (16 if odd else 0)
+    size = random.integers(1, 9, count) * unit
+    if odd:
+        size[::odd] -= 1
+    source, target = random.permutation(count) * slot, random.permutation(count) * slot
+    regions = [Region("a", name, count * slot, 0, "cpu") for name in ("source", "target")]
+    return Batch(*regions, source, target, size)
+
+
+def expected(pieces: Batch) -> tuple[Any, Any]:
+    """Return random contents of the source, and what numpy makes of a target of zeros."""
+    contents = np.random.default_rng(6).integers(0, 256, pieces.source.size, dtype=np.uint8)
+    image = np.zeros(pieces.target.size, np.uint8)
+    for start, end, size in zip(pieces.source_offset, pieces.target_offset, pieces.size, strict=True):
+        image[end : end + size] = contents[start : start + size]
+    return contents, image
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiles_cover_the_same_bytes(case):
+    pieces = batch(**CASES[case])
+    contents, image = expected(pieces)
+    found = np.zeros_like(image)
+    for start, end, size in tiles(pieces):
+        found[end : end + size] = contents[start : start + size]
+    assert np.array_equal(found, image)
+
+
+def test_large_pieces_are_divided_evenly_and_small_ones_are_not():
+    assert len(tiles(batch(300, 16))) == 300
+    rows = tiles(batch(1, 1 << 28))
+    assert TILES / 2 <= len(rows) <= TILES
+    assert set(rows[:-1, 2].tolist()) == {rows[0, 2]}
+    assert rows[0, 2] & (rows[0, 2] - 1) == 0
+    assert rows[0, 2] >= LEAST
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torch_moves_what_numpy_moves(case):
+    torch = pytest.importorskip("torch")
+    pieces = batch(**CASES[case])
+    contents, image = expected(pieces)
+    target = torch.zeros(pieces.target.size, dtype=torch.uint8)
+    copy_with_torch(torch.from_numpy(contents), target, pieces)
+    assert np.array_equal(target.numpy(), image)

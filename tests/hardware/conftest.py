@@ -1,0 +1,15 @@
+"""Tests that need an NVIDIA GPU: skipped, with the reason, elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from backends.registry import devices
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip all of this folder where there is no GPU."""
+    gpu = devices()[0]
+    for item in items:
+        if not gpu.works and "hardware" in item.path.parts:
+            item.add_marker(pytest.mark.skip(reason=f"{gpu.reason}; {gpu.remedy}"))
