@@ -9,6 +9,7 @@ from experiments import _serve_report as report
 from experiments._serve_paths import Paths, notes
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
@@ -22,7 +23,7 @@ from pdsim.serving.workload import Request, load
 from pdsim.transfer import Outcome, Place, RankSpec, Target
 from pdsim.units import Seconds
 
-__all__ = ["Options", "job", "run", "specs"]
+__all__ = ["Options", "check_fits", "job", "run", "specs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
     requests = load(config.workload, config.seed, config.model.context)
     what = job(config, options)
-    _check_fits(what, requests)
+    check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests")
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
@@ -104,6 +105,7 @@ def _job(config: Config, options: Options) -> Job:
         handoff=config.policy,
         staging=_staging(config, shape) if config.kv.staging else None,
         deadline=options.deadline,
+        checked=EVERY if config.kv.checked is None else config.kv.checked,
         kv_dtype=config.model.element,
         retries=options.retries,
         bootstrap_timeout=options.bootstrap_timeout,
@@ -181,7 +183,8 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
     )
 
 
-def _check_fits(what: Job, requests: Sequence[Request]) -> None:
+def check_fits(what: Job, requests: Sequence[Request]) -> None:
+    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
     for number, request in enumerate(requests):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),

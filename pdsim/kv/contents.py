@@ -19,7 +19,10 @@ from pdsim.kv.pages import Pages
 from pdsim.kv.state import Tensor, window_span
 from pdsim.transfer import Buffer
 
-__all__ = ["Contents"]
+__all__ = ["EVERY", "Contents"]
+
+EVERY = 1 << 62
+"""A number above that of any room: contents of all of them are written and compared."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdsim.kv import metadata
-from pdsim.kv.contents import Contents
+from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.landing import Landing
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
@@ -47,9 +47,9 @@ class KvReceiver:
     """Receives what the prefill ranks of *rank_map* write to a decode rank, the *index*-th of its group *instance*.
 
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
-    scattered.  On memory that has contents every byte is then compared, for which the room's pages must be known by
-    `reserve`, before or after (the two travel different ways).  *report* is called once for each room with `Arrived`
-    and the last `Arrival`, *quiet* once for each room to `forget`.
+    scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which the
+    room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called once
+    for each room with `Arrived` and the last `Arrival`, *quiet* once for each room to `forget`.
     """
 
     def __init__(
@@ -63,8 +63,10 @@ class KvReceiver:
         quiet: Callable[[Quiet], None],
         policy: Policy = DEVICE,
         staging: Staging | None = None,
+        checked: int = EVERY,
     ) -> None:
         self.layout = layout
+        self._checked = checked
         self._rank = rank
         self._instance = instance
         self._index = index
@@ -162,7 +164,8 @@ class KvReceiver:
                 return
             if room.rows:  # into the slot that the room has now, whichever the writer meant
                 metadata.store(self._rows, self.layout, room.reserve.slot, room.rows)
-            reason = reason or self._verify(room.reserve)
+            if number <= self._checked:
+                reason = reason or self._verify(room.reserve)
         del self._rooms[number]
         self._report(Arrived(number, reason), room.last)
 

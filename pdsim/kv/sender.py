@@ -10,7 +10,7 @@ from simpy.events import Event
 
 from pdsim.errors import PeerLost, TransferError, TransferTimeout
 from pdsim.kv import metadata
-from pdsim.kv.contents import Contents
+from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.links import Links
 from pdsim.kv.mapping import Grid, share
@@ -50,6 +50,8 @@ class KvSender(Handoffs):
     With *staging*, chunks for ranks that keep other heads are staged: slots are asked for when the forward begins, and
     a chunk stands aside until it is answered.  A target that refuses once is not asked again for that room.
 
+    Where memory has contents, those of rooms up to number *checked* are written into it first.
+
     *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
     nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both sides, must
     not be given to anyone else.
@@ -65,9 +67,11 @@ class KvSender(Handoffs):
         all_cp_ranks: bool = False,
         policy: Policy = INLINE,
         staging: Staging | None = None,
+        checked: int = EVERY,
     ) -> None:
         super().__init__(rank, index, policy, report)
         self.layout = layout
+        self._checked = checked
         self.links = Links(rank, layout, grid, index, all_cp_ranks, policy)
         self.fallbacks: dict[str, int] = {}  # why metadata did not go the way of the policy, and how often
         self._grid = grid
@@ -106,7 +110,7 @@ class KvSender(Handoffs):
             self._break(state, chunk.decode, PeerLost(f"{chunk.decode} is gone"))
             return
         state.status = advance(state.status, Status.TRANSFERRING)
-        if self._rank.device.holds_bytes:
+        if self._rank.device.holds_bytes and chunk.room <= self._checked:
             self._fill(chunk)
         arrival = self._arrival(chunk, 0)
         if chunk.last:

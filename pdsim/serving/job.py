@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
@@ -80,6 +81,7 @@ class Job:
     handoff: Policy = field(default_factory=Policy)
     staging: Staging | None = None
     deadline: float  # seconds of silence after which a rank counts as gone
+    checked: int = EVERY  # the last room whose contents are written and compared, where memory has any
     kv_dtype: str = "bf16"  # of an element of KV
     retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever

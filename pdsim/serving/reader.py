@@ -42,6 +42,7 @@ class Worker(EngineMember):
             self.quiet,
             job.handoff,
             job.staging,
+            job.checked,
         )
         self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {

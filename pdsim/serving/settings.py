@@ -199,6 +199,7 @@ class Kv:
     """The KV cache and how it is handed over."""
 
     page_size: int = 64  # tokens
+    checked: int | None = None  # requests, from the first, whose contents are compared where memory has any; None: all
     pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times *Scheduler.memory_fraction*
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
     state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
@@ -211,7 +212,13 @@ class Kv:
     def __post_init__(self) -> None:
         positive("kv", page_size=self.page_size, window_share=self.window_share)
         positive("kv", staging_ring=self.staging_ring, staging_wait=self.staging_wait)
-        not_negative("kv", pool=self.pool, state_slots=self.state_slots, staging_buffer=self.staging_buffer)
+        not_negative(
+            "kv",
+            checked=self.checked or 0,
+            pool=self.pool,
+            state_slots=self.state_slots,
+            staging_buffer=self.staging_buffer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

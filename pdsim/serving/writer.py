@@ -44,6 +44,7 @@ class Worker(EngineMember):
             job.all_cp_ranks,
             job.handoff,
             job.staging,
+            job.checked,
         )
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life

@@ -1,0 +1,131 @@
+"""`experiment=handoff`: one request at a time, in every way, of exact length on the model and intact on both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.handoff import Options, Way, check, run, specs
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.world import Model
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result
+from pdsim.serving.settings import Kv
+from pdsim.transfer import Place, Target
+from tests.conformance.conftest import REAL, engine, make_target
+from tests.experiments.test_serve import EIGHT, GQA
+from tests.experiments.test_transfer_real import LOOPBACK
+from tests.results.conftest import ENGINE, make_config
+
+QUEUES = Policy(queues=2, staging=True)
+
+
+def configured(**options: Any) -> Config:
+    experiment = {"name": "handoff", "tokens": (64, 256), "repeat": 4, **options}
+    kv = Kv(page_size=16)
+    return make_config(
+        Path("unused"), hw=EIGHT, model=GQA, kv=kv, policy=QUEUES, experiment=experiment, memory="tracked"
+    )
+
+
+def measure(config: Config, target: Target | None = None) -> Result:
+    return run(config, target or Model(config.hw, config.backend, memory="tracked"), lambda fraction, text: None)
+
+
+def rows(result: Result, table: int = 0) -> list[dict[str, Any]]:
+    found = result.tables[table]
+    return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
+
+
+def test_every_way_has_a_row_for_every_shape_and_all_arrive_intact():
+    result = measure(configured())
+    assert [(row["way"], row["tokens"], row["path"]) for row in rows(result)] == [
+        (f"{tp} {path}", tokens, taken)
+        for tp, path, taken in [
+            ("1to2", "sliced", "sliced"),
+            ("1to2", "staged", "staged"),
+            ("2to1", "sliced", "sliced"),
+            ("2to1", "staged", "staged"),
+            ("2to2", "whole", "grouped"),
+        ]
+        for tokens in (64, 256)
+    ]
+    assert {(row["n"], row["status"]) for row in rows(result)} == {(4, "ok")}
+    assert result.failures == []
+
+
+def test_a_handoff_takes_what_the_engine_and_the_port_take():
+    result = measure(configured(tp=("1to1",), tokens=(256,)))
+    (row,), (stages,) = rows(result), rows(result, 1)
+    assert (row["bytes"], row["descriptors"]) == (256 * 1024 + 1600, 14)  # KV and metadata in one write
+    # 5 us a call and 1 us a descriptor, then 10 GB/s; the rank that is told is the leader, so nothing comes after
+    assert row["p25 us"] == pytest.approx(5 + 14 + 263_744 / 10e3)
+    assert row["p75"] == pytest.approx(row["p50"]) == pytest.approx(stages["wire us"])
+    assert (stages["plan us"], stages["finish us"]) == (0, 0)
+
+
+def test_handoffs_of_one_shape_take_equally_long_for_none_meets_another():
+    one, more = measure(configured(tp=("2to1",), repeat=4)), measure(configured(tp=("2to1",), repeat=9))
+    assert [row["p50"] for row in rows(one)] == pytest.approx([row["p50"] for row in rows(more)], rel=1e-9)
+
+
+def test_contents_that_are_compared_take_no_time_on_the_model():
+    config = configured()
+    timed = run(replace(config, memory="timing"), Model(EIGHT, ENGINE), lambda fraction, text: None)
+    assert [row["path"] for row in rows(timed)] == [row["path"] for row in rows(measure(config))]
+
+
+def test_metadata_goes_the_way_that_is_asked_for():
+    result = measure(configured(tp=("1to1",), tokens=(64,), metadata=("data", "control")))
+    data, control = rows(result)
+    assert data["bytes"] - control["bytes"] == 1600  # the rows of metadata
+    assert data["status"] == control["status"] == "ok"
+
+
+def test_sides_share_the_gpus_of_a_pair():
+    two = replace(configured(placement="sides"), hw=replace(EIGHT, gpus=2))
+    found = {rank.name: rank.place for rank in specs(two, Options(placement="sides"), Way(2, 2, "whole", "policy"))}
+    assert [found[f"prefill0.{index}"] for index in (0, 1)] == [Place(0, 0)] * 2
+    assert [found[f"decode0.{index}"] for index in (0, 1)] == [Place(0, 1)] * 2
+    assert {row["status"] for row in rows(measure(two))} == {"ok"}
+
+
+def test_a_rank_too_many_is_refused():
+    with pytest.raises(ConfigError, match="parallel needs 8 \\+ 1 GPUs, hw=toy has 8"):
+        measure(configured(tp=("8to1",)))
+
+
+def test_a_backend_without_a_staged_path_is_refused():
+    (problem,) = set(check(replace(configured(tp=("1to2",)), policy=Policy())))
+    assert problem == "1to2 staged: backend=fast has no staged path; set experiment.paths=[sliced]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": ("1-2",)}, "experiment.tp must be of pairs such as 1to2, got '1-2'"),
+        ({"paths": ("whole",)}, "experiment.paths must be of sliced, staged, got 'whole'"),
+        ({"tokens": ()}, "experiment.tokens must be >= 1"),
+        ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])
+def test_real_bytes_arrive_as_they_were_sent(name: str):
+    config = configured(tp=("2to1",), tokens=(64,), repeat=2)
+    real = replace(config, target="real", hw=LOOPBACK, backend=engine(name), memory="timing")
+    result = measure(real, make_target(name))
+    assert [(row["path"], row["n"], row["status"]) for row in rows(result)] == [
+        ("sliced", 2, "ok"),
+        ("staged", 2, "ok"),
+    ]
+    modelled = measure(config)
+    assert [row["bytes"] for row in rows(result)] == [row["bytes"] for row in rows(modelled)]
