@@ -1,4 +1,4 @@
-"""The command line: ``pdsim run``, ``list`` and ``doctor``, in front of Hydra.
+"""The command line: ``pdsim run``, ``calibrate``, ``list`` and ``doctor``, in front of Hydra.
 
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C.
 What a command needs is imported when it is given, so that ``--help`` answers at once.
@@ -25,6 +25,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
+    "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
 }
@@ -66,6 +67,25 @@ Options:
   --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
 
 
+_CALIBRATE_HELP = """\
+usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
+
+  pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
+  pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit what nixlbench printed
+
+KEY=VALUE as in pdsim run: hw, backend, target, experiment.operation=read, output, seed.
+
+Options:
+  --from FILE       fit these samples instead of measuring: a calibration's CSV, a published table, a tool's output
+  --format NAME     of that file, if it does not show: {formats}
+  --path NAME       intra or inter: which of the engine's models the samples are about (default: intra on one node)
+  --name NAME       of the calibration (default: BACKEND-HW, the name that is chosen by itself)
+  --to DIR          where NAME.yaml and NAME.csv are written (default: here; conf/calibration makes them a choice)
+  --largest SIZE    bytes of the largest transfer that is measured (default: 256MiB)
+  --held N          points that are drawn at random and held out (default: 16)
+  --repeat N        transfers of a point (default: 7)"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in *arguments*, by default those of the process, and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -99,17 +119,23 @@ def _command(words: Sequence[str]) -> int:
     if command not in _COMMANDS:
         raise ConfigError(_unknown(command, words))
     if "--help" in rest or "-h" in rest:
-        return _say(_run_help() if command == "run" else _help())
-    return {"run": _run, "list": _list, "doctor": _doctor}[command](rest)
+        return _say({"run": _run_help, "calibrate": _calibrate_help}.get(command, _help)())
+    return {"run": _run, "calibrate": _calibrate, "list": _list, "doctor": _doctor}[command](rest)
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<8}{text}" for name, text in _COMMANDS.items())
+    commands = "\n".join(f"  {name:<11}{text}" for name, text in _COMMANDS.items())
     return _HELP.format(about=pdsim.__doc__, commands=commands)
 
 
 def _run_help() -> str:
     return _RUN_HELP.format(groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups()))
+
+
+def _calibrate_help() -> str:
+    from pdsim.calibration.tools import FORMATS
+
+    return _CALIBRATE_HELP.format(formats=", ".join(FORMATS))
 
 
 def _unknown(command: str, words: Sequence[str]) -> str:
@@ -130,6 +156,14 @@ def _run(words: Sequence[str]) -> int:
     own = {"--json", "--quiet", "-q"}
     rest = [word for word in words if word not in own]
     return run(rest, json="--json" in words, quiet=bool({"--quiet", "-q"} & set(words)))
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    from pdsim.calibration.command import calibrate
+
+    if find_spec("scipy") is None:
+        raise ConfigError("calibrate needs scipy; pip install 'pdsim[calibrate]'")
+    return calibrate(words)
 
 
 def _list(words: Sequence[str]) -> int:

@@ -108,6 +108,8 @@ def numbers(instance: Any, at: str = "") -> Iterator[str]:
         value, key = getattr(instance, field.name), _join(at, field.name)
         if is_dataclass(value):
             yield from numbers(value, key)
+        elif isinstance(value, tuple) and any(is_dataclass(item) for item in value):
+            yield key  # as one
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key
 

@@ -33,7 +33,7 @@ from pdsim.results.store import Run, refuse
 from pdsim.transfer import Target
 from pdsim.units import format_time
 
-__all__ = ["Sweep", "run"]
+__all__ = ["Sweep", "compose", "execute", "run"]
 
 
 _QUIET = "PDSIM_QUIET"
@@ -83,6 +83,15 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int
         if _state.folder is not None:
             _print(_state.folder, out, json=json, quiet=quiet)
     return 1 if _state.failed else 0
+
+
+def compose(words: Sequence[str]) -> Config:
+    """Return the typed configuration of one point that *words*, overrides only, ask for.  Raise a `ConfigError`."""
+    if flags := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]} is no KEY=VALUE and no option of this command; see pdsim --help")
+    ConfigStore.instance().store(name="_defaults", node=configure.defaults())
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        return _load(hydra.compose("config", overrides.rewrite(words)), words)
 
 
 def _hydra(words: Sequence[str]) -> None:
@@ -146,7 +155,8 @@ def _point(composed: DictConfig) -> None:
         return
     try:
         config = _load(composed, words)
-        _state.folder, _state.failed = _execute(config, words)
+        result, _state.folder = execute(config, words)
+        _state.failed = bool(result.failures)
     except Exception as error:
         _state.error = error
 
@@ -155,14 +165,14 @@ def _point_of_sweep(composed: DictConfig, words: Sequence[str], output: Path) ->
     """Run one point, perhaps in a process of its own; what goes wrong is a row of the sweep's table."""
     name = ", ".join(words)
     try:
-        _, failed = _execute(replace(_load(composed, words), output=str(output)), words)
+        result, _ = execute(replace(_load(composed, words), output=str(output)), words)
     except ConfigError as error:
         refuse(output, error, command=["pdsim", "run", *words], overrides=words)
         _say(f"{name}: refused: {error}")
     except Exception as error:
         _say(f"{name}: {type(error).__name__}: {error}")
     else:
-        _say(f"{name}: {'failed in part' if failed else 'ok'}")
+        _say(f"{name}: {'failed in part' if result.failures else 'ok'}")
 
 
 def _say(line: str) -> None:
@@ -181,8 +191,8 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
     return config
 
 
-def _execute(config: Config, words: Sequence[str]) -> tuple[Path, bool]:
-    """Run the experiment, keep its result, return the folder and whether something failed."""
+def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
+    """Run the experiment of *config*, which *words* asked for, keep its result, and return it and its folder."""
     name = str(config.experiment["name"])
     measure: Callable[[Config, Target, Callable[[float, str], None]], Result]
     measure = import_module(f"experiments.{name}").run
@@ -192,7 +202,7 @@ def _execute(config: Config, words: Sequence[str]) -> tuple[Path, bool]:
         with kept, report.Progress(f"{name} on {config.hw.name}") as bar:
             meter = _Meter(None if _state.quiet else bar)
             result = measure(config, _target(config, meter), meter)
-            return kept.finish(result), bool(result.failures)
+            return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)
         if fresh:

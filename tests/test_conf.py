@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from omegaconf import OmegaConf
 import conf
 import experiments.transfer
 from pdsim import checks, configure
+from pdsim.calibration import points
+from pdsim.calibration.files import link_of
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import EVIDENCE
@@ -19,7 +22,7 @@ from pdsim.fabric.world import Model
 from pdsim.overrides import describe, groups, options
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
-CHOICES = [(group, option) for group in groups() for option in options(group)]
+CHOICES = [(group, option) for group in groups() for option in options(group) if group != "calibration"]
 TRANSFER = {"name": "transfer", "patterns": ("pair",), "size": (65536,), "blocks": (4,), "repeat": 2, "warmup": 0}
 
 
@@ -37,6 +40,38 @@ def test_a_file_has_at_most_twenty_lines_and_begins_with_what_it_is(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 20
     assert any(line.startswith("# ") and not line.startswith("# @") for line in lines[:2])
+
+
+CALIBRATIONS = sorted(set(options("calibration")) - {"none"})
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(name):
+    file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / f"{name}.yaml")
+    for hw, backend in product(file.hw, file.backend):
+        config = composed(f"hw={hw}", f"backend={backend}", f"calibration={name}")
+        assert config.calibration.intervals
+        said = [
+            f"{group}.{key}" for group in ("hw", "backend") for key, text in getattr(config, group).sources.items()
+            if name in text
+        ]  # fmt: skip
+        assert set(said) == {key for key, value in file.parameters.items() if not isinstance(value, bool) and value}
+    samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv")
+    assert samples.about["kind"] == config.calibration.kind
+
+
+@pytest.mark.parametrize("name", CALIBRATIONS)
+def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(name):
+    file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / f"{name}.yaml")
+    config = composed(f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"calibration={name}")
+    samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv").rows
+    path = next(iter(file.intervals)).split(".")[1]
+    model = getattr(config.backend, path)
+    _, link = link_of(config.hw, model.path)
+    operation = samples[0].operation if len({row.operation for row in samples}) == 1 else name.split("-")[1]
+    alone = [row for row in samples if row.pattern == "pair" and row.concurrency == 1 and row.operation == operation]
+    errors = [abs(model.alone(row.blocks, row.blocks * row.size, link) / row.seconds - 1.0) for row in alone]
+    assert sum(errors) <= 1.2 * file.held_out.mean * len(errors)
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES, ids=lambda word: word)
@@ -108,7 +143,7 @@ def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
 
 
 ON_AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
-ON_NVIDIA = {"mooncake", "mooncake_nvlink", "mooncake_tcp", "nixl", "nixl_tcp", "nvlink"}
+ON_NVIDIA = {"mooncake", "mooncake_efa", "mooncake_nvlink", "mooncake_tcp", "nixl", "nixl_tcp", "nvlink"}
 ON_HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
 
 

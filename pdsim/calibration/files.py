@@ -1,0 +1,118 @@
+"""The files of a calibration: ``<name>.yaml``, as `conf/calibration` has it, and every sample in ``<name>.csv``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pdsim.calibration import points
+from pdsim.calibration.fit import Fit
+from pdsim.calibration.forms import RAMPS, model_of
+from pdsim.calibration.points import Samples
+from pdsim.calibration.record import Calibration
+from pdsim.fabric.machine import EngineModel, Machine
+
+__all__ = ["link_of", "parameters", "save", "text_of"]
+
+_LINKS = {
+    "nvlink": (("interconnect", "rate"), 1.0),
+    "rdma": (("nic", "rate"), 1.0),
+    "tcp": (("host", "tcp_rate"), 1.0),
+    "shm": (("host", "memory_rate"), 2.0),  # read and written
+}
+_RATES = ("rate", "queue_rate")
+
+
+def link_of(machine: Machine, path: str) -> tuple[str, float]:
+    """Return the key of the link that narrows *path* on *machine*, and the bytes per second that it lets through."""
+    (owner, name), passes = _LINKS[path]
+    return f"hw.{owner}.{name}", getattr(getattr(machine, owner), name) / passes
+
+
+def parameters(
+    found: Fit, spans: Mapping[str, tuple[float, float]], base: EngineModel, machine: Machine, at: str
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Return the parameters of *found* by full key below *at*, such as ``"backend.intra"``, and their intervals.
+
+    A link of the machine that is slower than the engine was found to be is made as fast: it let those bytes through.
+    """
+    free = found.form.free
+    given = {name: text_of(name, _per_queue(name, found.at[name], base)) for name in free if name[:-1] not in _OF_RAMPS}
+    given |= {name: "0s" for name in ("call", "latency") if name not in free}
+    given |= {
+        name: "0s" for name in ("descriptor", "wire_descriptor") if not getattr(model_of(*_with(found, base)), name)
+    }
+    model = model_of(*_with(found, base))
+    stages: dict[str, Any] = {"overlap": model.overlap, "pipelined": model.pipelined}
+    ramps = [{"first": ramp.first, "extra": text_of("extra", ramp.extra)} for ramp in model.ramp]
+    chosen = {f"{at}.{name}": value for name, value in {**given, **stages, "ramp": ramps}.items()}
+    told = {
+        f"{at}.{name}": tuple(text_of(name, _per_queue(name, value, base)) for value in span)
+        for name, span in spans.items()
+        if name[:-1] not in _OF_RAMPS
+    }
+    if any(name in spans for name in ("first1", "extra1")):
+        told[f"{at}.ramp"] = tuple(_ramp(found, spans, which) for which in (0, 1))
+    key, rate = link_of(machine, model.path)
+    fastest = max((found.at[name] for name in _RATES if name in free), default=0.0)
+    if fastest > rate:
+        chosen[key] = text_of("rate", fastest * _LINKS[model.path][1])
+    return chosen, told
+
+
+_OF_RAMPS = ("extra", "first")
+
+
+def _with(found: Fit, base: EngineModel) -> tuple[Any, Mapping[str, float], EngineModel]:
+    return found.form, found.at, base
+
+
+def _per_queue(name: str, value: float, base: EngineModel) -> float:
+    return value / base.queues if name == "queue_rate" else value
+
+
+def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> str:
+    def value(name: str) -> float:
+        return spans[name][which] if name in spans else found.at[name]
+
+    steps = [index for index in range(1, RAMPS + 1) if found.at[f"extra{index}"] > 0.0]
+    return " and ".join(f"{value(f'first{i}'):.0f} x {text_of('extra', value(f'extra{i}'))}" for i in steps)
+
+
+def text_of(name: str, value: float) -> str:
+    """Return *value* of the parameter *name* with its unit and five digits: ``"5.6813us"``, ``"49.557GB/s"``."""
+    return f"{value / 1e9:.5g}GB/s" if name in _RATES else f"{value * 1e6:.5g}us"
+
+
+def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -> Path:
+    """Write both files of *calibration* into *folder*, its name being theirs, and return the YAML file.
+
+    *title* is the comment that says what it is.
+    """
+    import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+
+    lines = [f"# {title}"]
+    for item in fields(Calibration):
+        value = _plain(getattr(calibration, item.name))
+        if value:
+            nested = isinstance(value, dict | list)
+            text = yaml.safe_dump(
+                value if nested else {item.name: value}, default_flow_style=nested, width=10**6, sort_keys=False
+            )
+            lines.append(f"{item.name}: {text}".rstrip() if nested else text.rstrip())
+    points.write(folder / f"{calibration.name}.csv", samples)
+    path = folder / f"{calibration.name}.yaml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

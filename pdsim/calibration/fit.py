@@ -1,0 +1,273 @@
+"""A robust fit of an engine's parameters to samples, the choice of its form, and what the samples cannot tell.
+
+Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much as
+a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is the simplest one whose error on folds
+that it has not seen is within a standard error of the best (Breiman et al., "Classification and Regression Trees",
+1984).  Intervals are from a bootstrap over whole configurations.  Knows neither files nor machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.calibration.forms import FORMS, Floats, Form, Points, stages_of, start_of
+from pdsim.calibration.record import HeldOut
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import EngineModel
+
+__all__ = ["Fit", "choose", "errors", "fit", "held_out", "intervals", "summary"]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+SCALE = 0.02
+"""The relative error from which on a sample counts less: about what repeats of a transfer differ by."""
+
+STARTS = 4
+FOLDS = 5
+RESAMPLES = 400
+LEAST = 3
+"""Fewer samples than this are no basis for any form."""
+
+WIDEST = 4.0
+"""An interval from x / 2 to 2 x, or wider, says that the samples do not tell the parameter."""
+
+KNEE = 16.0
+"""The same for where a ramp ends, which is told by the counts on either side of it only, each twice the one before."""
+
+DEPENDENT = 1e-3
+"""Singular values of the Jacobian below this share of the largest mean that two parameters do the same."""
+
+_EXPENDABLE = ("first2", "extra2", "first1", "extra1", "rate", "descriptor", "latency", "call", "queue_rate")
+"""Which of several parameters that cannot be told apart is given up first."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A *form* with the parameters *at* which it is closest; *unidentified* are those that the samples do not tell."""
+
+    form: Form
+    at: Mapping[str, float]
+    unidentified: tuple[str, ...] = ()
+
+    def seconds(self, points: Points) -> Floats:
+        """Return what the fit says that each of *points* takes."""
+        return self.form.seconds(self.at, points)
+
+
+def errors(found: Fit, points: Points) -> Floats:
+    """Return the relative error of *found* at each of *points*: model over sample, minus one."""
+    return found.seconds(points) / points.seconds - 1.0
+
+
+def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] | None = None) -> Fit:
+    """Return the best fit of *form*, from *at* or, by default, from several starts.  Raise a `ConfigError`."""
+    if len(points) < LEAST:
+        raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
+    fixed = start_of(base, points.queues)
+    if not form.free:
+        return Fit(form, fixed)
+    starts = [at] if at is not None else list(_starts(form, points))
+    found = min((_least(form, points, fixed, start) for start in starts), key=lambda result: float(result.cost))
+    return Fit(form, fixed | dict(zip(form.free, map(float, np.exp(found.x)), strict=True)))
+
+
+def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mapping[str, float]) -> Any:
+    from scipy.optimize import least_squares
+
+    logs = np.log([start[name] for name in form.free])
+    return least_squares(
+        _residuals(form, points, fixed), logs, loss="soft_l1", f_scale=SCALE, bounds=(logs - 12.0, logs + 12.0)
+    )
+
+
+def _residuals(form: Form, points: Points, fixed: Mapping[str, float]) -> Any:
+    def residuals(logs: Floats) -> Floats:
+        at = {**fixed, **dict(zip(form.free, np.exp(logs), strict=True))}
+        found: Floats = np.log(form.seconds(at, points) / points.seconds)
+        return found
+
+    return residuals
+
+
+def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
+    """Yield starts: what the extremes of the samples suggest, and that times random factors."""
+    total = points.blocks * points.size
+    least, rate = float(points.seconds.min()), float((total / points.seconds).max())
+    each = float((points.seconds / points.blocks / points.concurrency).min())
+    middle = math.sqrt(float(points.blocks.max()))
+    guess = {"call": 0.7 * least, "latency": 0.7 * least, "descriptor": each, "rate": rate, "queue_rate": rate * 1.1}
+    guess |= {"extra1": each, "first1": max(2.0, middle / 3), "extra2": 0.3 * each, "first2": max(4.0, 6 * middle)}
+    random = np.random.Generator(np.random.PCG64(len(points)))
+    for index in range(STARTS):
+        factors = np.exp(random.normal(0.0, 0.0 if not index else 1.0, len(form.free)))
+        yield {name: guess[name] * float(factor) for name, factor in zip(form.free, factors, strict=True)}
+
+
+# --- which form -----------------------------------------------------------------------------------------------------
+
+
+def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> list[Form]:
+    """Return those of *forms* that *points* can tell anything about, the stages of *base* first.
+
+    Several transfers in flight tell what all share, and one alone what it may have for itself.  Single descriptors do
+    not tell what one costs, nor whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.
+    """
+    serial = "pipeline" if base.overlap else "sum"
+    single = bool((points.blocks == 1).all())
+    crowded, lonely = bool((points.concurrency > 1).any()), bool((points.concurrency == 1).any())
+    counts = len(np.unique(points.blocks))
+    found: dict[Form, None] = {}
+    for form in sorted(forms, key=lambda form: form.stages != stages_of(base)):
+        free = dict.fromkeys(form.free)
+        if crowded:
+            free["queue_rate"] = None
+        if crowded and lonely and form.stages == "sum":
+            free |= {"call": None, "latency": None}
+        gone = set() if lonely else {"rate", "call", "latency"}
+        gone |= {"first1"} if points.queues else set()
+        gone |= {"descriptor"} if single else set()
+        if single and form.stages != serial:
+            continue
+        if "extra1" in free and counts < 6:
+            continue
+        if len(free) - len(gone) + 2 <= len(points):
+            found[replace(form, free=tuple(name for name in free if name not in gone))] = None
+    return list(found)
+
+
+def choose(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> Fit:
+    """Return the fit of the simplest of *forms* that predicts unseen samples as well as the best, within its spread."""
+    fits = _promising(
+        [_identified(fit(form, points, base), points, base) for form in candidates(points, base, forms)], points
+    )
+    if len(fits) == 1:
+        return fits[0]
+    seen = [np.concatenate([abs(error) for error in _fold_errors(one, points, base)]) for one in fits]
+    means = np.array([error.mean() for error in seen])
+    best = int(means.argmin())
+    spread = float(seen[best].std()) / math.sqrt(len(points))
+    close = [index for index in range(len(fits)) if means[index] <= means[best] + spread]
+
+    def richness(index: int) -> tuple[int, bool, float]:
+        form = fits[index].form
+        return len(form.free), form.stages != stages_of(base), float(means[index])
+
+    return fits[min(close, key=richness)]
+
+
+def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
+    """Return those of *fits* that are within twice the best at the samples themselves, of equal ones the first."""
+    if not fits:
+        raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
+    means = [float(np.abs(errors(one, points)).mean()) for one in fits]
+    found: list[Fit] = []
+    for one, mean in zip(fits, means, strict=True):
+        twin = any(np.allclose(one.seconds(points), other.seconds(points), rtol=1e-4) for other in found)
+        if mean <= 2.0 * min(means) + 1e-9 and not twin:
+            found.append(one)
+    return found
+
+
+def _fold_errors(found: Fit, points: Points, base: EngineModel) -> Iterator[Floats]:
+    for kept, left in folds(len(points), FOLDS):
+        yield errors(fit(found.form, points.take(kept), base, found.at), points.take(left))
+
+
+def folds(count: int, parts: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield for each of *parts* folds which of *count* samples are kept and which are left out, each once."""
+    order = np.random.Generator(np.random.PCG64(0)).permutation(count)
+    for part in range(min(parts, count)):
+        left = np.sort(order[part :: min(parts, count)])
+        yield np.setdiff1d(np.arange(count), left), left
+
+
+# --- what the samples tell ------------------------------------------------------------------------------------------
+
+
+def _identified(found: Fit, points: Points, base: EngineModel) -> Fit:
+    """Return *found* without the parameters that do what others do, at the samples."""
+    given_up: list[str] = []
+    while (name := _dependent(found, points)) is not None:
+        given_up.append(name)
+        found = fit(found.form.without(name), points, base, found.at)
+    return replace(found, unidentified=tuple(given_up))
+
+
+def _dependent(found: Fit, points: Points) -> str | None:
+    """Return the parameter to give up if the Jacobian of the residuals is rank-deficient, or None."""
+    free = found.form.free
+    if not free:
+        return None
+    logs = np.log([found.at[name] for name in free])
+    residuals = _residuals(found.form, points, found.at)
+    step = 1e-4
+    columns = [(residuals(logs + move) - residuals(logs - move)) / (2 * step) for move in step * np.eye(len(free))]
+    _, sizes, rows = np.linalg.svd(np.column_stack(columns))
+    if sizes[-1] > DEPENDENT * sizes[0] and len(points) >= len(free):
+        return None
+    involved = {name for name, share in zip(free, rows[-1], strict=True) if abs(share) > 0.1}
+    return next(name for name in _EXPENDABLE if name in involved)
+
+
+def intervals(
+    found: Fit, points: Points, base: EngineModel, resamples: int = RESAMPLES
+) -> dict[str, tuple[float, float]]:
+    """Return the 95 % interval of each free parameter, from fits to samples that were drawn with replacement."""
+    random = np.random.Generator(np.random.PCG64(1))
+    drawn: list[list[float]] = []
+    for _ in range(resamples):
+        which = random.integers(0, len(points), len(points)).astype(np.int64)
+        again = fit(found.form, points.take(which), base, found.at)
+        drawn.append([again.at[name] for name in found.form.free])
+    low, high = np.percentile(np.array(drawn), (2.5, 97.5), axis=0)
+    return {name: (float(low[i]), float(high[i])) for i, name in enumerate(found.form.free)}
+
+
+def told(found: Fit, points: Points, base: EngineModel) -> tuple[Fit, dict[str, tuple[float, float]]]:
+    """Return *found* and its intervals, without the parameters whose interval is wider than from x / 2 to 2 x."""
+    spans = intervals(found, points, base)
+    while wide := [name for name in _EXPENDABLE if name in spans and _is_wide(name, *spans[name])]:
+        form = found.form.without(wide[0])
+        if wide[0].startswith(("extra", "first")):  # neither is anything without the other
+            form = form.without(wide[0].replace("first", "extra")).without(wide[0].replace("extra", "first"))
+        gone = tuple(name for name in found.form.free if name not in form.free)
+        found = replace(fit(form, points, base, found.at), unidentified=(*found.unidentified, *gone))
+        spans = intervals(found, points, base)
+    return found, spans
+
+
+def _is_wide(name: str, low: float, high: float) -> bool:
+    return high > (KNEE if name.startswith("first") else WIDEST) * low
+
+
+# --- how good it is -------------------------------------------------------------------------------------------------
+
+
+def held_out(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS, parts: int = 0) -> Floats:
+    """Return the error at each of *points* of a fit, form and all, that has not seen it.
+
+    One is left out at a time, or, with *parts*, one of so many folds.
+    """
+    found = np.empty(len(points))
+    for kept, left in folds(len(points), parts or len(points)):
+        found[left] = errors(choose(points.take(kept), base, forms), points.take(left))
+    return found
+
+
+def summary(found: Floats, how: str) -> HeldOut:
+    """Return what *found*, relative errors, amount to."""
+    size = np.abs(found)
+    return HeldOut(
+        points=len(found),
+        how=how,
+        mean=float(size.mean()),
+        median=float(np.median(size)),
+        p95=float(np.percentile(size, 95.0)),
+        bias=float(found.mean()),
+    )

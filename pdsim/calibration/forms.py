@@ -1,0 +1,147 @@
+"""The forms that a fit chooses among: the closed form of `EngineModel.alone` over arrays of samples.
+
+With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a wire
+of ``W = n * s / rate``::
+
+    sum        P + W + latency
+    maximum    max(P, W) + latency
+    pipeline   max(P(1) + W, P + s / rate) + latency
+
+Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
+all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.calibration.points import Sample
+from pdsim.fabric.machine import EngineModel, Ramp
+
+__all__ = ["FORMS", "Form", "Points", "model_of", "points_of", "stages_of", "start_of"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Parameters: TypeAlias = Mapping[str, float]
+
+STAGES = ("sum", "maximum", "pipeline")
+RAMPS = 2
+
+
+@dataclass(frozen=True)
+class Points:
+    """Samples as columns."""
+
+    blocks: Floats
+    size: Floats
+    concurrency: Floats
+    seconds: Floats
+    queues: int = 0  # queue pairs that all of them used; 0 if that is not known
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def take(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Points:
+        """Return the samples at *which*, indices or a mask."""
+        columns = (self.blocks[which], self.size[which], self.concurrency[which], self.seconds[which])
+        return Points(*columns, self.queues)
+
+
+def points_of(samples: Sequence[Sample]) -> Points:
+    """Return *samples* as columns."""
+
+    def column(name: str) -> Floats:
+        return np.array([getattr(row, name) for row in samples], dtype=np.float64)
+
+    queues = {row.queues for row in samples}
+    known = queues.pop() if len(queues) == 1 else 0
+    return Points(column("blocks"), column("size"), column("concurrency"), column("seconds"), known)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which stages there are, and which parameters are free; all others stay what they were."""
+
+    stages: str
+    free: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Such as ``"maximum(latency, descriptor, rate)"``."""
+        return f"{self.stages}({', '.join(self.free)})"
+
+    def without(self, parameter: str) -> Form:
+        """Return the form in which *parameter* is not free."""
+        return replace(self, free=tuple(name for name in self.free if name != parameter))
+
+    def seconds(self, at: Parameters, points: Points) -> Floats:
+        """Return how long a transfer of each of *points* takes with the parameters *at*."""
+        n, total = points.blocks, points.blocks * points.size
+        rate = min(at["rate"], at["queue_rate"])
+        posting, wire = _posting(at, n), total / rate
+        if self.stages == "sum":
+            alone = posting + wire
+        elif self.stages == "maximum":
+            alone = np.maximum(posting, wire)
+        else:
+            alone = np.maximum(_posting(at, np.ones(1)) + wire, posting + points.size / rate)
+        alone = alone + at["latency"]
+        crowded = points.concurrency * np.maximum(posting, total / at["queue_rate"])
+        busy: Floats = np.where(points.concurrency > 1, np.maximum(alone, crowded), alone)
+        return busy
+
+
+def _posting(at: Parameters, n: Floats) -> Floats:
+    seconds: Floats = at["call"] + n * at["descriptor"]
+    for index in range(1, RAMPS + 1):
+        seconds = seconds + np.minimum(n, at[f"first{index}"]) * at[f"extra{index}"]
+    return seconds
+
+
+_RAMPS = ((), ("extra1", "first1"), ("extra1", "first1", "extra2", "first2"))
+_CONSTANTS = {"sum": (("call",),), "maximum": (("latency",), ("call", "latency")), "pipeline": (("call",),)}
+
+FORMS = tuple(
+    Form(stages, (*constant, "descriptor", *ramps, "rate"))
+    for ramps in _RAMPS
+    for stages in STAGES
+    for constant in _CONSTANTS[stages]
+)
+"""From the simplest to the richest."""
+
+
+def stages_of(base: EngineModel) -> str:
+    """Return the stages of *base*, which stand until samples tell better."""
+    return "pipeline" if base.pipelined else "maximum" if base.overlap else "sum"
+
+
+def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
+    """Return *base* with the parameters *at*, of which those of queues replace what its queues allow together."""
+    ramps = [(round(at[f"first{index}"]), at[f"extra{index}"]) for index in range(1, RAMPS + 1)]
+    return replace(
+        base,
+        call=at["call"],
+        descriptor=at["descriptor"],
+        latency=at["latency"],
+        rate=at["rate"],
+        queue_rate=at["queue_rate"] / base.queues,
+        wire_descriptor=0.0,
+        overlap=form.stages != "sum",
+        pipelined=form.stages == "pipeline",
+        ramp=tuple(Ramp(first=first, extra=extra) for first, extra in ramps if extra > 0.0 and first),
+    )
+
+
+def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
+    """Return the parameters that stay what they are unless a form frees them.
+
+    A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.
+    """
+    ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
+    ramps["first1"] = float(queues)
+    fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate}
+    return {**fixed, "queue_rate": base.queues * base.queue_rate, **ramps}

@@ -1,0 +1,63 @@
+"""Which transfers to measure so that a fit can tell an engine's parameters apart.
+
+A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight; and points drawn
+at random between them, which no fit sees.  With one count alone the cost of a call and of a descriptor are one number,
+with one size alone the cost of a descriptor and of its bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Cell", "grid", "write"]
+
+SMALLEST, LARGEST = 4 << 10, 256 << 20
+COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
+AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
+CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
+
+
+class Cell(NamedTuple):
+    """A point of ``experiment=transfer``: the columns of its file of points."""
+
+    pattern: str
+    blocks: int
+    size: int
+    concurrency: int
+    operation: str
+
+    @property
+    def label(self) -> str:
+        """The label of its transfers."""
+        words = f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}"
+        return words if self.operation == "write" else f"{words} {self.operation}"
+
+
+def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell], list[Cell]]:
+    """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time."""
+    sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
+    found = [(1, size, 1) for size in sizes]
+    found += [(count, size, 1) for size in AT for count in COUNTS]
+    found += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
+    cells = {Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest}
+    random = np.random.Generator(np.random.PCG64([seed, 2]))
+    left: dict[Cell, None] = {}
+    while len(left) < held:
+        blocks, size = (round(2.0 ** random.uniform(0.0, top)) for top in (12.0, 18.0))
+        cell = Cell("pair", blocks, SMALLEST * size // 4, 1, operation)
+        if cell.size >= SMALLEST and blocks * cell.size <= largest and cell not in cells:
+            left[cell] = None
+    return list(cells), list(left)
+
+
+def write(path: Path, cells: Iterable[Cell]) -> None:
+    """Write *cells* as a file of points."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(Cell._fields)
+        table.writerows(cells)
