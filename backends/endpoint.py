@@ -348,14 +348,14 @@ class RealEndpoint(ABC):
         if not moving:
             self._stopped(flight)
 
-    def _refused(self, flight: Flight, text: str) -> None:
-        """Note that the engine has let go of *flight*, failed for whatever reason, and proved nothing."""
+    def _refused(self, flight: Flight, text: str, *, moving: bool = True) -> None:
+        """Note that the engine has let go of *flight*, failed for whatever reason, and may still be *moving* bytes."""
         line = flight.peer.line
 
         def decide(_: Event) -> None:
             error = PeerLost(f"{line.name} {line.lost}; {text}") if line.lost else TransferFailed(text)
             gone = bool(line.lost) and flight.operation == "write" and is_dead(line.card.process)
-            self._break(flight, error, moving=not gone)
+            self._break(flight, error, moving=moving and not gone)
 
         if line.lost:
             decide(flight)

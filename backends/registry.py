@@ -81,16 +81,19 @@ _MOONCAKE_CUDA = _Library(
 )
 _NIXL = _Library("import nixl_cu13", ("nixl-cu13",), "pip install 'pdsim[nixl]'")
 _CUDA = _Library("from backends.cudart import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
-_MORI = _Library("import mori.io", ("amd-mori",), "pip install 'pdsim[mori]' on a machine with ROCm 7 and Python 3.12")
+_MORI = _Library(
+    "from backends.rocm import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
+    ("amd-mori", "amd-mori-nightly"),
+    "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
+)
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """What an engine needs beside its library: one of these `devices`, and that `backends` can drive it."""
+    """What an engine needs: its library, and one of these `devices`."""
 
     library: _Library
     devices: tuple[str, ...] = ()
-    written: bool = True
 
 
 _ENGINES = {
@@ -101,7 +104,8 @@ _ENGINES = {
     "nixl_shm": _Engine(_NIXL),
     "nixl": _Engine(_NIXL, ("gpu", "rdma")),
     "nvlink": _Engine(_CUDA, ("gpu",)),
-    "mori": _Engine(_MORI, ("gpu",), written=False),
+    "mori": _Engine(_MORI),
+    "mori_inline": _Engine(_MORI),
 }
 _OTHERS = "use target=model, or a backend that moves host memory: mooncake_tcp, nixl_tcp, nixl_shm"
 
@@ -122,8 +126,6 @@ def diagnose(name: str) -> Diagnosis:
     useful = [device for device in devices() if device.name in engine.devices]
     if useful and not any(device.works for device in useful):
         lacking.append((" and ".join(device.reason for device in useful), _OTHERS))
-    if not engine.written and not lacking:
-        lacking.append(("this version of pdsim cannot drive it", _OTHERS))
     if not lacking:
         return Diagnosis(name, works=True, version=found)
     reasons, remedies = zip(*lacking, strict=True)

@@ -94,7 +94,6 @@ class Scenario:
     cancels: Mapping[int, float]
     faults: Faults
     kill: Mapping[str, float]
-    restart: Mapping[str, float]
     limit: float
     text: str  # what it is, in one line
 
@@ -138,9 +137,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         specs,
         requests,
         cancels,
-        _faults(seed, kinds, ranks, span),
+        replace(_faults(seed, kinds, ranks, span), restarts=_restarts(seed, job, kill) if "restarts" in kinds else {}),
         kill,
-        _restarts(seed, job, kill) if "restarts" in kinds else {},
         60.0 + requests[-1].arrival + span,
         text,
     )
@@ -158,7 +156,7 @@ def attempt(scenario: Scenario) -> Tried:
         limit=scenario.limit,
         observer=checks,
     )
-    outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
+    outcome = model.run(scenario.specs, scenario.kill)
     statuses = _statuses(outcome, len(scenario.requests))
     counts: dict[str, int] = {}
     for status in statuses:

@@ -26,7 +26,7 @@ def test_loading_does_not_import_the_library():
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(ConfigError, match="no implementation 'fax' among mooncake, nixl"):
+    with pytest.raises(ConfigError, match=r"no implementation 'fax' among mooncake, .*nixl"):
         registry.load("fax")
 
 

@@ -1,0 +1,143 @@
+"""A Python in which amd-mori's wheel loads on Debian 12 and without ROCm, made from packages and kept in the cache.
+
+The wheel wants a newer C library than Debian 12 has, and ROCm.  So `python` starts a Python 3.12 of this machine with
+Debian 13's dynamic linker and C and C++ libraries, with the other libraries that the wheel was linked against, and with
+`shims` for ROCm.  Nothing is installed, mounted or changed outside the cache, and no library leaks into other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.rdma.mori import shims
+
+__all__ = ["SpaceUnavailable", "python"]
+
+WHEEL = "amd-mori==1.2.4"
+TESTS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
+NEWER = "trixie"  # Debian 13, whose C library the wheel can use
+FROM_NEWER = ("libc6", "libstdc++6", "libgcc-s1")
+FROM_HERE = (
+    "libabsl20220623", "libgrpc++1.51", "libgrpc29", "libprotobuf32", "libre2-9", "libc-ares2",
+    "libpci3", "libdrm2", "libdrm-amdgpu1", "libnuma1",
+)  # fmt: skip
+ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
+LINKER = "ld-linux-x86-64.so.2"
+TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
+PATIENCE = 600.0  # seconds that one step may take
+REPOSITORY = Path(__file__).parents[3]
+
+
+class SpaceUnavailable(Exception):
+    """This machine lacks something that the Python is made of; the message names it and what to do."""
+
+
+def python() -> Path:
+    """Return the Python, which has this repository, pytest and MORI; make it if it is absent or older than this."""
+    parts = [Path(__file__), Path(shims.__file__), REPOSITORY / "pyproject.toml"]
+    content = b"".join(part.read_bytes() for part in parts) + bytes(REPOSITORY)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "pdsim" / f"mori-{hashlib.sha256(content).hexdigest()[:16]}"
+    found = folder / "venv" / "bin" / "python"
+    if not (folder / "complete").exists():
+        _make(folder)
+    return found
+
+
+def _make(folder: Path) -> None:
+    """Make everything in *folder*; a virtual environment cannot be moved, so a mark says that it is complete."""
+    shutil.rmtree(folder, ignore_errors=True)
+    libraries = folder / "libraries"
+    libraries.mkdir(parents=True)
+    _libraries(libraries)
+    found = _environment(folder, libraries)
+    _run(str(found), "-m", "pip", "install", "-q", WHEEL, *TESTS, "-e", str(REPOSITORY))
+    packages = next((folder / "venv").glob("lib/python3.12/site-packages"))
+    shims.make(packages.glob("mori/**/*.so"), libraries)
+    (packages / "torch.py").write_text(TORCH)
+    (folder / "complete").touch()
+
+
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+def _libraries(folder: Path) -> None:
+    """Put the files of all libraries into *folder*."""
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        _download(FROM_NEWER, work, *_apt(work / "apt"))
+        _download(FROM_HERE, work)
+        for package in work.glob("*.deb"):
+            _run("dpkg-deb", "--extract", str(package), str(work / "files"))
+        for library in (work / "files").glob("**/x86_64-linux-gnu/*.so*"):
+            shutil.copy(library, folder, follow_symlinks=False)
+    for alias, name in ALIASES.items():
+        (folder / alias).symlink_to(name)
+
+
+def _download(packages: tuple[str, ...], folder: Path, *options: str) -> None:
+    _run("apt-get", *options, "-qq", "download", *packages, cwd=folder)
+
+
+def _apt(folder: Path) -> tuple[str, ...]:
+    """Return options with which apt knows `NEWER` on the mirror of this machine; it keeps its lists in *folder*."""
+    for part in ("lists/partial", "cache/archives/partial"):
+        (folder / part).mkdir(parents=True)
+    mirrors = _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
+    if not mirrors:
+        raise SpaceUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
+    (folder / "sources").write_text(f"deb {mirrors[0]} {NEWER} main\n")
+    places = {"State::lists": "lists", "Cache": "cache", "Etc::sourcelist": "sources", "Etc::sourceparts": "-"}
+    options = tuple(f"-oDir::{key}={folder / value}" for key, value in places.items())
+    _run("apt-get", *options, "-qq", "update")
+    return options
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def _environment(folder: Path, libraries: Path) -> Path:
+    """Make a virtual environment whose Python starts with the linker in *libraries*; return that Python."""
+    base = _base()
+    _run(str(base), "-m", "venv", str(folder / "venv"))
+    found = folder / "venv" / "bin" / "python"
+    found.unlink()
+    # the linker tells Python where it was started from, or it would not find its environment
+    found.write_text(
+        f'#!/bin/sh\nexec {libraries / LINKER} --library-path {libraries} --argv0 "$0" {base.resolve()} "$@"\n'
+    )
+    found.chmod(0o755)
+    return found
+
+
+def _base() -> Path:
+    """Return a Python 3.12 of this machine."""
+    for candidate in _candidates():
+        done = subprocess.run([candidate, "-V"], capture_output=True, text=True, timeout=60, check=False)
+        if done.stdout.startswith("Python 3.12."):
+            return Path(candidate)
+    raise SpaceUnavailable("no Python 3.12 on this machine, for which MORI has wheels: uv python install 3.12")
+
+
+def _candidates() -> Iterator[str]:
+    home = Path.home()
+    yield from filter(None, [shutil.which("python3.12"), sys.executable])
+    for place in (".pyenv/versions/3.12*", ".local/share/uv/python/cpython-3.12*"):
+        yield from map(str, home.glob(f"{place}/bin/python3.12"))
+
+
+def _run(*command: str, cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpaceUnavailable(f"MORI's test environment is made of packages: {error}") from error
+    if done.returncode:
+        raise SpaceUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout
