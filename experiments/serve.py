@@ -31,6 +31,7 @@ class Options:
     """What is particular to serving: `conf/experiment/serve.yaml`."""
 
     router: str = "least_tokens"  # or "round_robin"
+    dp_rank: str = "room"  # the group of an engine that has a room: by its number; or of the engine's choice: "query"
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
     retries: int = 3  # how often a request is started anew of which no byte had moved when an instance was lost
     bootstrap_timeout: Seconds = 0.0  # that a room may wait at prefill for its pages at decode; 0 is for ever
@@ -39,6 +40,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.router not in POLICIES:
             raise ValueError(f"experiment.router must be one of {', '.join(POLICIES)}, got {self.router!r}")
+        if self.dp_rank not in ("room", "query"):
+            raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
             raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
         for name in ("retries", "bootstrap_timeout", "waiting_timeout"):
@@ -102,6 +105,7 @@ def _job(config: Config, options: Options) -> Job:
         prefill_time=time(parallel.prefill),
         decode_time=time(parallel.decode),
         policy=options.router,
+        query_dp=options.dp_rank == "query",
         handoff=config.policy,
         staging=_staging(config, shape) if config.kv.staging else None,
         deadline=options.deadline,

@@ -15,11 +15,16 @@ Names are compared whole: nothing here looks at how a name begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from pdsim.clock import Clock
 from pdsim.kv.messages import Enroll, MessageError, Terms
+from pdsim.kv.rooms import Fading
 
-__all__ = ["Bootstrap"]
+__all__ = ["KNOWN", "Bootstrap", "Whereabouts"]
+
+KNOWN = 120.0
+"""Seconds for which it is remembered where a room went (SGLang's entries live for 120 to 240)."""
 
 
 class Bootstrap:
@@ -82,3 +87,19 @@ class Bootstrap:
     def epoch(self, instance: str) -> int:
         """Return the epoch of *instance*, 0 unless it is formed."""
         return self._formed.get(instance, 0)
+
+
+class Whereabouts:
+    """Which prefill instance took which room, for decode instances to ask where the number of a room does not say."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._lives: Fading[str] = Fading(clock, KNOWN)
+
+    def took(self, room: int, life: str) -> None:
+        """Take note that *room* is that one's of a prefill instance."""
+        self._lives.set(room, life)
+
+    def locate(self, rooms: Iterable[int]) -> dict[int, str]:
+        """Return the life that has each of *rooms*, of those that are known."""
+        found = ((room, self._lives.get(room)) for room in rooms)
+        return {room: life for room, life in found if life is not None}

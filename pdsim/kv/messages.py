@@ -30,6 +30,8 @@ __all__ = [
     "Forward",
     "Gone",
     "Grant",
+    "Locate",
+    "Located",
     "Meet",
     "Message",
     "MessageError",
@@ -49,12 +51,13 @@ __all__ = [
     "Stop",
     "Submit",
     "Terms",
+    "Took",
     "decode",
     "encode",
     "refusal",
 ]
 
-VERSION = 4
+VERSION = 5
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -160,8 +163,27 @@ class Submit(Message, frozen=True):
     room: int
     input: int  # tokens
     output: int  # tokens
-    prefill: str  # instance
+    prefill: str  # instance; "" for a decode leader that has to ask (`Locate`)
     decode: str  # instance
+
+
+class Took(Message, frozen=True):
+    """A prefill leader to the bootstrap service: this room is this life's."""
+
+    room: int
+    life: str
+
+
+class Locate(Message, frozen=True):
+    """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
+
+    rooms: tuple[int, ...]
+
+
+class Located(Message, frozen=True):
+    """The answer to `Locate`: the life that has each of those rooms that are known."""
+
+    lives: dict[int, str]
 
 
 class Destination(Message, frozen=True):
@@ -350,6 +372,9 @@ _Any = (
     | Gone
     | Stop
     | Submit
+    | Took
+    | Locate
+    | Located
     | Destination
     | Reserve
     | Forward

@@ -93,6 +93,10 @@ class Fading(Generic[Value]):
         while (oldest := next(iter(self._values))) not in self:
             del self._values[oldest]
 
+    def get(self, room: int) -> Value | None:
+        """Return what is remembered for *room*; None if nothing is."""
+        return self._values[room][1] if room in self else None
+
     def pop(self, room: int) -> Value | None:
         """Return what is remembered for *room* and forget it; None if nothing is."""
         known = room in self

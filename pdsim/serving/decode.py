@@ -16,11 +16,14 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Finished,
+    Locate,
+    Located,
     Reserve,
     Submit,
 )
 from pdsim.kv.rooms import Blocked
 from pdsim.kv.status import Status
+from pdsim.serving.finder import PATIENCE, Finder
 from pdsim.serving.holder import Holder, Room
 from pdsim.serving.job import ROUTER, Job, leader
 from pdsim.serving.reader import Worker
@@ -55,12 +58,17 @@ class Leader(Holder):
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
-        self.handlers |= {Submit: self._submit, Abort: self._abort}
+        self._finder = Finder(rank.clock, lambda rooms: self.send(ROUTER, Locate(rooms)), self._enqueue, self._unknown)
+        self.handlers |= {
+            Submit: self._submit,
+            Located: lambda _, message: self._finder.answer(message.lives),
+            Abort: self._abort,
+        }
 
     def report(self) -> dict[str, int]:
         """As `Holder.report`, with the requests that wait for pages."""
         found = super().report()
-        return found | {"open_rooms": found["open_rooms"] + len(self._queue)}
+        return found | {"open_rooms": found["open_rooms"] + len(self._queue) + len(self._finder)}
 
     # --- what comes in ---
 
@@ -68,22 +76,34 @@ class Leader(Holder):
         if request.decode != self.life:
             self.ignore()
             return
+        if request.prefill:
+            self._enqueue(request)
+        else:
+            self._finder.add(request)
+
+    def _enqueue(self, request: Submit) -> None:
         self._queue.append(request)
         if len(self._queue) == 1:
             self._wake()
 
+    def _unknown(self, request: Submit) -> None:
+        """Fail a request that no prefill instance says to have."""
+        reason = f"TransferTimeout: no prefill instance has said within {PATIENCE:g} s that it has it"
+        self.send(ROUTER, Failed(request.room, reason))
+
     def _abort(self, _: str, message: Abort) -> None:
         """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
         room = self._rooms.get(message.room)
-        queued = len(self._queue)
+        queued = len(self._queue) + len(self._finder)
         if room is None:
+            self._finder.drop(message.room)
             self._queue = deque(request for request in self._queue if request.room != message.room)
         elif room.consensus.status is Status.SUCCESS:
             room.left = self._left = True
             self._wake()
         else:
             self._fail(room)
-        self.send(ROUTER, Dropped(message.room, len(self._queue) < queued))
+        self.send(ROUTER, Dropped(message.room, len(self._queue) + len(self._finder) < queued))
 
     # --- the scheduler ---
 

@@ -44,7 +44,7 @@ class Fleet:
     """
 
     def __init__(self, job: Job) -> None:
-        self.prefills = _Side(job.prefills, job.prefill_dp, job.policy)
+        self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
         self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
         self.bootstrap = Bootstrap({name: job.grid(name).size for name in (*job.prefills, *job.decodes)})
         self.awaited = set(self.prefills.names + self.decodes.names)

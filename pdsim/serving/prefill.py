@@ -26,6 +26,7 @@ from pdsim.kv.messages import (
     Settled,
     Stop,
     Submit,
+    Took,
 )
 from pdsim.kv.pages import PagePool, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
@@ -188,6 +189,8 @@ class Leader(Worker):
             return
         self._rooms[request.room] = _Room(request, Consensus(self.job.prefill.size))
         self._timers.add(request.room)
+        if self.job.query_dp:
+            self.send(ROUTER, Took(request.room, self.life))
         destination = self._destinations.pop(request.room)
         if destination is not None:
             self._destination("", destination)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
 from simpy.events import Event
 
+from pdsim.kv.bootstrap import Whereabouts
 from pdsim.kv.messages import (
     Abort,
     Dropped,
@@ -18,6 +20,8 @@ from pdsim.kv.messages import (
     Failed,
     Finished,
     Gone,
+    Locate,
+    Located,
     Message,
     MessageError,
     Ping,
@@ -26,6 +30,7 @@ from pdsim.kv.messages import (
     Ready,
     Stop,
     Submit,
+    Took,
 )
 from pdsim.serving.fleet import POLICIES, Fleet
 from pdsim.serving.job import Job, instance_of, leader
@@ -99,6 +104,7 @@ class Router(Member):
         for which, patience in leaves:
             self.requests[int(which)].patience = patience
         self.fleet = Fleet(job)
+        self.whereabouts = Whereabouts(rank.clock)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
@@ -114,6 +120,8 @@ class Router(Member):
             Enroll: self._enroll,
             Ready: self._ready,
             Pong: lambda _, __: None,
+            Took: lambda _, message: self.whereabouts.took(message.room, message.life),
+            Locate: lambda sender, message: self.send(sender, Located(self.whereabouts.locate(message.rooms))),
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
@@ -185,7 +193,8 @@ class Router(Member):
         self.fleet.add(request.decode, request.input + request.output)
         self._moved = self.clock.now
         message = Submit(request.room, request.input, request.output, request.prefill, request.decode)
-        self.send(leader(request.decode), message)
+        # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
+        self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
     def _prefilled(self, _: str, message: Prefilled) -> None:

@@ -1,0 +1,139 @@
+"""Decode asks which prefill group has a room: in batches, again for what is not known yet, and not for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.serve import Options
+from pdsim.clock import Clock
+from pdsim.kv.bootstrap import KNOWN, Whereabouts
+from pdsim.kv.messages import Locate, Submit, decode
+from pdsim.serving.finder import PATIENCE, RETRY, Finder
+from pdsim.serving.settings import Side
+from tests.experiments.test_serve import GENERATED, GQA, POOL, configured, rows, serve
+from tests.serving.test_faults import at_rest
+
+
+class Bench:
+    """A finder whose questions are answered *after* some seconds from what *lives* says then."""
+
+    def __init__(self, after: float = 0.25) -> None:
+        self.clock = Clock()
+        self.asked: list[tuple[float, tuple[int, ...]]] = []
+        self.found: list[tuple[float, int, str]] = []
+        self.lost: list[tuple[float, int]] = []
+        self.whereabouts = Whereabouts(self.clock)
+        self.after = after
+        self.finder = Finder(
+            self.clock,
+            self.ask,
+            lambda request: self.found.append((self.clock.now, request.room, request.prefill)),
+            lambda request: self.lost.append((self.clock.now, request.room)),
+        )
+
+    def ask(self, rooms: tuple[int, ...]) -> None:
+        self.asked.append((self.clock.now, rooms))
+        self.clock.call_at(self.clock.now + self.after, self.answer, rooms)
+
+    def answer(self, rooms: tuple[int, ...]) -> None:
+        self.finder.answer(self.whereabouts.locate(rooms))
+
+    def add(self, at: float, room: int) -> None:
+        self.clock.call_at(at, self.finder.add, Submit(room, 10, 5, "", "decode0@1"))
+
+    def take(self, at: float, room: int, life: str) -> None:
+        self.clock.call_at(at, lambda _: self.whereabouts.took(room, life), None)
+
+
+def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
+    bench = Bench()
+    for room in (1, 2, 3):
+        bench.take(0.0, room, f"prefill0d{room % 2}@1")
+        bench.add(0.1 * room, room)
+    bench.clock.run()
+    assert bench.asked == [(0.1, (1,)), (0.35, (2, 3))]
+    assert bench.found == [(0.35, 1, "prefill0d1@1"), (0.6, 2, "prefill0d0@1"), (0.6, 3, "prefill0d1@1")]
+    assert len(bench.finder) == 0
+
+
+def test_an_unknown_room_is_asked_for_again_and_holds_up_no_other():
+    bench = Bench()
+    bench.take(0.0, 2, "prefill0d0@1")
+    bench.add(0.0, 1)
+    bench.add(0.0, 2)
+    bench.take(0.3, 1, "prefill0d1@1")
+    bench.clock.run()
+    assert bench.asked == [(0.0, (1,)), (0.25, (2,)), (0.5, (1,))]  # when the question before is answered
+    assert bench.found == [(0.5, 2, "prefill0d0@1"), (0.75, 1, "prefill0d1@1")]
+
+
+def test_a_room_that_stays_unknown_is_given_up():
+    bench = Bench()
+    bench.add(0.0, 1)
+    bench.clock.run()
+    ((at, room),) = bench.lost
+    assert (room, bench.found) == (1, [])
+    assert PATIENCE <= at < PATIENCE + RETRY + 0.25 + 1e-9  # the first answer after that
+    assert len(bench.asked) == pytest.approx(PATIENCE / (RETRY + 0.25), abs=1)
+    assert len(bench.finder) == 0
+
+
+def test_a_room_that_is_given_up_is_not_asked_for_again():
+    bench = Bench()
+    bench.add(0.0, 1)
+    bench.clock.call_at(0.1, bench.finder.drop, 1)
+    bench.clock.run()
+    assert (len(bench.asked), bench.found, bench.lost) == (1, [], [])
+
+
+def test_where_a_room_went_is_forgotten_in_time():
+    clock = Clock()
+    whereabouts = Whereabouts(clock)
+    whereabouts.took(1, "prefill0d0@1")
+    assert whereabouts.locate([1, 99]) == {1: "prefill0d0@1"}
+    clock.run(until=KNOWN)
+    assert whereabouts.locate([1]) == {}
+
+
+# --- in a job -------------------------------------------------------------------------------------------------------
+
+GROUPS = Side(tp=4, dp=4)
+
+
+def run(dp_rank: str, **changes: Any) -> Any:
+    return serve(
+        configured(
+            GROUPS, Side(tp=2, dp=2), GQA, options={"dp_rank": dp_rank}, kv=replace(POOL, pool=1 << 22), **changes
+        )
+    )
+
+
+def test_requests_are_served_by_the_group_of_the_engines_choice():
+    by_room, asked = run("room", memory="tracked"), run("query", memory="tracked")
+    assert by_room.failures == asked.failures == []
+    assert by_room.requests["prefill"] == [f"prefill0d{(number + 1) % 4}" for number in range(40)]
+    assert asked.requests["prefill"] != by_room.requests["prefill"]
+    assert asked.requests["nbytes"] == by_room.requests["nbytes"]
+    leaders = [f"prefill0d{group}.0" for group in range(4)] + [f"decode0d{group}.0" for group in range(2)]
+    assert at_rest(asked.outcome, *leaders)
+
+
+def test_a_question_that_overtakes_what_prefill_says_costs_another_one():
+    one = replace(GENERATED, count=1)
+    (told,), (asked,) = (rows(run(dp_rank, workload=one)) for dp_rank in ("room", "query"))
+    # both leaders hear of the request at one time; each question goes there and back, 20 us a way
+    assert asked["ttft"] - told["ttft"] == pytest.approx(RETRY + 4 * 20e-6, abs=1e-6)
+
+
+def test_only_these_two_ways_are_there():
+    with pytest.raises(ValueError, match="dp_rank must be room or query, got 'guess'"):
+        Options(dp_rank="guess")
+
+
+def test_a_question_is_one_message_for_all_its_rooms():
+    from pdsim.kv.messages import encode
+
+    assert decode(encode(Locate((1, 2, 3)))) == Locate((1, 2, 3))
