@@ -95,7 +95,11 @@ class ZmqChannel:
         clock.watch(self._inbox)
 
     def open(self, uris: Mapping[str, str]) -> None:
-        """Learn where the other ranks are: name to URI."""
+        """Learn where the other ranks are: name to URI; of one that has moved, what was not sent yet is lost."""
+        for name in uris:
+            socket = self._sockets.pop(name, None)
+            if socket is not None:
+                socket.close(linger=0)
         self._uris.update(uris)
 
     def send(self, receiver: str, payload: bytes) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any
 
@@ -85,8 +85,16 @@ class Processes:
         self.spawn = spawn
         self.gpu_capacity = gpu_capacity
 
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+    def run(
+        self,
+        ranks: Sequence[RankSpec],
+        kill: Mapping[str, float] | None = None,
+        restart: Mapping[str, float] | None = None,
+    ) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
+
+        *restart* likewise starts a rank again that has ended by then, as a new process that the others are told of.
+        Its result is that of its last life; transfers of a life that was killed are lost with it.
 
         Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting, and
         another `TransferError` if something else does.
@@ -94,15 +102,16 @@ class Processes:
         names = [spec.name for spec in ranks]
         if len(set(names)) != len(names):
             raise ValueError(f"ranks must have names of their own, got {', '.join(names)}")
-        unknown = set(kill or {}) - set(names)
-        if unknown:
-            raise ValueError(f"kill names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
+        for what, times in (("kill", kill), ("restart", restart)):
+            unknown = set(times or {}) - set(names)
+            if unknown:
+                raise ValueError(f"{what} names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
         with _stoppable(), _Job() as job:
             for spec in ranks:
                 job.start(self._describe(spec, names), self.spawn)
             job.until_ready(time.monotonic() + self.startup, self.startup)
-            origin = job.go()
-            job.until_done(origin, self.deadline, dict(kill or {}))
+            job.go(bool(restart))
+            job.until_done(self.deadline, dict(kill or {}), dict(restart or {}))
             return job.outcome()
 
     def _describe(self, spec: RankSpec, names: Sequence[str]) -> wire.Start:
@@ -126,6 +135,8 @@ class _Child:
 
     def __init__(self, start: wire.Start, spawn: Spawn) -> None:
         self.name = start.name
+        self.start = start
+        self.spawn = spawn
         self.uri = ""
         self.done: wire.Done | None = None
         self.error = ""
@@ -148,6 +159,17 @@ class _Child:
             self.ended = True
             return []
         return self._decoder.feed(piece)
+
+    @property
+    def dying(self) -> bool:
+        """Whether it was killed and its end is not noticed yet."""
+        return bool(self.error) and not self.ended
+
+    def end(self, error: str) -> None:
+        """Kill the process because of *error*, unless it has ended."""
+        if not self.ended:
+            self.error = error
+            self.kill()
 
     def kill(self) -> None:
         """End the process by SIGKILL, which also ends one that is stopped."""
@@ -188,6 +210,8 @@ class _Job:
 
     def __init__(self) -> None:
         self._children: list[_Child] = []
+        self._origin = 0.0  # of the job's time, on the monotonic clock
+        self._restarts = False
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Job:
@@ -220,35 +244,63 @@ class _Job:
                 late = ", ".join(child.name for child in self._children if not child.uri)
                 raise TransferTimeout(f"not ready after {seconds:g} s: {late}; give Processes a longer startup")
 
-    def go(self) -> float:
-        """Let all children run; return the job's zero on the monotonic clock."""
-        uris = {child.name: child.uri for child in self._children}
-        origin = time.monotonic()
+    def go(self, restarts: bool) -> None:
+        """Let all children run, some of which may be started again; that is the job's zero."""
+        self._origin = time.monotonic()
+        self._restarts = restarts
         for child in self._children:
-            wire.send(child.connection, wire.Go(origin, {n: uri for n, uri in uris.items() if n != child.name}))
-        return origin
+            self._release(child)
 
-    def until_done(self, origin: float, deadline: float, kill: dict[str, float]) -> None:
-        """Wait until all children have ended; kill those in *kill* at their time, and all at the *deadline*."""
+    def _release(self, child: _Child) -> None:
+        others = {other.name: other.uri for other in self._children if other.name != child.name and other.uri}
+        wire.send(child.connection, wire.Go(self._origin, others, self._restarts))
+
+    def _again(self, old: _Child) -> None:
+        """Start the rank of *old*, which has ended, anew."""
+        child = _Child(old.start, old.spawn)
+        self._children[self._children.index(old)] = child
+        self._selector.register(child.connection, selectors.EVENT_READ, child)
+        old.stop()
+
+    def _rejoin(self, child: _Child, uri: str) -> None:
+        """Let *child*, which was started again and is ready, run, once the others have been told where it is."""
+        child.uri = uri
+        for other in self._children:
+            if other is not child and other.uri and not other.ended:
+                with suppress(OSError):  # it ends just now
+                    wire.send(other.connection, wire.Moved(child.name, uri))
+        self._release(child)
+
+    def until_done(self, deadline: float, kill: dict[str, float], restart: dict[str, float]) -> None:
+        """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*."""
         while not all(child.ended for child in self._children):
-            now = time.monotonic() - origin
-            for child in self._children:
-                if child.name in kill and kill[child.name] <= now:
+            now = time.monotonic() - self._origin
+            for child in tuple(self._children):
+                if kill.get(child.name, now + 1) <= now:
                     del kill[child.name]
-                    if not child.ended:
-                        child.error = f"killed by signal {signal.SIGKILL:d}, as was asked for"
-                        child.kill()
-                if not child.ended and now >= deadline:
-                    child.error = f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}"
-                    child.kill()
-            wake = min([deadline, *kill.values()]) if now < deadline else now + 1.0
-            for child, message in self._messages(wake - now):
-                if isinstance(message, wire.Done):
-                    child.done = message
-                    child.seconds = time.monotonic() - origin
-            for child in self._children:
-                if child.ended and child.done is None and not child.seconds:
-                    child.seconds = time.monotonic() - origin
+                    child.end(f"killed by signal {signal.SIGKILL:d}, as was asked for")
+                if now >= deadline:
+                    child.end(f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}")
+                elif restart.get(child.name, now + 1) <= now and not child.dying:
+                    del restart[child.name]
+                    if child.ended:
+                        self._again(child)
+            wake = min([deadline, *kill.values(), *restart.values()]) if now < deadline else now + 1.0
+            self._take(max(wake - now, 1e-3))
+
+    def _take(self, timeout: float) -> None:
+        """Act on what children say, and on their ends, within *timeout* seconds."""
+        for child, message in self._messages(timeout):
+            if isinstance(message, wire.Done):
+                child.done = message
+                child.seconds = time.monotonic() - self._origin
+            elif isinstance(message, wire.Ready):
+                self._rejoin(child, message.uri)
+            elif isinstance(message, wire.Failed):
+                child.error = f"{message.kind}: {message.message}"
+        for child in self._children:
+            if child.ended and child.done is None and not child.seconds:
+                child.seconds = time.monotonic() - self._origin
 
     def outcome(self) -> Outcome:
         """Return how the job ended."""

@@ -12,7 +12,7 @@ import msgspec
 from pdsim.errors import PeerLost
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Decoder", "Done", "Failed", "Go", "Ready", "Start", "check_plain", "receive", "send"]
+__all__ = ["Decoder", "Done", "Failed", "Go", "Moved", "Ready", "Start", "check_plain", "receive", "send"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -44,6 +44,14 @@ class Go(msgspec.Struct, tag=True):
 
     origin: float
     uris: dict[str, str]
+    restarts: bool = False  # whether `Moved` may follow
+
+
+class Moved(msgspec.Struct, tag=True):
+    """Supervisor to worker: rank *name* was started again, and is at *uri* now."""
+
+    name: str
+    uri: str
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -64,7 +72,7 @@ class Done(msgspec.Struct, tag=True):
     events: int
 
 
-Message = Start | Ready | Go | Failed | Done
+Message = Start | Ready | Go | Moved | Failed | Done
 _Kind = TypeVar("_Kind", Start, Go)
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder().encode

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from backends import wire
@@ -39,6 +40,42 @@ class Records:
         self.transfers.append(record)
 
 
+class Moves:
+    """A `Source`: what the supervisor says on *connection* of ranks that were started again, for *open* to act on."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        clock: WallClock,
+        open: Callable[[Mapping[str, str]], None],  # noqa: A002
+    ) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._open = open
+        self._decoder = wire.Decoder()
+
+    def poll(self) -> bool:
+        """Learn where ranks are now; return whether any has moved."""
+        try:
+            piece = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if not piece:  # the supervisor is gone, and this process about to be
+            self._clock.unwatch(self)
+            return False
+        moves = [message for message in self._decoder.feed(piece) if isinstance(message, wire.Moved)]
+        self._open({message.name: message.uri for message in moves})
+        return bool(moves)
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor."""
+        return self._connection.fileno()
+
+    def busy(self) -> bool:
+        """Return False: the descriptor tells."""
+        return False
+
+
 def main() -> None:
     """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil."""
     _nap_as_told()
@@ -55,6 +92,8 @@ def main() -> None:
     go = wire.receive(connection, wire.Go)
     clock.origin = go.origin
     rank.channel.open(go.uris)  # type: ignore[attr-defined]
+    if go.restarts:
+        clock.watch(Moves(connection, clock, rank.channel.open))  # type: ignore[attr-defined]
     wire.send(connection, _run(clock, rank, records, program, start))
     try:
         rank.endpoint.close()

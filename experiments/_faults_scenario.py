@@ -94,6 +94,7 @@ class Scenario:
     cancels: Mapping[int, float]
     faults: Faults
     kill: Mapping[str, float]
+    restart: Mapping[str, float]
     limit: float
     text: str  # what it is, in one line
 
@@ -137,8 +138,9 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         specs,
         requests,
         cancels,
-        replace(_faults(seed, kinds, ranks, span), restarts=_restarts(seed, job, kill) if "restarts" in kinds else {}),
+        _faults(seed, kinds, ranks, span),
         kill,
+        _restarts(seed, job, kill) if "restarts" in kinds else {},
         60.0 + requests[-1].arrival + span,
         text,
     )
@@ -156,7 +158,7 @@ def attempt(scenario: Scenario) -> Tried:
         limit=scenario.limit,
         observer=checks,
     )
-    outcome = model.run(scenario.specs, scenario.kill)
+    outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
     statuses = _statuses(outcome, len(scenario.requests))
     counts: dict[str, int] = {}
     for status in statuses:

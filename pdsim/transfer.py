@@ -481,8 +481,11 @@ class Outcome:
 class Target(Protocol):
     """Runs a job: on the model, or on a real engine with one process per rank."""
 
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ...) -> Outcome:
+    def run(
+        self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ..., restart: Mapping[str, float] = ...
+    ) -> Outcome:
         """Run *ranks* until all have ended.
 
-        *kill* ends ranks by force, for tests and for `experiment=faults`: name to seconds after the start.
+        *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
+        endpoints of their own; both are name to seconds after the start.  A rank's result is that of its last life.
         """

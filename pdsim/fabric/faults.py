@@ -7,8 +7,8 @@ order, and bytes are read and land between the call and `Transfer.settled`.  Wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from itertools import count, pairwise
 from math import log1p
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -53,7 +53,6 @@ class Faults:
     shuffle: bool = False  # what is due at one instant on several ranks happens in any order
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
-    restarts: Mapping[str, float] = field(default_factory=dict)  # of ranks that were killed before
 
     def __post_init__(self) -> None:
         for name in ("delayed", "late"):

@@ -64,16 +64,22 @@ class Model:
         if not self.limit > 0:
             raise ConfigError(f"limit={self.limit} must be > 0 seconds")
 
-    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+    def run(
+        self,
+        ranks: Sequence[RankSpec],
+        kill: Mapping[str, float] | None = None,
+        restart: Mapping[str, float] | None = None,
+    ) -> Outcome:
         """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
 
         A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
-        end with an error.  *kill* ends ranks by force, at seconds after the start.
+        end with an error.  *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
+        again that have ended by then.
 
         Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
         or a program that cannot be imported.
         """
-        return _Job(self, ranks, kill or {}).run()
+        return _Job(self, ranks, kill or {}, restart or {}).run()
 
 
 class _Records:
@@ -117,9 +123,12 @@ class _Member:
 class _Job:
     """One run of a `Model`."""
 
-    def __init__(self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float]) -> None:
+    def __init__(
+        self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
+    ) -> None:
         names = [spec.name for spec in specs]
-        _check_names(names, kill)
+        _check_names(names, kill, "kill")
+        _check_names(names, restart, "restart")
         programs = [_load(spec) for spec in specs]
         self._model = model
         self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
@@ -138,6 +147,8 @@ class _Job:
             self._start(name)
         for name, at in kill.items():
             self._clock.call_at(at, self._kill, name)
+        for name, at in restart.items():
+            self._clock.call_at(at, self._restart, name)
         if isfinite(model.limit):
             self._clock.call_at(model.limit, self._overrun, model.limit)
         if model.faults is not None:
@@ -146,11 +157,8 @@ class _Job:
     def _plan(self, faults: Faults) -> None:
         """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
         links = {link.name: link for link in self._network.links}
-        _check_names(tuple(self._specs), faults.restarts)
         for rank in (slow.rank for slow in faults.slow):
-            _check_names(tuple(self._specs), {rank: 0.0})
-        for name, at in faults.restarts.items():
-            self._clock.call_at(at, self._restart, name)
+            _check_names(tuple(self._specs), {rank: 0.0}, "faults.slow")
         for slow in faults.slow:
             self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
             self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
@@ -172,7 +180,7 @@ class _Job:
         self._network.set_capacity(*what)
 
     def _restart(self, name: str) -> None:
-        """Start *name* again, as a new process with an endpoint of its own, if it was killed before."""
+        """Start *name* again, as a new process with an endpoint of its own, if it has ended."""
         if name not in self._live:
             self._live[name] = self._member(self._specs[name][0])
             self._start(name)
@@ -274,15 +282,15 @@ class _Job:
         return Outcome({name: self._results[name] for name in self._specs}, seconds, links, pools, self._clock.events)
 
 
-def _check_names(names: Sequence[str], kill: Mapping[str, float]) -> None:
+def _check_names(names: Sequence[str], times: Mapping[str, float], what: str) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{names.count(name)} ranks are named {name!r}; give each a name of its own")
-    for name, at in kill.items():
+    for name, at in times.items():
         if name not in names:
-            raise ConfigError(f"kill names {name!r}, which is not a rank; there are {', '.join(names)}")
+            raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(names)}")
         if not at >= 0:
-            raise ConfigError(f"kill[{name!r}]={at} must be >= 0 seconds after the start")
+            raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:

@@ -17,6 +17,39 @@ def sleep(rank: Rank, seconds: float) -> Program:
     return "slept"
 
 
+def greet(rank: Rank, other: str) -> Program:
+    """Ask *other* who it is until it has answered as two; return both answers."""
+    answers: list[str] = []
+    rank.clock.process(_ask(rank, other))
+    while len(answers) < 2:
+        _, payload = yield rank.channel.receive()
+        if payload.decode() not in answers:
+            answers.append(payload.decode())
+    rank.channel.send(other, b"stop")
+    return answers
+
+
+def _ask(rank: Rank, other: str) -> Program:
+    while True:
+        rank.channel.send(other, b"who")
+        yield rank.clock.timeout(0.02)
+
+
+def answer(rank: Rank) -> Program:
+    """Answer with the number of this process until told to stop; return it."""
+    number = str(os.getpid())
+    while True:
+        sender, payload = yield rank.channel.receive()
+        if payload == b"stop":
+            return number
+        rank.channel.send(sender, number.encode())
+
+
+def tell_process(rank: Rank) -> Program:
+    yield rank.clock.timeout(0.3)
+    return [os.getpid()]
+
+
 def say_and_die(rank: Rank, code: int) -> Program:
     yield rank.clock.timeout(0)
     sys.stdout.write("last words\n")

@@ -55,6 +55,24 @@ def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
     assert outcome.ranks["b"].error.startswith("TransferTimeout: not done after 1 s")
 
 
+def test_a_killed_rank_that_is_started_again_is_another_process_that_the_others_can_write_to(processes):
+    ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
+    outcome = processes.run(ranks, kill={"b": 0.5}, restart={"b": 0.6})
+    first, last = outcome.ranks["a"].value
+    assert first != last == outcome.ranks["b"].value  # process ids
+    assert outcome.ranks["b"].error == ""
+
+
+def test_a_rank_that_lives_is_not_started_again(processes):
+    outcome = processes.run([spec("a", programs.tell_process)], restart={"a": 0.05})
+    assert len(outcome.ranks["a"].value) == 1
+
+
+def test_a_rank_that_is_not_there_cannot_be_started_again(processes):
+    with pytest.raises(ValueError, match="restart names x, but the ranks are a"):
+        processes.run([spec("a", programs.return_nested)], restart={"x": 1.0})
+
+
 def test_kill_ends_a_rank_at_its_time(processes):
     outcome = processes.run([spec("a", programs.sleep, seconds=60)], kill={"a": 0.1})
     assert outcome.ranks["a"].error == "killed by signal 9, as was asked for"

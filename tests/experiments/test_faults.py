@@ -53,7 +53,8 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
     assert scenario.text.endswith(", ".join(KINDS))
     assert scenario.cancels
     assert scenario.kill
-    named = {"delayed", "delay", "late", "lateness", "stray", "torn", "shuffle", "slow", "squeezes", "restarts"}
+    assert scenario.restart
+    named = {"delayed", "delay", "late", "lateness", "stray", "torn", "shuffle", "slow", "squeezes"}
     assert set(scenario.faults.kinds()) == named
     assert draw(1, 50, 0.0).faults.kinds() == ()
 

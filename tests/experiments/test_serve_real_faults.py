@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import Options, job, specs
+from pdsim.fabric.world import Model
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request
 from pdsim.transfer import Outcome
@@ -16,23 +17,32 @@ from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import GQA
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import make_config
+from tests.test_conf import composed
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 LARGE = replace(GQA, layers=32)  # 16 KiB a token: 1500 take 24 MiB, whose forward takes next to nothing
+MODEL = "model"
+TCP = composed("hw=loopback", "backend=mooncake_tcp").backend
+TWO = Side(tp=1, instances=2)
 REQUESTS = [Request(0.5 + 0.05 * number, 1500, 4) for number in range(16)]
 
 
 def serve(
-    name: str, requests: Sequence[Request], leaves: Sequence[Sequence[float]] = (), kill: Mapping[str, float] = {}
+    name: str,
+    requests: Sequence[Request],
+    leaves: Sequence[Sequence[float]] = (),
+    kill: Mapping[str, float] = {},
+    restart: Mapping[str, float] = {},
+    prefill: Side = TWO,
 ) -> Outcome:
     options = {"deadline": 3.0, "router": "round_robin"}
     config = make_config(
         Path("unused"),
         target="real",
         hw=LOOPBACK,
-        backend=engine(name),
+        backend=TCP if name == MODEL else engine(name),
         model=LARGE,
-        parallel=Parallel(prefill=Side(tp=1, instances=2), decode=Side(tp=1)),
+        parallel=Parallel(prefill=prefill, decode=Side(tp=1)),
         experiment={"name": "serve", **options},
         kv=Kv(page_size=16, pool=80 << 20),
         scheduler=Scheduler(chunk=512, decode_batch=4),
@@ -41,7 +51,8 @@ def serve(
     what = job(config, Options(**options))
     router, *others = specs(config, what, requests)
     router = replace(router, arguments={**router.arguments, "leaves": [list(leave) for leave in leaves]})
-    return make_target(name).run([router, *others], kill)
+    target = make_target(name) if name != MODEL else Model(LOOPBACK, TCP, memory="tracked")
+    return target.run([router, *others], kill, restart)
 
 
 def statuses(outcome: Outcome) -> list[str]:
@@ -75,3 +86,23 @@ def test_pages_of_a_killed_prefill_rank_come_back_once_it_is_proven_that_it_writ
     assert set(found) <= {"ok", "PeerLost"}
     assert found[-1] == "ok"
     assert [account(outcome, rank) for rank in ("prefill1.0", "decode0.0")] == [(0, 0)] * 2
+
+
+# the same experiment on the model and on Mooncake over TCP
+@pytest.mark.parametrize("name", [MODEL, ENGINES[0]])
+def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: str):
+    """The other rank of the instance ends with it and is started again too: an instance is formed as a whole."""
+    requests = [Request(0.15 * number, 300, 4) for number in range(80)]
+    kill = {"prefill0.1": 1.5}
+    restart = {"prefill0.1": 2.0, "prefill0.0": 6.0}  # the router has given the instance up by then
+    outcome = serve(name, requests, kill=kill, restart=restart, prefill=Side(tp=1, pp=2, instances=2))
+    rows = outcome.ranks["router"].value["rows"]
+    assert set(statuses(outcome)) <= {"ok", "PeerLost"}
+    assert {row[3] for row in rows if row[0] == "prefill1"} == {"ok"}  # a healthy peer is not poisoned
+    assert [row[0] for row in rows[:4]] == ["prefill0", "prefill1"] * 2
+    late = rows[-10:]
+    assert [row[3] for row in late] == ["ok"] * 10
+    assert [row[0] for row in late].count("prefill0") == 5  # the new life is formed, and has its turn again
+    leaders = ("prefill0.0", "prefill1.0", "decode0.0")
+    assert [outcome.ranks[rank].error for rank in (*leaders, "prefill0.1")] == [""] * 4
+    assert [account(outcome, rank) for rank in leaders] == [(0, 0)] * 3

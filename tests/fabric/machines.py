@@ -43,6 +43,7 @@ def run(
     *programs: tuple[Callable[..., Program], Mapping[str, Any]] | Callable[..., Program],
     model: Model | None = None,
     kill: Mapping[str, float] | None = None,
+    restart: Mapping[str, float] | None = None,
     places: tuple[Place, ...] = (),
 ) -> Outcome:
     """Run each program as a rank of its own, named as it is, on GPU 0, 1, ... of node 0 unless *places* says other."""
@@ -51,4 +52,4 @@ def run(
         function, arguments = entry if isinstance(entry, tuple) else (entry, {})
         place = places[index] if places else Place(0, index)
         specs.append(RankSpec(function.__name__, f"{function.__module__}:{function.__name__}", place, arguments))
-    return (model or Model(machine(), engine())).run(specs, kill)
+    return (model or Model(machine(), engine())).run(specs, kill, restart)

@@ -264,14 +264,13 @@ def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
 
 
 def test_a_killed_rank_that_starts_again_is_another_one_to_its_peers():
-    plan = model(Faults(restarts={"phoenix": 3.0}))
-    ranks = run(phoenix, friend, model=plan, kill={"phoenix": 2.0}).ranks
+    ranks = run(phoenix, friend, kill={"phoenix": 2.0}, restart={"phoenix": 3.0}).ranks
     assert ranks["friend"].value == ["gone", "lost", "ok"]
     assert (ranks["phoenix"].value, ranks["phoenix"].error) == (13.0, "")
 
 
 def test_a_rank_that_lives_is_not_started_again():
-    assert run(computer, model=model(Faults(restarts={"computer": 1.5}))).ranks["computer"].value == [1.0, 2.0, 3.0]
+    assert run(computer, restart={"computer": 1.5}).ranks["computer"].value == [1.0, 2.0, 3.0]
 
 
 def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
@@ -293,7 +292,6 @@ def test_a_plan_is_checked(changes, words):
 
 
 NOT_THERE = [
-    Faults(restarts={"x": 1.0}),
     Faults(slow=(Slow("x", 0.0, 1.0, 2.0),)),
     Faults(squeezes=(Squeeze("x", 0.0, 1.0, 0.0),)),
 ]

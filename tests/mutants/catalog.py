@@ -132,7 +132,7 @@ def shares(scenario: Scenario) -> bool:
 
 def lost_and_back(side: str) -> Callable[[Scenario], bool]:
     """Return what tells whether an instance of *side* is lost and started again."""
-    return lambda scenario: bool(scenario.faults.restarts) and all(name.startswith(side) for name in scenario.kill)
+    return lambda scenario: bool(scenario.restart) and all(name.startswith(side) for name in scenario.kill)
 
 
 def replicating(scenario: Scenario) -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from experiments.serve import Options, job, specs
 from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.faults import Faults
 from pdsim.fabric.world import Model
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Terms
@@ -47,8 +46,8 @@ def serve(
             arguments["leaves"] = [list(leave) for leave in leaves]
         arguments["job"] = {**arguments["job"], **change.get(spec.name, {})}
         ranks.append(replace(spec, arguments=arguments))
-    model = Model(config.hw, config.backend, memory="tracked", faults=Faults(restarts=restarts), limit=60.0)
-    return model.run(ranks, kill)
+    model = Model(config.hw, config.backend, memory="tracked", limit=60.0)
+    return model.run(ranks, kill, restarts)
 
 
 def rows(outcome: Outcome) -> list[dict[str, Any]]:
