@@ -91,6 +91,8 @@ class ZmqChannel:
         self._received = Mailbox(clock)
         self._uris: dict[str, str] = {}
         self._sockets: dict[str, Any] = {}
+        self._listeners: dict[bytes, Callable[[Message], None]] = {}
+        self._unheard: dict[bytes, list[Message]] = {}
         self.uri = self._inbox.uri
         clock.watch(self._inbox)
 
@@ -104,13 +106,26 @@ class ZmqChannel:
 
     def send(self, receiver: str, payload: bytes) -> None:
         """Send without waiting; a `KeyError` names an unknown rank."""
+        self._send(receiver, payload)
+
+    def tell(self, receiver: str, topic: bytes, payload: bytes) -> None:
+        """Send to who listens to *topic* at *receiver*, past the program."""
+        self._send(receiver, payload, topic)
+
+    def listen(self, topic: bytes, deliver: Callable[[Message], None]) -> None:
+        """Call *deliver* with every message of *topic*, those that came before included."""
+        self._listeners[topic] = deliver
+        for message in self._unheard.pop(topic, ()):
+            deliver(message)
+
+    def _send(self, receiver: str, *frames: bytes) -> None:
         socket = self._sockets.get(receiver)
         if socket is None:
             if receiver not in self._uris:
                 raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
             socket = self._sockets[receiver] = dial(self._context, self._uris[receiver])
         with contextlib.suppress(self._again):  # the receiver is gone
-            socket.send_multipart([self._rank, payload], self._noblock)
+            socket.send_multipart([self._rank, *frames], self._noblock)
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`."""
@@ -127,5 +142,11 @@ class ZmqChannel:
         self._context.term()
 
     def _deliver(self, frames: list[bytes]) -> None:
-        sender, payload = frames
-        self._received.put(Message(sender.decode(), payload))
+        sender, payload, *topic = frames
+        message = Message(sender.decode(), payload)
+        if not topic:
+            self._received.put(message)
+        elif topic[0] in self._listeners:
+            self._listeners[topic[0]](message)
+        else:
+            self._unheard.setdefault(topic[0], []).append(message)

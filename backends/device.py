@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 
 from simpy.events import Event
 
+from backends.symmetric import SymmetricPool
 from pdsim.clock import WallClock
 from pdsim.errors import OutOfMemory, RegistrationError
+from pdsim.group import SYMMETRIC
 from pdsim.transfer import Batch, Buffer, Region
 
 __all__ = ["POOLS", "RealBuffer", "RealDevice"]
 
-POOLS = ("default", "symmetric", "nvlink")
+POOLS = ("default", SYMMETRIC, "nvlink")
 """The pools that `pdsim.transfer.Device` names; here they differ in nothing but their accounts."""
 
 
@@ -69,6 +71,7 @@ class RealDevice(ABC):
         self.clock = clock
         self.name = name
         self.capacity = capacity
+        self.symmetric = SymmetricPool(name)
         self.peak = dict.fromkeys(POOLS, 0)  # bytes
         self._used = dict.fromkeys(POOLS, 0)
         self._buffers: dict[int, RealBuffer] = {}  # by address
@@ -102,16 +105,27 @@ class RealDevice(ABC):
             raise ValueError(f"size must be > 0 bytes, got {size}")
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+        if pool == SYMMETRIC:
+            buffer: RealBuffer = self.symmetric.allocate(size)
+        else:
+            self._check_room(size)
+            buffer = self._make(size, pool)
+            self.account(size, pool)
+        self._buffers[buffer.address] = buffer
+        return buffer
+
+    def account(self, size: int, pool: str) -> None:
+        """Note that *pool* takes *size* bytes more, or gives them back.  Raise `OutOfMemory` beyond the capacity."""
+        self._check_room(size)
+        self._used[pool] += size
+        self.peak[pool] = max(self.peak[pool], self._used[pool])
+
+    def _check_room(self, size: int) -> None:
         if self.used + size > self.capacity:
             raise OutOfMemory(
                 f"{self.name}: {size} bytes asked for, {self.capacity - self.used} of {self.capacity} left; "
                 f"free something, or give the rank more memory"
             )
-        buffer = self._make(size, pool)
-        self._buffers[buffer.address] = buffer
-        self._used[pool] += size
-        self.peak[pool] = max(self.peak[pool], self._used[pool])
-        return buffer
 
     def free(self, buffer: Buffer) -> None:
         """Give *buffer* back, at once or, if bytes may still move in it, when they have stopped.
@@ -139,7 +153,8 @@ class RealDevice(ABC):
         if not buffer.freed or buffer.holds:
             return
         del self._buffers[buffer.address]
-        self._used[buffer.pool] -= buffer.size
+        if buffer.pool != SYMMETRIC:  # whose memory was accounted when it was reserved
+            self.account(-buffer.size, buffer.pool)
         buffer.unmap()
 
     def buffer_of(self, region: Region) -> RealBuffer:

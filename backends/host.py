@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,10 @@ from simpy.events import Event
 
 from backends.device import RealBuffer, RealDevice
 from pdsim.clock import WallClock
+from pdsim.group import SYMMETRIC
 from pdsim.transfer import Batch, Region
 
-__all__ = ["HostBuffer", "HostDevice"]
+__all__ = ["HostBuffer", "HostDevice", "HostPiece"]
 
 
 class HostBuffer(RealBuffer):
@@ -33,6 +35,21 @@ class HostBuffer(RealBuffer):
         """Give the memory back to the system.  Nothing may know its address any more."""
         self.bytes = np.empty(0, np.uint8)
         self._map.close()
+
+
+class HostPiece(HostBuffer):
+    """Part of a buffer that a group has reserved."""
+
+    def __init__(self, whole: HostBuffer, offset: int, size: int, give_back: Callable[[], None]) -> None:
+        self.bytes = whole.bytes[offset : offset + size]
+        self.bytes[:] = 0
+        self._give_back = give_back
+        RealBuffer.__init__(self, int(self.bytes.ctypes.data), size, SYMMETRIC)
+
+    def unmap(self) -> None:
+        """Give the memory back to the pool."""
+        self.bytes = np.empty(0, np.uint8)
+        self._give_back()
 
 
 class HostDevice(RealDevice):

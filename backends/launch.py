@@ -22,9 +22,10 @@ from types import FrameType
 from typing import IO, Any
 
 from backends import wire
+from backends.collective import Settings
 from pdsim import errors
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
-from pdsim.fabric.machine import Engine
+from pdsim.fabric.machine import Collective, Engine
 from pdsim.transfer import Outcome, RankResult, RankSpec
 
 __all__ = ["Processes", "Spawn", "spawn"]
@@ -56,7 +57,7 @@ class Processes:
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
     *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
     *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
-    a GPU share what it really has.
+    a GPU share what it really has.  *collective*: what groups of ranks gather with.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Processes:
         startup: float = 60.0,
         spawn: Spawn = spawn,
         gpu_capacity: int = 4 << 30,
+        collective: Collective | None = None,
     ) -> None:
         for name, value in (
             ("deadline", deadline),
@@ -82,6 +84,7 @@ class Processes:
         self.bind = bind
         self.device_capacity = device_capacity
         self.startup = startup
+        self.collective = collective
         self.spawn = spawn
         self.gpu_capacity = gpu_capacity
 
@@ -127,7 +130,14 @@ class Processes:
             bind=self.bind,
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
             gpu=spec.place.gpu,
+            collective=_settings(self.collective),
         )
+
+
+def _settings(library: Collective | None) -> Settings | None:
+    if library is None:
+        return None
+    return Settings(library.name, library.implementation, library.grow, library.check, library.timeout)
 
 
 class _Child:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backends.collective import Settings
 from pdsim.errors import PeerLost
 from pdsim.transfer import TransferRecord
 
@@ -31,6 +32,7 @@ class Start(msgspec.Struct, tag=True):
     bind: str
     capacity: int
     gpu: int | None
+    collective: Settings | None
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -15,7 +15,9 @@ from typing import Any
 from backends import wire
 from backends.channel import ZmqChannel
 from backends.device import RealDevice
+from backends.group import RealGroups
 from backends.host import HostDevice
+from backends.libraries import library
 from backends.registry import load
 from pdsim.clock import WallClock
 from pdsim.errors import ConfigError, PdsimError
@@ -96,6 +98,8 @@ def main() -> None:
         clock.watch(Moves(connection, clock, rank.channel.open))  # type: ignore[attr-defined]
     wire.send(connection, _run(clock, rank, records, program, start))
     try:
+        if rank.groups is not None:
+            rank.groups.close()  # type: ignore[attr-defined]
         rank.endpoint.close()
         rank.channel.close()
         rank.device.close()  # type: ignore[attr-defined]
@@ -144,7 +148,10 @@ def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
     if program is None:
         raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
     channel = ZmqChannel(clock, start.name, start.bind)
-    return clock, Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers)), records, program
+    rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
+    if start.collective is not None:
+        rank.groups = RealGroups(start.name, clock, device, channel, records, start.bind, start.collective, library)
+    return clock, rank, records, program
 
 
 def _device(clock: WallClock, start: wire.Start) -> RealDevice:

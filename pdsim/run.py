@@ -254,7 +254,8 @@ def _target(config: Config, meter: _Meter) -> Target:
     from backends.launch import Processes
 
     gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
-    return Processes(config.backend, device_capacity=config.hw.host.memory, gpu_capacity=gpu)
+    host, collective = config.hw.host.memory, config.collective
+    return Processes(config.backend, device_capacity=host, gpu_capacity=gpu, collective=collective)
 
 
 # --- all points -----------------------------------------------------------------------------------------------------

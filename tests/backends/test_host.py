@@ -55,8 +55,8 @@ def test_a_buffer_is_freed_once(device):
 def test_the_peak_of_each_pool_is_kept(device):
     device.free(device.allocate(3000))
     device.allocate(1000)
-    device.allocate(500, "symmetric")
-    assert device.peak == {"default": 3000, "symmetric": 500, "nvlink": 0}
+    device.allocate(500, "nvlink")
+    assert device.peak == {"default": 3000, "symmetric": 0, "nvlink": 500}
 
 
 def test_negative_work_is_refused(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ GPU = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel", "mooncake_tcp_gpu",
 
 ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
 """Engines whose transfers the peer's process has no part in, so that they end though it is stopped."""
+GATHERING = ("gloo", "nccl", "symm_mem")
+MEMBERS = 4
+"""Ranks of the largest job of groups."""
 
 MACHINE = Machine(
     name="conformance",
@@ -40,7 +44,7 @@ COLLECTIVE = Collective(
     symmetric=GATHER,
     grow_latency=1e-3,
     grow_rate=1e11,
-    timeout=20.0,
+    timeout=60.0,
 )
 
 Job = Callable[..., Outcome]
@@ -63,7 +67,7 @@ def engine(name: str) -> Engine:
 
 def place(name: str, index: int) -> Place:
     """Return where rank *index* of a job on target *name* runs."""
-    if name in REAL:
+    if name in REAL or name == "gloo":
         return Place(0)
     if name in GPU:
         from backends.registry import gpu_count
@@ -78,6 +82,8 @@ def make_target(name: str) -> Target:
         from pdsim.fabric.world import Model
 
         return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
+    if name in GATHERING:
+        return _gathering(name)
     from backends.launch import Processes
     from backends.registry import devices, diagnose
 
@@ -89,6 +95,18 @@ def make_target(name: str) -> Target:
             pytest.fail(f"{name}: {diagnosis.reason}")
         pytest.skip(f"{name}: {diagnosis.reason}")
     return Processes(engine(name), deadline=90, device_capacity=1 << 30, gpu_capacity=1 << 30)
+
+
+def _gathering(name: str) -> Target:
+    pytest.importorskip("torch", reason="groups of real ranks need PyTorch")
+    from backends.registry import gpu_count
+
+    if name != "gloo" and gpu_count() < MEMBERS:
+        pytest.skip(f"{name}: a rank of a group takes a GPU, {MEMBERS} in all, and this machine has {gpu_count()}")
+    # any endpoint does, for a group makes no use of it
+    target = make_target("mooncake_tcp" if name == "gloo" else "nvlink")
+    target.collective = replace(COLLECTIVE, name=name, implementation=name)  # type: ignore[attr-defined]
+    return target
 
 
 def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
@@ -139,7 +157,7 @@ def real(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> tuple[
     return request.param, make_job(request.param, outcomes)
 
 
-@pytest.fixture(params=[*MODELS])
+@pytest.fixture(params=[*MODELS, *GATHERING])
 def gathering(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
     """Runs a job on each implementation of groups in turn."""
     return make_job(request.param, outcomes)

@@ -3,16 +3,7 @@
 Each returns plain data, which the tests compare.  A count of wrong bytes is None where the device keeps no contents.
 """
 
-from tests.conformance.programs.gathering import (
-    ask_for_strangers,
-    gather_batches,
-    gather_in_two_groups,
-    gather_late,
-    gather_oddly,
-    gather_pieces,
-    gather_symmetric,
-    gather_until_lost,
-)
+from tests.conformance.programs.gathering import gather_everything, gather_late, gather_until_lost
 from tests.conformance.programs.living import (
     be_reconnected,
     close_twice,
@@ -74,7 +65,6 @@ from tests.conformance.programs.tools import KiB, MiB
 __all__ = [
     "KiB",
     "MiB",
-    "ask_for_strangers",
     "be_hub",
     "be_late",
     "be_lost",
@@ -95,12 +85,8 @@ __all__ = [
     "cross_writes",
     "echo",
     "fail",
-    "gather_batches",
-    "gather_in_two_groups",
+    "gather_everything",
     "gather_late",
-    "gather_oddly",
-    "gather_pieces",
-    "gather_symmetric",
     "gather_until_lost",
     "lose_one_of_two",
     "notify_at_once",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,26 @@ from pdsim.errors import TransferError
 from pdsim.group import SYMMETRIC, Group
 from pdsim.kv.allgather import PaddedAllGather, zigzag
 from pdsim.transfer import Program, Rank, Region
-from tests.conformance.programs.tools import GUARD, Steps, filled, pattern, refusal, wrong
+from tests.conformance.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
 
 
-def everyone(rank: Rank) -> list[str]:
-    return sorted([rank.name, *rank.peers])
+def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: list[list[int]]) -> Program:
+    """Do all that a group is good for, in one job: real ranks load a large library first."""
+    if rank.name not in names:
+        yield rank.clock.timeout(0)
+        return {}
+    group = rank.group(names)
+    return {
+        "pieces": (yield from gather_pieces(rank, group, sizes, 100)),
+        "alone": (yield from gather_pieces(rank, rank.group([rank.name]), [1000], 0)),
+        "symmetric": (yield from gather_symmetric(rank, group, 64 * KiB)),
+        "batches": (yield from gather_batches(rank, group, batches, 24)),
+        "oddly": (yield from gather_oddly(rank, group, {name: 1024 - (name == names[-1]) for name in names})),
+        "two": (yield from gather_in_another(rank, [names[-1], names[0]])),
+        "strangers": ask_for_strangers(rank),
+        "same": rank.group(names) is group,
+        "used": rank.device.used - group.reserved,
+    }
 
 
 def result_of(event: Any) -> Steps:
@@ -26,26 +43,27 @@ def result_of(event: Any) -> Steps:
     return "ok"
 
 
-def gather_pieces(rank: Rank, sizes: list[int], room: int) -> Program:
+def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Steps:
     """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes."""
-    group = rank.group(everyone(rank))
     ranks, found = len(group.names), []
     work = []
     for number, size in enumerate(sizes):
         source = filled(rank, size, 10 * group.index + number)
         target = filled(rank, ranks * size + room, None)
-        work.append((group.all_gather(source, target, label=f"gather {number}"), target, size, number))
-    for event, target, size, number in work:
+        event = group.all_gather(source, target, label=f"gather {number} of {ranks}")
+        work.append((event, source, target, size, number))
+    for event, source, target, size, number in work:
         record = yield event
         pieces = [pattern(10 * index + number, size) for index in range(ranks)]
         expected = np.concatenate([*pieces, np.full(room, GUARD, np.uint8)])
         found.append([wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]])
+        rank.device.free(source)
+        rank.device.free(target)
     return found
 
 
-def gather_symmetric(rank: Rank, size: int) -> Program:
+def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
     """Reserve a pool, gather in it, take more than it has, let it grow, gather again."""
-    group = rank.group(everyone(rank))
     ranks = len(group.names)
     early = refusal(lambda: rank.device.allocate(size, SYMMETRIC))
     yield group.reserve((ranks + 1) * size)
@@ -76,9 +94,8 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
     return found
 
 
-def gather_batches(rank: Rank, batches: list[list[int]], row: int) -> Program:
+def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int) -> Steps:
     """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens."""
-    group = rank.group(everyone(rank))
     found = []
     for batch in batches:
         split = zigzag(batch, len(group.names))
@@ -98,9 +115,8 @@ def gather_batches(rank: Rank, batches: list[list[int]], row: int) -> Program:
     return found
 
 
-def gather_oddly(rank: Rank, sizes: dict[str, int]) -> Program:
+def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
     """Call with sizes that differ between ranks, then alike; and what no rank may ask for."""
-    group = rank.group(everyone(rank))
     ranks, size = len(group.names), sizes[rank.name]
     source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
     before = target.read(0, target.size) if rank.device.holds_bytes else b""
@@ -108,7 +124,7 @@ def gather_oddly(rank: Rank, sizes: dict[str, int]) -> Program:
     spared = not rank.device.holds_bytes or target.read(0, target.size) == before
     alike = yield from result_of(group.all_gather(source, target, 1024))
     small = filled(rank, 4096 * ranks - 1, None)
-    return {
+    found = {
         "differs": differs,
         "spared": spared,
         "alike": alike,
@@ -117,28 +133,39 @@ def gather_oddly(rank: Rank, sizes: dict[str, int]) -> Program:
         "too small": refusal(lambda: group.all_gather(source, small)),
         "itself": refusal(lambda: group.all_gather(source, source, 16)),
     }
+    for buffer in (source, target, small):
+        rank.device.free(buffer)
+    return found
 
 
-def gather_until_lost(rank: Rank, size: int) -> Program:
-    """Gather again and again until it fails; return the error, how long that took, and what comes after."""
-    group = rank.group(everyone(rank))
-    source, target = rank.device.allocate(size), rank.device.allocate(size * len(group.names))
+def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> Program:
+    """Gather until it fails; *victim* dies among it.  Return the error, how long it took, and what comes after."""
+    group = rank.group(names)
+    source, target = rank.device.allocate(size), rank.device.allocate(size * len(names))
     done, error, started = 0, "ok", 0.0
     while error == "ok":
-        yield rank.clock.timeout(0.01)
+        if rank.name == victim and done == 5:
+            _die(rank)
         started = rank.clock.now
-        error = yield from result_of(group.all_gather(source, target, timeout=20))
+        error = yield from result_of(group.all_gather(source, target))
         done += error == "ok"
     took = rank.clock.now - started
-    again = yield from result_of(group.all_gather(source, target, timeout=20))
+    again = yield from result_of(group.all_gather(source, target))
     rank.device.free(source)
     rank.device.free(target)
     return {"error": error, "done": done, "took": took, "again": again, "used": rank.device.used}
 
 
-def gather_late(rank: Rank, late: str, wait: float, timeout: float) -> Program:
+def _die(rank: Rank) -> None:
+    """End by force: a process that is killed says good-bye to nobody."""
+    if not rank.clock.virtual:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("killed, as was asked for")
+
+
+def gather_late(rank: Rank, names: list[str], late: str, wait: float, timeout: float) -> Program:
     """Gather once together; then *late* calls only after *wait* seconds, when the others have given up."""
-    group = rank.group(everyone(rank))
+    group = rank.group(names)
     source, target = rank.device.allocate(4096), rank.device.allocate(4096 * len(group.names))
     yield group.all_gather(source, target)
     started = rank.clock.now
@@ -151,25 +178,20 @@ def gather_late(rank: Rank, late: str, wait: float, timeout: float) -> Program:
     return {"error": error, "took": took}
 
 
-def gather_in_two_groups(rank: Rank, groups: list[list[str]]) -> Program:
-    """Gather in each group that this rank is a member of; those of no group do nothing at all."""
-    found = {}
-    for names in groups:
-        if rank.name in names:
-            group = rank.group(names)
-            source, target = filled(rank, 1000, names.index(rank.name)), filled(rank, 1000 * len(names), None)
-            yield group.all_gather(source, target)
-            expected = np.concatenate([pattern(index, 1000) for index in range(len(names))])
-            found["+".join(names)] = wrong(rank, target, expected)
-            again = rank.group(names) is group
-            found["again"] = again
-    yield rank.clock.timeout(0)
+def gather_in_another(rank: Rank, names: list[str]) -> Steps:
+    """Gather in a second group, if this rank is a member; return how many bytes are wrong."""
+    if rank.name not in names:
+        return None
+    source, target = filled(rank, 1000, names.index(rank.name)), filled(rank, 1000 * len(names), None)
+    yield rank.group(names).all_gather(source, target)
+    found = wrong(rank, target, np.concatenate([pattern(index, 1000) for index in range(len(names))]))
+    rank.device.free(source)
+    rank.device.free(target)
     return found
 
 
-def ask_for_strangers(rank: Rank) -> Program:
+def ask_for_strangers(rank: Rank) -> list[bool]:
     """Return which lists of names are refused."""
-    yield rank.clock.timeout(0)
     names: list[list[str]] = [[], ["nobody", rank.name], [rank.name, rank.name], list(rank.peers)]
     refused = []
     for wanted in names:
