@@ -63,9 +63,11 @@ class HostDevice(RealDevice):
 
     def copy(self, batch: Batch) -> Event:
         """Copy within host memory, after the work that was asked for before."""
-        source, target = self._bytes(batch.source), self._bytes(batch.target)
+        views = [self._bytes(batch.source), self._bytes(batch.target)]
 
         def run(_: Event) -> None:
+            source, target = views
+            views.clear()  # a program that waits for this may free the memory, which must have no users then
             for start, end, size in zip(
                 batch.source_offset.tolist(), batch.target_offset.tolist(), batch.size.tolist(), strict=True
             ):

@@ -71,9 +71,8 @@ def be_rank(
     try:
         nccl = Nccl(device, 60.0)
         nccl.connect(index, ranks, "127.0.0.1", port, listener)
-        rank.tell(
-            "nccl", "versions", 0, 0, torch.cuda.nccl.version()[0] * 10000 + torch.cuda.nccl.version()[1] * 100, 0
-        )
+        if index == 0:
+            print(torch.__version__, torch.cuda.nccl.version(), torch.cuda.get_device_name(0), flush=True)
         plain = [torch.empty(rank.sizes[-1] * n, dtype=torch.uint8, device="cuda") for n in (1, ranks)]
         rank.measure(nccl, "plain", *plain)
         windows = Nccl(device, 60.0)
