@@ -27,7 +27,7 @@ from pdsim.results.environment import environment
 from pdsim.results.record import Table
 from pdsim.units import parse_size
 
-__all__ = ["Fitted", "calibrate", "fitted", "table"]
+__all__ = ["Fitted", "again", "calibrate", "fitted", "table"]
 
 ALONE = 40
 """Up to so many samples, each is left out in turn; more are left out in ten folds."""
@@ -115,8 +115,8 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     cells, left = grid.grid(operation, asked.largest, asked.held, config.seed)
     listed = Path(config.output) / "calibrate-points.csv"
     listed.parent.mkdir(parents=True, exist_ok=True)
-    grid.write(listed, [*cells, *left])
-    own = [f"experiment.points={listed}", "experiment.order=shuffled", f"experiment.repeat={asked.repeat}"]
+    grid.write(listed, [*cells, *left], asked.repeat)
+    own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=3", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
     result, folder = execute(compose(chosen), chosen)
@@ -143,6 +143,11 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
     base = replace(base, rate=min(base.rate, link))
     operation = str(config.experiment["operation"])
     pairs = [row for row in samples.rows if (row.pattern, row.schedule, row.operation) == ("pair", "free", operation)]
+    if not pairs:
+        raise ConfigError(
+            f"the file has no {operation} of a pair; set experiment.operation to what it has: "
+            f"{', '.join(sorted({row.operation for row in samples.rows}))}"
+        )
     kept, left = [row for row in pairs if not row.held], [row for row in pairs if row.held]
     seen = points_of(kept)
     chosen = fit.choose(seen, base)
@@ -231,12 +236,39 @@ def _parameters(done: Fitted) -> Table:
     """Return what was fitted, and what the samples do not tell."""
     calibration = done.calibration
     rows: list[list[Any]] = [
-        [key, str(value), " to ".join(calibration.intervals.get(key, ("not from these samples",)))]
+        [key, _told(value), " to ".join(calibration.intervals.get(key, ("not from these samples",)))]
         for key, value in calibration.parameters.items()
+        if key not in calibration.unidentified
     ]
     rows += [[key, "not identified by these samples", "-"] for key in dict.fromkeys(calibration.unidentified)]
     heads = {"parameter": "", "value": "", "95 %": "interval of a bootstrap over configurations"}
     return Table(f"{calibration.name}: {calibration.form}", heads, rows)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return " and ".join(f"{step['first']} x {step['extra']}" for step in value) or "none"
+    return str(value)
+
+
+def again(names: Sequence[str] = ()) -> list[Fitted]:
+    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples."""
+    from omegaconf import OmegaConf
+
+    from pdsim.overrides import conf
+    from pdsim.run import compose
+
+    found = []
+    for path in sorted((conf() / "calibration").glob("*.yaml")):
+        file: Any = OmegaConf.load(path)
+        if file.get("kind") != "published" or (names and file.name not in names):
+            continue
+        at = next(iter(file.intervals)).split(".")[1]
+        operation = "read" if "-read" in file.name else "write"
+        words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
+        config = compose([*words, "experiment=transfer", "calibration=none"])
+        found.append(fitted(points.read(path.with_suffix(".csv")), config, at, file.name, "again"))
+    return found
 
 
 def table(every: Sequence[Fitted]) -> Table:

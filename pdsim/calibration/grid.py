@@ -55,9 +55,11 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     return list(cells), list(left)
 
 
-def write(path: Path, cells: Iterable[Cell]) -> None:
-    """Write *cells* as a file of points."""
+def write(path: Path, cells: Iterable[Cell], repeat: int) -> None:
+    """Write *cells* as a file of points to be repeated *repeat* times, crowds often enough to be in full swing."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(Cell._fields)
-        table.writerows(cells)
+        table.writerow((*Cell._fields, "repeat"))
+        for cell in cells:
+            crowd = 2 * cell.concurrency if cell.concurrency > 1 else 1  # at most half of them begin or end the crowd
+            table.writerow((*cell, repeat * crowd))

@@ -1,0 +1,87 @@
+"""`pdsim calibrate`: measures, fits, writes files that are a choice at once, and refuses what it cannot do."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import conf
+from pdsim.calibration.command import again, calibrate
+from pdsim.calibration.grid import grid, write
+from pdsim.calibration.record import Calibration
+from pdsim.cli import main
+from pdsim.configure import build
+from pdsim.errors import ConfigError
+
+OUTPUTS = Path(__file__).parent / "outputs"
+
+
+def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
+    words = ["hw=2xh200", "backend=mooncake_nvlink", "backend.intra.overlap=false", "backend.intra.pipelined=false"]
+    words += ["backend.intra.call=11us", "backend.intra.descriptor=2us", "backend.intra.rate=200GB/s", "--held", "4"]
+    assert calibrate([*words, "--largest", "4MiB", "--to", str(tmp_path), f"output={tmp_path}/runs"]) == 0
+    file = OmegaConf.to_container(OmegaConf.load(tmp_path / "mooncake_nvlink-2xh200.yaml"))
+    found = build(Calibration, file, "calibration")
+    assert found.parameters["backend.intra.descriptor"] == "2us"
+    assert found.parameters["backend.intra.call"] == "11us"
+    assert found.parameters["backend.intra.rate"] == "200GB/s"
+    assert found.held_out.points == 4
+    assert found.held_out.p95 < 1e-6
+    rows = list(csv.DictReader(line for line in (tmp_path / "mooncake_nvlink-2xh200.csv").open() if line[0] != "#"))
+    assert sum(row["held"] == "1" for row in rows) == 4
+    assert "Held-out error" in capsys.readouterr().out
+
+
+def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed_as_numbers(tmp_path, capsys):
+    words = ["--from", str(OUTPUTS / "nixlbench_batch64.txt"), "hw=2xh200", "backend=nixl", "--to", str(tmp_path)]
+    assert main(["calibrate", *words, "--name", "nixlbench"]) == 0
+    file = OmegaConf.load(tmp_path / "nixlbench.yaml")
+    assert (file.kind, file.source) == ("published", "foreign tool nixlbench, nixlbench_batch64.txt")
+    assert len((tmp_path / "nixlbench.yaml").read_text().splitlines()) <= 20
+    assert str(tmp_path) not in (tmp_path / "nixlbench.yaml").read_text()
+    assert file.unidentified
+    for line in capsys.readouterr().out.splitlines():
+        if line.split(" ")[0] in file.unidentified:
+            assert "not identified by these samples" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--from"], "--from needs a value after it"),
+        (["--largest", "much", "hw=2xh200"], "--largest much: 'much' is not a size"),
+        (["--form", "sum"], "--form is no KEY=VALUE and no option of this command"),
+        (["--from", "nowhere.txt", "hw=2xh200"], "--from nowhere.txt: "),
+        (["--from", str(OUTPUTS / "mori.txt"), "hw=2xh200", "--path", "inter"], "backend=mooncake_nvlink has no inter"),
+        (["--from", str(OUTPUTS / "mori.txt"), "hw=2x8xmi300x", "experiment.operation=read"], "has no read of a pair"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(words, complaint):
+    with pytest.raises(ConfigError) as refusal:
+        calibrate(words)
+    assert complaint in str(refusal.value)
+
+
+def test_the_grid_crosses_counts_and_sizes_and_holds_random_points_out():
+    cells, left = grid("write", 256 << 20, 16, seed=0)
+    assert {cell.size for cell in cells if cell.blocks == 1} >= {4 << 10, 64 << 10, 1 << 20, 256 << 20}
+    assert {cell.blocks for cell in cells if cell.size == 4 << 10} >= {1, 8, 64, 512, 4096}
+    assert {cell.concurrency for cell in cells} == {1, 2, 4}
+    assert len(left) == 16
+    assert not set(cells) & set(left)
+    assert max(cell.blocks * cell.size * cell.concurrency for cell in (*cells, *left)) <= 256 << 20
+
+
+def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
+    write(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 7)
+    rows = list(csv.DictReader((tmp_path / "points.csv").open()))
+    assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "7"), ("2", "28"), ("4", "56")}
+    assert {row["operation"] for row in rows} == {"read"}
+
+
+def test_a_published_calibration_is_what_its_samples_give():
+    (done,) = again(["efa-read"])
+    file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / "efa-read.yaml")
+    assert done.calibration.parameters == OmegaConf.to_container(file.parameters)
+    assert done.calibration.held_out.mean == pytest.approx(file.held_out.mean, rel=1e-3)
