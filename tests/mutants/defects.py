@@ -1,0 +1,346 @@
+"""The changes of our code that `tests.mutants.catalog` makes, and the settings that some of them need to show."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replaced
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from experiments import _faults_scenario as scenarios
+from pdsim.errors import TransferTimeout
+from pdsim.kv import mapping, sender
+from pdsim.kv.landing import Landing
+from pdsim.kv.mapping import HeadSlice
+from pdsim.kv.messages import Arrived, Ask
+from pdsim.kv.plan import cut
+from pdsim.kv.policy import Policy
+from pdsim.kv.queues import Queues
+from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.sender import KvSender
+from pdsim.kv.staging import Ring
+from pdsim.kv.status import Status
+from pdsim.serving import decode, prefill, reader, router
+from pdsim.serving.job import ROUTER, index_of, instance_of
+from pdsim.serving.settings import Side
+from pdsim.transfer import Transfer
+
+Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
+
+
+# --- statuses and counting ------------------------------------------------------------------------------------------
+
+
+def maximum(old: Status, new: Status) -> Status:
+    return max(old, new)
+
+
+def without_counting(self: KvReceiver, number: int, room: Any) -> None:
+    if room.last is None or room.reserve is None:
+        return
+    del self._rooms[number]
+    self._report(Arrived(number, self._verify(room.reserve)), room.last)
+
+
+def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
+    return changed(original(self, *arguments), writer=self._place.tp)
+
+
+def over_with_the_last(self: KvSender, state: Any) -> None:
+    state.unfinished -= 1
+    if state.status is Status.FAILED:
+        self._settle(state)
+    elif state.room in self._rooms:
+        self._conclude(state)
+
+
+def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Exception) -> None:
+    original(self, delivery, error)
+    self._over(delivery.state)
+
+
+def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
+    state = delivery.state
+    state.moving -= 1
+    self._over(state)
+
+
+def read_twice(original: Any, self: KvSender, delivery: Any, event: Any) -> None:
+    """Send again as a message what may have arrived."""
+    again = not event.ok and isinstance(event.value, TransferTimeout) and delivery.state.status is not Status.FAILED
+    if not again or delivery.piece is None or delivery.piece.rows or delivery.piece.state:
+        original(self, delivery, event)
+        return
+    event.settled.callbacks.append(partial(self._settled, delivery.state))
+    self._retry(delivery, event, event.value)
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def forgets_replicas(shape: Any, prefill_tp: int, decode_tp: int, prefill_rank: int, decode_rank: int) -> Any:
+    found = HEAD_SLICE(shape, prefill_tp, decode_tp, prefill_rank, decode_rank)
+    if found is None or prefill_tp > decode_tp:
+        return found
+    mine, theirs = shape.local_heads(prefill_tp), shape.local_heads(decode_tp)
+    return HeadSlice(decode_rank * theirs % mine, 0, theirs)
+
+
+HEAD_SLICE = mapping.head_slice
+
+
+def share_by_number(self: KvSender, chunk: Any) -> Any:
+    """Divide the pages of a chunk by their numbers, as if they were neighbours."""
+    if not self._all_cp_ranks or not chunk.runs:
+        return SHARE(self, chunk)
+    first = min(source for source, _, _ in chunk.runs)
+    mine = mapping.share(sum(count for _, _, count in chunk.runs), self._grid.cp, self._place.cp)
+    rows = []
+    for source, target, count in chunk.runs:
+        low, high = max(source, first + mine.start), min(source + count, first + mine.stop)
+        if low < high:
+            rows.append((low, target + low - source, high - low))
+    return tuple(rows), chunk.last
+
+
+SHARE = KvSender._share
+
+
+def counted_in_the_request(original: Any, self: prefill.Leader, room: Any, tokens: int) -> Any:
+    """Cut a chunk's pages out of those that are sent by their place in the whole request."""
+    chunk = original(self, room, tokens)
+    return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
+
+
+HELD = ((decode.Leader, "held", lambda self, request: self.job.page_count(request.input) // 2),)
+"""Decode has the first half of the pages of every request already."""
+
+
+# --- staging --------------------------------------------------------------------------------------------------------
+
+
+def knows_rooms_only(original: Any, self: reader.Worker, *arguments: Any) -> None:
+    """Drop a question that overtakes the registration of its room, which is never asked again."""
+    original(self, *arguments)
+    ask, rooms = self.handlers.get(Ask), self.receiver._rooms
+    if ask is not None:
+        self.handlers[Ask] = lambda sender_, message: ask(sender_, message) if message.room in rooms else None
+
+
+def severed_by_number(self: Landing, rank: str) -> None:
+    """Free what the writer of that number has, of whichever instance it is."""
+    for key, question in list(self._questions.items()):
+        if key[1] == index_of(rank) and not question.scattering:
+            self._drop(key)
+    self._advance()
+
+
+def gathers_what_failed(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+    """Gather also for a room that was given up while it stood in the queue; nothing of that is written."""
+    position = delivery.state.asks.get(delivery.key)
+    if delivery.piece is not None and delivery.piece.rows and position is not None and position >= 0:
+        return self._stage(delivery, delivery.piece, queue, position)
+    return original(self, delivery, queue)
+
+
+def frees_slots_at_once(original: Any, self: Any, room: Any) -> None:
+    landing, number = self.receiver.landing, room.request.room
+    if landing is not None and not room.consensus.over:
+        for key, question in list(landing._questions.items()):
+            if key[0] == number and not question.scattering:
+                landing._drop(key)
+    original(self, room)
+
+
+def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
+    """Go on with the next chunk while a block is being written."""
+    program, value = original(self, *arguments), None
+    while True:
+        try:
+            event = program.send(value)
+        except StopIteration:
+            return
+        if isinstance(event, Transfer):
+            return
+        value = yield event
+
+
+def numbered_by_place(original: Any, self: prefill.Leader, *arguments: Any) -> Any:
+    """Number a chunk by where it begins, as if all before it had been full: those of shared forwards are not."""
+    chunk = original(self, *arguments)
+    return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
+
+
+def key_unchecked(original: Any, self: Ring[Any], key: Any, size: int) -> Any:
+    """Give the slot that *key* has already."""
+    return self._slots[key] if key in self._slots else original(self, key, size)
+
+
+def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
+    """Do not begin an empty ring anew: what does not fit behind its head waits for ever."""
+    if self._slots:
+        return original(self, size)  # type: ignore[no-any-return]
+    return self.head if self.head % self.size + size <= self.size else None
+
+
+def sliced_after_all(original: Any, self: KvSender, delivery: Any, queue: int) -> Any:
+    """Write slices although a slot was granted, and let the other side scatter what the slot holds."""
+    position = delivery.state.asks.get(delivery.key) if delivery.piece is not None and delivery.piece.rows else None
+    if position is None or position < 0 or delivery.chunk.index % 2:
+        yield from original(self, delivery, queue)
+        return
+    batch = delivery.target.batch(delivery.piece).over(self._region, delivery.target.region)
+    yield self._write(delivery, batch, "staged")
+
+
+# --- pages and slots ------------------------------------------------------------------------------------------------
+
+
+def releases_at_once(original: Any, self: Any, room: Any) -> None:
+    original(self, room)
+    self._release(room.request.room)
+
+
+def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
+    number = room.request.room
+    if not room.consensus.over and number in self.slots._owned:
+        self.slots.release(number)
+    original(self, room)
+
+
+def drops_without_slot(self: Any, number: int) -> None:
+    del self._rooms[number]
+    self.pages.release(number)
+    if number in self.slots._owned:
+        self.slots.release(number)
+    self.state.release(number)
+    self._end_if_drained()
+
+
+def settles_at_once(self: KvSender, state: Any) -> None:
+    """Say that nothing moves while writes are under way."""
+    if state.aborted and not state.planned:
+        state.aborted = False
+        self._rooms.pop(state.room, None)
+        self._report(sender.Settled(state.room))
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
+    raise KeyError(f"ABORT of room {message.room}")
+
+
+def dies(self: Queues[Any], number: int) -> Any:
+    """A worker ends with the first exception of an item."""
+    queue = self._queues[number]
+    while True:
+        while queue.items:
+            try:
+                yield from self._work_on(queue.items.popleft(), number)
+            except Exception:
+                return
+        queue.idle = self._clock.event()
+        yield queue.idle
+
+
+class Unraised(Exception):
+    """Nothing raises this, so who catches it catches nothing."""
+
+
+def counts_messages(self: Any, _: int, message: Any) -> None:
+    """A rank that says twice that it is ready stands for another one that is not."""
+    ready = self._ready.setdefault(message.peer, set())
+    ready.add(len(ready))
+    if len(ready) == self.job.prefill.size:
+        self.send(ROUTER, message)
+
+
+def gone_by_prefix(self: prefill.Leader, life: str) -> None:
+    """Give up the rooms of every instance whose name begins like that of *life*."""
+    prefill.Worker.peer_gone(self, life)
+    self._ready.pop(life, None)
+    for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
+        self._give_up(room)
+
+
+def kills_the_second(seed: int, ranks: list[str], span: float) -> dict[str, float]:
+    return dict.fromkeys(["decode1.0"], *KILLS(seed, ranks, span).values())
+
+
+KILLS = scenarios._kills
+
+ELEVEN = (
+    (scenarios, "_kills", kills_the_second),
+    (scenarios, "_SIDES", ((Side(tp=1), Side(tp=1, instances=11)),)),
+    (scenarios, "_MACHINE", replaced(scenarios._MACHINE, gpus=16)),
+)
+"""So many instances that the name of one begins like that of another: decode1 and decode10."""
+
+TWO_STAGED = (
+    (scenarios, "_SIDES", ((Side(tp=1, instances=2), Side(tp=2)),)),
+    (scenarios, "_POLICIES", (Policy(queues=1, staging=True),)),
+)
+"""Ranks of two prefill instances that have slots in the same rings."""
+
+
+def overtaken(self: Any, rank: int, message: Any) -> None:
+    if message.peer not in self._met:
+        self.ignore()
+    else:
+        COUNT_READY(self, rank, message)
+
+
+COUNT_READY = prefill.Leader._count_ready
+
+
+def lose_unnoticed(self: Any, instance: str, reason: str) -> None:
+    """A loss does not count as progress."""
+    moved = self._moved
+    LOSE(self, instance, reason)
+    self._moved = moved
+
+
+LOSE = router.Router._lose
+
+
+def impatient(original: Any, self: Any, *arguments: Any) -> None:
+    original(self, *arguments)
+    self._patience -= self.job.deadline / 3
+
+
+def swapped(original: Any, self: Any, message: Any) -> Any:
+    """A follower takes up the chunks of a forward in another order than its leader."""
+    if not self.index:
+        return original(self, message)
+    return original(self, changed(message, chunks=message.chunks[::-1]))
+
+
+def takes_up_late(original: Any, self: reader.Worker, sender_: str, message: Any) -> None:
+    """A follower takes up the pages of every other room a moment later, when those of the next may have come."""
+    if message.room % 2:
+        self.clock.call_at(self.clock.now + 1e-2, lambda _: original(self, sender_, message), None)
+    else:
+        original(self, sender_, message)
+
+
+def counted_for_ever(original: Any, self: router.Router, request: Any) -> None:
+    """A request that fails stays among the tokens outstanding of its instances."""
+    if request.finished is not None:
+        original(self, request)
+
+
+def mutated(function: Any, owner: Any, name: str) -> Change:
+    """Return the change of method *name* of *owner* to *function*, which is given the original first."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return function(original, self, *arguments)
+
+    return owner, name, method
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
