@@ -21,6 +21,7 @@ What it does about the engine's ways:
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -77,7 +78,7 @@ class NixlEndpoint(RealEndpoint):
         self._gpus_only = self.settings.name == "nixl" and (on_gpu or not _has_rdma())
         variant, more, error_handling, allowed = _VARIANTS[self.settings.name + " between GPUs" * self._gpus_only]
         defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
-        self._log = None
+        self._log, self._logged = None, 0  # a descriptor, and how many bytes of it have been read
         if on_gpu and self._gpus_only:
             self._log = os.memfd_create("ucx")
             variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"/proc/self/fd/{self._log}"}
@@ -206,6 +207,11 @@ class NixlEndpoint(RealEndpoint):
         """Learn what UCX chose for GPU memory, once it has said so."""
         if self._log is None:
             return
+        ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
+        size = os.fstat(self._log).st_size
+        if size == self._logged:
+            return
+        self._logged = size
         if transports := _carriers(Path(f"/proc/self/fd/{self._log}").read_text(errors="replace")):
             self.engine = _name(transports)
             self._log = None  # the descriptor stays open, for UCX writes on

@@ -18,7 +18,7 @@ REAL = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
 GPU = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel", "mooncake_tcp_gpu", "nixl_tcp_gpu")
 """On GPU memory: rank *i* is on GPU *i* modulo how many there are, so with one GPU all share it."""
 
-ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
+ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nvlink", "nvlink_kernel")
 """Engines whose transfers the peer's process has no part in, so that they end though it is stopped."""
 GATHERING = ("gloo", "nccl", "symm_mem")
 MEMBERS = 4

@@ -1,0 +1,75 @@
+"""KV handed over between GPUs: unlike ranks, every path and way of metadata, each byte compared on arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.launch import Processes
+from backends.registry import gpu_count
+from experiments.serve import run
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result
+from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from pdsim.transfer import Outcome, Place, RankSpec, Target
+from tests.conformance.conftest import engine
+from tests.experiments.test_serve import GQA
+from tests.experiments.test_serve_paths_real import FEW
+from tests.experiments.test_transfer_real import LOOPBACK
+from tests.results.conftest import make_config
+
+ENGINES = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
+QUEUED = Policy(queues=2, pool="intra_node_nvlink", staging=True)
+BY_CONTROL = replace(QUEUED, metadata="control", metadata_memory="host")
+
+
+class OnGpus:
+    """Puts prefill ranks on GPU 0 and decode ranks on the last; the router stays on the host."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.places = {"prefill": Place(gpu=0), "decode": Place(gpu=gpu_count() - 1)}
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
+        sides = [rank.name.partition(".")[0].rstrip("0123456789") for rank in ranks]
+        placed = [replace(rank, place=self.places.get(side, Place())) for rank, side in zip(ranks, sides, strict=True)]
+        return self.target.run(placed, kill or {})
+
+
+def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = QUEUED) -> Result:
+    """Serve a few requests; several ranks of a side share its GPU."""
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=engine(name),
+        model=GQA,
+        policy=policy,
+        parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
+        experiment={"name": "serve", "deadline": 30.0},
+        workload=FEW,
+        kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18),
+        scheduler=Scheduler(chunk=64, decode_batch=4),
+        compute=Compute(scale=0.1),
+    )
+    result = run(config, OnGpus(Processes(config.backend, deadline=90)), lambda fraction, text: None)
+    assert result.failures == []
+    assert set(result.requests["status"]) == {"ok"}
+    return result
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("path", ["sliced", "staged"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+def test_heads_that_ranks_do_not_keep_alike_arrive_as_they_were_sent(name, path, prefill, decode):
+    result = serve(name, prefill, decode, staging=path == "staged")
+    assert set(result.requests["path"]) == {path}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("policy", [QUEUED, BY_CONTROL], ids=["on the GPU over NVLink", "in host memory over TCP"])
+def test_metadata_arrives_either_way(name, policy):
+    assert set(serve(name, 1, 1, staging=False, policy=policy).requests["path"]) == {"grouped"}
