@@ -27,8 +27,9 @@ from pdsim.transfer import Rank, TransferRecord
 __all__ = ["main"]
 
 SPIN_ON_GPU = 2e-3
-"""Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.  A nap takes
-tens of microseconds, as long as a small copy."""
+"""Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
+
+A nap takes tens of microseconds, as long as a small copy."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
