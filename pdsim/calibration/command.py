@@ -101,7 +101,8 @@ def _asked(words: Sequence[str]) -> _Asked:
 
 def _said(words: Sequence[str]) -> str:
     """Return the command line without the folders of this machine."""
-    return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in words)])
+    kept = [word for word in words if not word.startswith("output=")]
+    return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -236,13 +237,17 @@ def _parameters(done: Fitted) -> Table:
     """Return what was fitted, and what the samples do not tell."""
     calibration = done.calibration
     rows: list[list[Any]] = [
-        [key, _told(value), " to ".join(calibration.intervals.get(key, ("not from these samples",)))]
+        [key, _told(value), " to ".join(calibration.intervals.get(key, (_why(key),)))]
         for key, value in calibration.parameters.items()
         if key not in calibration.unidentified
     ]
     rows += [[key, "not identified by these samples", "-"] for key in dict.fromkeys(calibration.unidentified)]
     heads = {"parameter": "", "value": "", "95 %": "interval of a bootstrap over configurations"}
     return Table(f"{calibration.name}: {calibration.form}", heads, rows)
+
+
+def _why(key: str) -> str:
+    return "as fast as the engine was" if key.startswith("hw.") else "follows from the form"
 
 
 def _told(value: Any) -> str:
