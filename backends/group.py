@@ -255,7 +255,7 @@ class RealGroup:
             self._fail(call, error)
         elif not call.event.triggered:
             now = self._clock.now
-            completed = min(now, call.posted + took) if took else now
+            completed = min(now, max(call.posted, call.prepared + took)) if took else now
             call.event.succeed(self._record(call, "ok", completed, now))
         self._leave_if_alone()
         self._advance()
