@@ -14,9 +14,15 @@ from pdsim.transfer import Program, Rank
 __all__ = ["program"]
 
 
-def program(rank: Rank, *, job: Mapping[str, Any], requests: Sequence[Sequence[float]]) -> Program:
+def program(
+    rank: Rank,
+    *,
+    job: Mapping[str, Any],
+    requests: Sequence[Sequence[float]],
+    leaves: Sequence[Sequence[float]] = (),
+) -> Program:
     """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over."""
-    return (yield from _Router(rank, Job.from_plain(job), requests).run())
+    return (yield from _Router(rank, Job.from_plain(job), requests, leaves).run())
 
 
 class _Router(Router):

@@ -1,4 +1,4 @@
-"""The command line: ``pdsim run``, ``calibrate``, ``list`` and ``doctor``, in front of Hydra.
+"""The command line: ``pdsim run``, ``calibrate``, ``validate``, ``list`` and ``doctor``, in front of Hydra.
 
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C.
 What a command needs is imported when it is given, so that ``--help`` answers at once.
@@ -26,6 +26,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
+    "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
 }
@@ -119,8 +120,10 @@ def _command(words: Sequence[str]) -> int:
     if command not in _COMMANDS:
         raise ConfigError(_unknown(command, words))
     if "--help" in rest or "-h" in rest:
-        return _say({"run": _run_help, "calibrate": _calibrate_help}.get(command, _help)())
-    return {"run": _run, "calibrate": _calibrate, "list": _list, "doctor": _doctor}[command](rest)
+        return _say({"run": _run_help, "validate": _run_help, "calibrate": _calibrate_help}.get(command, _help)())
+    return {"run": _run, "calibrate": _calibrate, "validate": _validate, "list": _list, "doctor": _doctor}[command](
+        rest
+    )
 
 
 def _help() -> str:
@@ -164,6 +167,12 @@ def _calibrate(words: Sequence[str]) -> int:
     if find_spec("scipy") is None:
         raise ConfigError("calibrate needs scipy; pip install 'pdsim[calibrate]'")
     return calibrate(words)
+
+
+def _validate(words: Sequence[str]) -> int:
+    if taken := [word for word in words if word.startswith("experiment=")]:
+        raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
+    return _run(["experiment=validate", *words])
 
 
 def _list(words: Sequence[str]) -> int:

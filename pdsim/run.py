@@ -36,6 +36,9 @@ from pdsim.units import format_time
 __all__ = ["Sweep", "compose", "execute", "run"]
 
 
+_OWN_FILES = ("validate",)
+"""The experiments that keep files of their own beside those of every run."""
+
 _QUIET = "PDSIM_QUIET"
 """An environment variable, because the points of a sweep may run in processes of a launcher's making."""
 
@@ -194,14 +197,15 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
 def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
     """Run the experiment of *config*, which *words* asked for, keep its result, and return it and its folder."""
     name = str(config.experiment["name"])
-    measure: Callable[[Config, Target, Callable[[float, str], None]], Result]
+    measure: Callable[..., Result]
     measure = import_module(f"experiments.{name}").run
     fresh = not Path(config.output).exists()
     kept = Run(config, command=["pdsim", "run", *words], overrides=words)
     try:
         with kept, report.Progress(f"{name} on {config.hw.name}") as bar:
             meter = _Meter(None if _state.quiet else bar)
-            result = measure(config, _target(config, meter), meter)
+            own = {"folder": kept.folder} if name in _OWN_FILES else {}
+            result = measure(config, _target(config, meter), meter, **own)
             return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)

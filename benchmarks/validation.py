@@ -1,0 +1,60 @@
+"""Write the generated part of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
+
+A validation is a folder of `conf/calibration/validation` with the ``expectations.json`` and ``measurements.json`` of a
+run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from experiments._validate_files import EXPECTED, MEASURED, read
+from experiments.validate import Options, bounds
+from pdsim.calibration.validate import Value, by_class, by_decade, compare, tables
+from pdsim.results.record import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "conf" / "calibration" / "validation"
+PAGE = ROOT / "docs" / "validation.md"
+BEGIN, END = "<!-- generated: python -m benchmarks.validation -->", "<!-- end -->"
+
+
+def section(folder: Path) -> Iterator[str]:
+    """Yield the lines about the validation in *folder*."""
+    expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
+    found = compare([Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]])
+    before = "before" if measured["expectations"] == expected["sha256"] else "after"
+    yield f"### {expected['backend']} on {expected['hw']}"
+    yield ""
+    yield (
+        f"Calibration {expected['calibration']}; predictions of {expected['written']}, SHA-256 "
+        f"`{expected['sha256'][:16]}`, made {before} the measurements, which began {measured['began']} "
+        f"with {', '.join(measured['engines'])}."
+    )
+    yield ""
+    for table in tables(by_class(found, bounds(Options()), expected["seed"]), by_decade(found, expected["seed"])):
+        yield from _markdown(table)
+
+
+def _markdown(table: Table) -> Iterator[str]:
+    yield f"| {' | '.join(table.columns)} |"
+    yield f"|{'---|' * len(table.columns)}"
+    for row in table.rows:
+        cells = ("-" if cell is None else f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def main(folders: Sequence[str]) -> None:
+    """Rewrite the page from *folders*, by default from all that are committed."""
+    found = [Path(folder) for folder in folders] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
+    lines = [line for folder in found for line in section(folder)] or ["No validation is committed yet."]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines).strip() + f"\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

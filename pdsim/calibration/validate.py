@@ -1,0 +1,247 @@
+"""How far predictions are from measurements: signed and absolute relative errors, by class and by decade of size.
+
+An error is (predicted - measured) / measured.  Median and 95th percentile of its absolute value come with 95 %
+intervals from a bootstrap over the points, drawn from a seed.  Knows nothing of what was run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.errors import ConfigError
+from pdsim.results.record import Metric, Table
+from pdsim.results.statistics import percentile
+
+__all__ = [
+    "Bound",
+    "Class",
+    "Compared",
+    "Value",
+    "by_class",
+    "by_decade",
+    "compare",
+    "metrics",
+    "seal",
+    "tables",
+    "unseal",
+]
+
+RESAMPLES = 1000
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One quantity of one point, predicted or measured."""
+
+    group: str  # the class that it is judged in
+    label: str  # of the point, and of the flow where it has several
+    quantity: str  # "time" in seconds, or "rate" in bytes/s
+    nbytes: int  # of a transfer
+    value: float
+    low: float | None = None  # of a prediction: 95 %, from the calibration's uncertainty
+    high: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a prediction and a measurement of one thing have in common."""
+        return self.group, self.label, self.quantity
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction beside its measurement."""
+
+    predicted: Value
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative and signed: 0.1 is a prediction 10 % too high."""
+        return (self.predicted.value - self.measured) / self.measured
+
+    @property
+    def covered(self) -> bool | None:
+        """Whether the measurement lies in the interval; None if there is none."""
+        low, high = self.predicted.low, self.predicted.high
+        return None if low is None or high is None else low <= self.measured <= high
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of ``validation.parquet``."""
+        return asdict(self.predicted) | {"measured": self.measured, "error": self.error, "covered": self.covered}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the absolute error of a class may be."""
+
+    median: float
+    p95: float | None = None
+
+
+@dataclass(frozen=True)
+class Class:
+    """The errors of a class of points.  Pairs are 95 % intervals."""
+
+    name: str
+    points: int
+    bias: float  # median of the signed error
+    median: float  # of the absolute error
+    median_interval: tuple[float, float]
+    p95: float | None  # needs 20 points
+    p95_interval: tuple[float, float] | None
+    worst: str  # label of the point with the largest error
+    bound: Bound | None = None
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it exceeds its bound."""
+        if self.bound is None:
+            return False
+        return self.median > self.bound.median or (
+            self.p95 is not None and self.bound.p95 is not None and self.p95 > self.bound.p95
+        )
+
+
+def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
+    """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing."""
+    have = {value.key: value.value for value in measured if value.value > 0 and math.isfinite(value.value)}
+    found = [Compared(value, have[value.key]) for value in predicted if value.key in have]
+    if not found:
+        raise ConfigError("nothing to compare: no point is both predicted and measured; take files of the same design")
+    return found
+
+
+def by_class(found: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
+    """Return the errors of every class, each with the bound of its name or of the first word of it, or that of ""."""
+    groups = dict.fromkeys(each.predicted.group for each in found)
+    return [
+        _class(name, [each for each in found if each.predicted.group == name], _bound(name, bounds), seed)
+        for name in groups
+    ]
+
+
+def by_decade(found: Sequence[Compared], seed: int) -> list[Class]:
+    """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``."""
+    groups: dict[str, list[Compared]] = {}
+    for each in found:
+        if each.predicted.quantity == "time" and each.predicted.nbytes > 0:
+            decade = math.floor(math.log10(each.predicted.nbytes))
+            groups.setdefault(f"{each.predicted.group}, 1e{decade} B", []).append(each)
+    return [_class(name, groups[name], None, seed) for name in groups]
+
+
+def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
+    return bounds.get(name) or bounds.get(name.partition(" ")[0].rstrip(",")) or bounds.get("")
+
+
+def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int) -> Class:
+    signed = np.array([each.error for each in found])
+    errors = np.abs(signed)
+    draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
+    samples = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
+    p95 = percentile(errors, 95.0)
+    return Class(
+        name=name,
+        points=len(found),
+        bias=float(np.median(signed)),
+        median=float(np.median(errors)),
+        median_interval=_interval(np.median(samples, axis=1)),
+        p95=p95,
+        p95_interval=None if p95 is None else _interval(np.percentile(samples, 95.0, axis=1)),
+        worst=found[int(np.argmax(errors))].predicted.label,
+        bound=bound,
+    )
+
+
+def _interval(values: Floats) -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return *content* as JSON with the SHA-256 of all the rest in it, so that a later change shows."""
+    return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
+
+
+def unseal(text: bytes, name: str) -> dict[str, Any]:
+    """Return what `seal` was given and, as ``sha256``, the hash.
+
+    Raise a `ConfigError` that names the file *name* if it was changed since.
+    """
+    content: dict[str, Any] = json.loads(text)
+    digest = content.pop("sha256", "")
+    if digest != _digest(content):
+        raise ConfigError(
+            f"{name} was changed after it was written: its contents do not have its hash; take the original"
+        )
+    return {**content, "sha256": digest}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
+    """Return the table of classes and that of size decades; errors in per cent."""
+    columns = {
+        "points": "that were predicted and measured",
+        "bias %": "median of the signed error, (predicted - measured) / measured",
+        "median %": "of the absolute error",
+        "95 % CI": "of that: bootstrap over the points",
+        "p95 %": "95th percentile of the absolute error; needs 20 points",
+        "CI": "of that",
+        "worst": "the point with the largest error",
+    }
+    judged = {"class": "of points"} | columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
+    whole = [[*_cells(each), _limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
+    parts = [_cells(each) for each in decades]
+    return [
+        Table("Error of each class", judged, whole),
+        Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts),
+    ]
+
+
+def _cells(each: Class) -> list[Any]:
+    interval = _range(each.p95_interval) if each.p95_interval else "-"
+    p95 = None if each.p95 is None else each.p95 * 100
+    median = [each.bias * 100, each.median * 100, _range(each.median_interval)]
+    return [each.name, each.points, *median, p95, interval, each.worst]
+
+
+def _range(interval: tuple[float, float]) -> str:
+    return f"{interval[0] * 100:.1f} to {interval[1] * 100:.1f}"
+
+
+def _limits(bound: Bound | None) -> str:
+    if bound is None:
+        return "-"
+    return f"{bound.median * 100:g}" + (f" and {bound.p95 * 100:g}" if bound.p95 is not None else "")
+
+
+def metrics(found: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
+    """Return the summary."""
+    errors = np.abs([each.error for each in found])
+    covered = [each.covered for each in found if each.covered is not None]
+    share = sum(covered) / len(covered) if covered else None
+    return [
+        Metric("points", len(found), "quantities that were predicted and measured"),
+        Metric("classes_beyond", sum(each.beyond for each in classes), "classes that exceed their bounds"),
+        Metric("error_median", percentile(errors, 50.0), "median of the absolute relative error of all of them"),
+        Metric("error_p95", percentile(errors, 95.0), "95th percentile of that; needs 20"),
+        Metric("covered", share, "share of measurements in the interval of their prediction; null without intervals"),
+    ]

@@ -1,0 +1,122 @@
+"""What is said of predictions beside measurements: errors, their intervals, bounds, hashes, and the page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdsim.calibration.page import page
+from pdsim.calibration.record import Calibration
+from pdsim.calibration.spread import predicted, variants
+from pdsim.calibration.validate import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from tests.results.conftest import make_config
+
+
+def value(number: float, label: str = "a", group: str = "pair", nbytes: int = 4096) -> Value:
+    return Value(group, label, "time", nbytes, number)
+
+
+def errors(percents: list[float], group: str = "pair") -> list:
+    expected = [value(1 + percent / 100, str(index), group) for index, percent in enumerate(percents)]
+    return compare(expected, [value(1.0, str(index), group) for index in range(len(percents))])
+
+
+def test_an_error_is_signed_and_relative_to_the_measurement():
+    (compared,) = compare([value(2e-6)], [value(4e-6)])
+    assert compared.error == -0.5
+
+
+def test_only_what_is_both_predicted_and_measured_is_compared():
+    found = compare([value(1.0, "a"), value(1.0, "b")], [value(1.0, "b"), value(1.0, "c"), value(0.0, "a")])
+    assert [each.predicted.label for each in found] == ["b"]
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare([value(1.0, "a")], [value(1.0, "c")])
+
+
+def test_a_class_has_bias_median_and_the_95th_percentile_if_it_has_twenty_points():
+    (few,) = by_class(errors([1, -2, 3]), {}, seed=0)
+    assert (few.points, round(few.bias, 9), round(few.median, 9), few.p95) == (3, 0.01, 0.02, None)
+    assert few.worst == "2"
+    (many,) = by_class(errors([float(percent) for percent in range(1, 21)]), {}, seed=0)
+    assert many.median == pytest.approx(0.105)
+    assert many.p95 == pytest.approx(0.1905)
+    assert many.median_interval[0] < many.median < many.median_interval[1]
+
+
+def test_intervals_are_drawn_from_the_seed():
+    found = errors([float(percent**2) for percent in range(40)])
+    assert by_class(found, {}, 1) == by_class(found, {}, 1)
+    assert by_class(found, {}, 1)[0].p95_interval != by_class(found, {}, 2)[0].p95_interval
+
+
+def test_a_class_beyond_its_bound_is_flagged():
+    bounds = {"pair": Bound(0.05, 0.15), "": Bound(0.1)}
+    assert [each.beyond for each in by_class(errors([6, 6]) + errors([9, 9], "incast"), bounds, 0)] == [True, False]
+    assert by_class(errors([1] * 18 + [20, 20]), bounds, 0)[0].beyond  # by its 95th percentile
+    assert by_class(errors([9, 9], "pair, read"), bounds, 0)[0].bound == bounds["pair"]
+    assert not by_class(errors([90]), {}, 0)[0].beyond
+
+
+def test_sizes_are_put_into_decades():
+    expected = [value(1.0, str(size), nbytes=size) for size in (4096, 9999, 10_000, 5_000_000)]
+    assert [(each.name, each.points) for each in by_decade(compare(expected, expected), 0)] == [
+        ("pair, 1e3 B", 2),
+        ("pair, 1e4 B", 1),
+        ("pair, 1e6 B", 1),
+    ]
+
+
+def test_what_was_sealed_and_changed_is_refused():
+    text = seal({"expected": [1.5]})
+    assert unseal(text, "expectations.json")["expected"] == [1.5]
+    with pytest.raises(ConfigError, match=r"expectations.json was changed after it was written"):
+        unseal(text.replace(b"1.5", b"1.6"), "expectations.json")
+
+
+def test_the_page_is_one_file_with_every_point_and_every_verdict():
+    found = errors([1, 30])
+    classes = by_class(found, {"": Bound(0.1)}, 0)
+    text = page("a < b", [("sha256", "0123")], tables(classes, by_decade(found, 0)), found)
+    assert "a &lt; b" in text
+    assert "beyond" in text
+    assert "src=" not in text
+    assert "<script" not in text
+    assert len(text) < 200_000
+    assert {metric.name for metric in metrics(found, classes)} >= {"points", "classes_beyond", "error_median"}
+
+
+# --- the calibration's uncertainty ----------------------------------------------------------------------------------
+
+
+def calibrated(path: Path) -> Config:
+    spans = {"backend.intra.call": ("4us", "8us"), "backend.intra.descriptor": ("1us", "4us")}
+    return replace(
+        make_config(path), calibration=Calibration(name="fit", hw=("toy",), backend=("fast",), intervals=spans)
+    )
+
+
+def test_every_interval_is_tried_at_both_ends(tmp_path: Path):
+    found = {key: (low, high) for key, low, high in variants(calibrated(tmp_path))}
+    low, high = found["backend.intra.call"]
+    assert (low.backend.intra.call, high.backend.intra.call) == (4e-6, 8e-6)
+    assert low.backend.intra.descriptor == 1e-6
+
+
+def test_deviations_add_in_quadrature(tmp_path: Path):
+    def predict(config: Config) -> list[Value]:
+        assert config.backend.intra is not None
+        return [value(config.backend.intra.call + config.backend.intra.descriptor)]
+
+    (found,) = predicted(calibrated(tmp_path), predict)  # 5 us (4 to 8) and 1 us (1 to 4)
+    assert found.value == pytest.approx(6e-6)
+    assert found.low == pytest.approx(5e-6)
+    assert found.high == pytest.approx(6e-6 + (9 + 9) ** 0.5 * 1e-6)
+
+
+def test_without_a_calibration_there_is_no_interval(tmp_path: Path):
+    (found,) = predicted(make_config(tmp_path), lambda config: [value(1.0)])
+    assert (found.low, found.high) == (None, None)

@@ -1,0 +1,188 @@
+"""`pdsim validate`: predictions on disk before anything is measured, and compared as they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.validate import Options, run
+from pdsim.calibration.validate import unseal
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.world import Model
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result
+from pdsim.serving.settings import Kv
+from pdsim.transfer import Outcome, RankSpec
+from tests.experiments.test_serve import EIGHT, GQA
+from tests.results.conftest import ENGINE, make_config
+
+SMALL: dict[str, Any] = {
+    "classes": ("pair", "contention", "handoff"),
+    "size": (4096, 65536),
+    "blocks": (1, 3),
+    "patterns": ("incast:2", "cross:2x2"),
+    "contended": (65536,),
+    "contended_blocks": (1,),
+    "tokens": (64,),
+    "tp": ("2to1",),
+    "repeat": 4,
+}
+
+
+def configured(**options: Any) -> Config:
+    what = {"hw": EIGHT, "model": GQA, "kv": Kv(page_size=16), "policy": Policy(queues=2, staging=True)}
+    return make_config(Path("unused"), target="real", experiment={"name": "validate", **SMALL, **options}, **what)
+
+
+class Slower(Model):
+    """Stands for a real engine: a model whose calls cost more than is expected, and which looks for the predictions."""
+
+    folder: Path
+    found: list[bool]
+
+    def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None, **more: Any) -> Outcome:
+        type(self).found.append((self.folder / "expectations.json").is_file())
+        return super().run(ranks, kill, **more)
+
+
+def slower(folder: Path, call: float = 10e-6) -> Slower:
+    assert ENGINE.intra is not None
+    engine = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
+    return type("Target", (Slower,), {"folder": folder, "found": []})(EIGHT, engine)
+
+
+def validate(folder: Path, call: float = 10e-6, **options: Any) -> tuple[Result, Slower]:
+    folder.mkdir(exist_ok=True)
+    target = slower(folder, call)
+    return run(configured(**options), target, lambda fraction, text: None, folder), target
+
+
+def classes(result: Result) -> dict[str, list[Any]]:
+    return {row[0]: list(row) for row in result.tables[0].rows}
+
+
+def test_every_class_is_compared(tmp_path: Path):
+    result, _ = validate(tmp_path)
+    assert set(classes(result)) == {
+        "pair",
+        "incast",
+        "incast, total rate",
+        "cross",
+        "cross, total rate",
+        "handoff, sliced",
+        "handoff, staged",
+    }
+
+
+def test_predictions_are_on_disk_before_the_first_job_runs(tmp_path: Path):
+    _, target = validate(tmp_path)
+    assert target.found
+    assert all(target.found)
+
+
+def test_an_engine_as_predicted_has_no_error_and_no_failure(tmp_path: Path):
+    result, _ = validate(tmp_path, call=5e-6)
+    assert result.failures == []
+    assert {round(row[3], 6) for row in result.tables[0].rows} == {0}
+
+
+def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
+    result, _ = validate(tmp_path)
+    # 5 us too few of 10 + 1 + 0.4: the worst pair is the smallest
+    assert classes(result)["pair"][7] == "pair 1x4096 c1"
+    assert classes(result)["pair"][2] < 0
+    assert any(failure.startswith("pair: error beyond its bound") for failure in result.failures)
+
+
+def test_what_was_kept_can_be_compared_again_without_an_engine(tmp_path: Path):
+    first, _ = validate(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    config = replace(configured(stored=str(tmp_path / "a")), target="model")
+    again = run(config, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+    assert again.tables == first.tables
+    assert not any("after these measurements" in note for note in again.notes)
+
+
+def test_a_better_model_is_tried_on_what_was_kept_and_that_is_said(tmp_path: Path):
+    validate(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    config = replace(configured(stored=str(tmp_path / "a"), predict="now"), target="model")
+    assert ENGINE.intra is not None
+    better = replace(config, backend=replace(ENGINE, intra=replace(ENGINE.intra, call=10e-6)))
+    again = run(better, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+    assert {round(row[3], 6) for row in again.tables[0].rows} == {0}
+    assert "the predictions were made after these measurements" in again.notes
+
+
+def test_predictions_that_were_changed_are_refused(tmp_path: Path):
+    validate(tmp_path / "a")
+    path = tmp_path / "a" / "expectations.json"
+    content = json.loads(path.read_text())
+    content["expected"][0]["value"] *= 2
+    path.write_text(json.dumps(content))
+    (tmp_path / "b").mkdir()
+    config = replace(configured(stored=str(tmp_path / "a")), target="model")
+    with pytest.raises(ConfigError, match="was changed after it was written"):
+        run(config, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+
+
+def test_points_from_a_file_are_validated_too(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    path.write_text("pattern,blocks,size,concurrency\nfanout:2,2,4096,1\n")
+    result, _ = validate(tmp_path / "a", points=str(path), classes=("pair",))
+    assert "fanout" in classes(result)
+
+
+def test_a_pattern_with_more_ranks_than_gpus_is_left_out(tmp_path: Path):
+    two = replace(
+        configured(classes=("contention",), patterns=("bidirectional", "cross:2x2")), hw=replace(EIGHT, gpus=2)
+    )
+    result = run(two, slower(tmp_path), lambda fraction, text: None, tmp_path)
+    assert set(classes(result)) == {"bidirectional", "bidirectional, total rate"}
+
+
+def test_the_hash_in_the_measurements_is_that_of_the_predictions(tmp_path: Path):
+    validate(tmp_path)
+    expected = unseal((tmp_path / "expectations.json").read_bytes(), "")
+    measured = unseal((tmp_path / "measurements.json").read_bytes(), "")
+    assert measured["expectations"] == expected["sha256"]
+    assert expected["written"] < measured["began"]
+
+
+def test_a_model_alone_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"set target=real, or experiment\.stored=FOLDER"):
+        run(replace(configured(), target="model"), slower(tmp_path), lambda fraction, text: None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": ("speed",)}, "experiment.classes must be of pair, .*, got 'speed'"),
+        ({"predict": "later"}, "experiment.predict must be one of before, now, got 'later'"),
+        ({"bounds": {"pair": 0.1}}, "experiment.bounds must have pair, pair_p95 and other"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+def test_a_stored_transfer_run_is_compared_with_predictions_made_afterwards(tmp_path: Path):
+    from experiments import transfer
+    from pdsim.results.store import Run
+
+    real = replace(configured(), experiment={"name": "transfer", "patterns": ("pair",), "size": (4096,), "repeat": 4})
+    with Run(replace(real, output=str(tmp_path))) as kept:
+        source = kept.finish(transfer.run(real, slower(tmp_path), lambda fraction, text: None))
+    (tmp_path / "b").mkdir()
+    config = replace(configured(stored=str(source)), target="model")
+    result = run(config, slower(tmp_path), lambda fraction, text: None, tmp_path / "b")
+    assert list(classes(result)) == ["pair"]
+    assert classes(result)["pair"][2] < 0
+    assert "the predictions were made after these measurements" in result.notes
