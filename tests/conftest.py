@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.rdma.engines import Engines
 from tests.rdma.guest import Guest, boot
 from tests.rdma.image import GuestUnavailable
 
@@ -26,3 +27,9 @@ def guest() -> Iterator[Guest]:
         if os.environ.get("PDSIM_REQUIRE_ENGINES"):
             pytest.fail(str(error))
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def verbs(guest: Guest) -> Engines:
+    """The engines that go over RDMA verbs, in the guest."""
+    return Engines(guest)

@@ -12,13 +12,16 @@ import pytest
 from pdsim.fabric.machine import Collective, CollectiveModel, Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer import Outcome, Place, RankSpec, Target
 from tests.conformance import programs
+from tests.conformance.programs.tools import PATIENCE
+from tests.rdma.engines import VERBS, Engines
+from tests.rdma.guest import PATIENCE as GUEST_PATIENCE
 
 MODELS = ("model-timing", "model-tracked")
 REAL = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
 GPU = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel", "mooncake_tcp_gpu", "nixl_tcp_gpu")
 """On GPU memory: rank *i* is on GPU *i* modulo how many there are, so with one GPU all share it."""
 
-ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nvlink", "nvlink_kernel")
+ONE_SIDED = ("nixl_shm", "mooncake_nvlink", "nvlink", "nvlink_kernel", *VERBS)
 """Engines whose transfers the peer's process has no part in, so that they end though it is stopped."""
 GATHERING = ("gloo", "nccl", "symm_mem")
 MEMBERS = 4
@@ -56,7 +59,7 @@ def engine(name: str) -> Engine:
     if name == "nvlink_kernel":
         name, options = "nvlink", {"copy": "kernel"}
     return Engine(
-        name=name.removesuffix("_gpu"),
+        name=name.removesuffix("_gpu").removesuffix("_verbs"),
         implementation=kind,
         vendors=("nvidia", "cpu"),
         intra=ENGINE_MODEL,
@@ -67,7 +70,7 @@ def engine(name: str) -> Engine:
 
 def place(name: str, index: int) -> Place:
     """Return where rank *index* of a job on target *name* runs."""
-    if name in REAL or name == "gloo":
+    if name in (*REAL, *VERBS) or name == "gloo":
         return Place(0)
     if name in GPU:
         from backends.registry import gpu_count
@@ -109,8 +112,19 @@ def _gathering(name: str) -> Target:
     return target
 
 
-def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
-    """Return a function that runs programs by rank name, checks that none failed, and returns the outcome."""
+def make_job(name: str, request: pytest.FixtureRequest) -> Job:
+    """Return a function that runs programs by rank name, checks that none failed, and returns the outcome.
+
+    Times of its *kill* are those of a machine with idle cores.
+    """
+    outcomes: dict[Any, Outcome] = request.getfixturevalue("outcomes")
+    patience = GUEST_PATIENCE if name in VERBS else PATIENCE
+
+    def target() -> Target:
+        if name not in VERBS:
+            return make_target(name)
+        engines: Engines = request.getfixturevalue("verbs")
+        return engines.target(engine(name))
 
     def run(
         ranks: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
@@ -124,7 +138,7 @@ def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
         # several tests may look at one and the same job: it is run once
         key = (name, tuple((spec.name, spec.program, str(spec.arguments)) for spec in specs), str(kill))
         if key not in outcomes:
-            outcomes[key] = make_target(name).run(specs, kill or {})
+            outcomes[key] = target().run(specs, {rank: at * patience for rank, at in (kill or {}).items()})
         outcome = outcomes[key]
         assert list(outcome.ranks) == list(ranks)
         errors = {rank: result.error for rank, result in outcome.ranks.items() if result.error}
@@ -136,7 +150,12 @@ def make_job(name: str, outcomes: dict[Any, Outcome]) -> Job:
 
 def _params(*names: str) -> list[Any]:
     marks = {name: [getattr(pytest.mark, name.split("_")[0])] for name in (*REAL, *GPU)}
+    marks |= {name: [pytest.mark.rdma, pytest.mark.timeout(600)] for name in VERBS}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+without_verbs = pytest.mark.parametrize("job", _params(*MODELS, *REAL, *GPU), indirect=True)
+"""For tests of what has nothing to do with an engine's transfers."""
 
 
 @pytest.fixture(scope="session")
@@ -145,19 +164,19 @@ def outcomes() -> dict[Any, Outcome]:
     return {}
 
 
-@pytest.fixture(params=_params(*MODELS, *REAL, *GPU))
-def job(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
+@pytest.fixture(params=_params(*MODELS, *REAL, *GPU, *VERBS))
+def job(request: pytest.FixtureRequest) -> Job:
     """Runs a job on each implementation in turn."""
-    return make_job(request.param, outcomes)
+    return make_job(request.param, request)
 
 
-@pytest.fixture(params=_params(*REAL, *GPU))
-def real(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> tuple[str, Job]:
+@pytest.fixture(params=_params(*REAL, *GPU, *VERBS))
+def real(request: pytest.FixtureRequest) -> tuple[str, Job]:
     """The same for real engines only, with the engine's name."""
-    return request.param, make_job(request.param, outcomes)
+    return request.param, make_job(request.param, request)
 
 
 @pytest.fixture(params=[*MODELS, *GATHERING])
-def gathering(request: pytest.FixtureRequest, outcomes: dict[Any, Outcome]) -> Job:
+def gathering(request: pytest.FixtureRequest) -> Job:
     """Runs a job on each implementation of groups in turn."""
-    return make_job(request.param, outcomes)
+    return make_job(request.param, request)

@@ -1,6 +1,9 @@
 """Control messages keep their order from one rank to another, and their bytes."""
 
 from tests.conformance import programs
+from tests.conformance.conftest import without_verbs
+
+pytestmark = without_verbs
 
 
 def test_messages_of_each_sender_keep_their_order(job):

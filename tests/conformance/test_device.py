@@ -3,6 +3,9 @@
 import pytest
 
 from tests.conformance import programs
+from tests.conformance.conftest import without_verbs
+
+pytestmark = without_verbs
 
 
 def test_memory_is_zeroed_limited_and_given_back(job):

@@ -48,7 +48,7 @@ class Server:
             f"mkdir {self._fifos}; setsid {command} > {self._log} 2>&1 < /dev/null & "
             f"while [ -d /proc/$! ]; do [ -p {self._fifos}/answers ] && exit 0; sleep 0.2; done; exit 1"
         )
-        self._check(guest.run("bash", "-c", script, timeout=START, env=environment).status)
+        self._check(guest.run("sh", "-c", script, timeout=START, env=environment).status)
 
     def run(self, job: object, seconds: float) -> Any:
         """Run *job*, a tuple that `tests.rdma.server.serve` takes, and return its result or raise its exception."""
@@ -57,7 +57,7 @@ class Server:
         place.mkdir()
         (place / "job").write_bytes(pickle.dumps(job))
         script = f"echo {place}/job > {self._fifos}/jobs && read answer < {self._fifos}/answers"
-        self._check(self.guest.run("bash", "-c", script, timeout=seconds).status)
+        self._check(self.guest.run("sh", "-c", script, timeout=seconds).status)
         result = pickle.loads((place / "result").read_bytes())
         if isinstance(result, Exception):
             raise result

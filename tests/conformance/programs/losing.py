@@ -8,6 +8,7 @@ from collections import deque
 
 from pdsim.transfer import Program, Rank, Transfer
 from tests.conformance.programs.tools import (
+    PATIENCE,
     Mail,
     filled,
     one,
@@ -26,12 +27,12 @@ def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
     while error == "ok":
         started = rank.clock.now
         if operation == "write":
-            transfer = rank.endpoint.write(peer, one(mine, theirs, size), timeout=20)
+            transfer = rank.endpoint.write(peer, one(mine, theirs, size), timeout=20 * PATIENCE)
         else:
-            transfer = rank.endpoint.read(peer, one(theirs, mine, size), timeout=20)
+            transfer = rank.endpoint.read(peer, one(theirs, mine, size), timeout=20 * PATIENCE)
         error = yield from outcome_of(transfer)
         done += error == "ok"
-    return {"error": error, "done": done, "took": rank.clock.now - started, "at": rank.clock.now}
+    return {"error": error, "done": done, "took": (rank.clock.now - started) / PATIENCE, "at": rank.clock.now}
 
 
 def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
@@ -41,16 +42,16 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
     rank.channel.send(to, rank.endpoint.address())
     address = yield from mail.receive(to)
     peer = rank.endpoint.connect(address)
-    yield rank.clock.timeout(wait - rank.clock.now)
+    yield rank.clock.timeout(wait * PATIENCE - rank.clock.now)
     rank.channel.send(to, b"lost")
     batch = one(mine, peer.regions["theirs"], 4096)
     started = rank.clock.now
-    first = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20))
-    second = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20))
+    first = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20 * PATIENCE))
+    second = yield from outcome_of(rank.endpoint.write(peer, batch, timeout=20 * PATIENCE))
     return {
         "errors": [first, second],
         "connect": refusal(lambda: rank.endpoint.connect(address)),
-        "took": rank.clock.now - started,
+        "took": (rank.clock.now - started) / PATIENCE,
     }
 
 
@@ -58,7 +59,7 @@ def be_lost(rank: Rank, by: str, size: int) -> Program:
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "theirs")
     yield from mail.meet(by)
-    yield rank.clock.timeout(60)
+    yield rank.clock.timeout(60 * PATIENCE)
     return "survived"
 
 
@@ -67,12 +68,12 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     peers = yield from mail.meet()
-    yield rank.clock.timeout(wait - rank.clock.now)
+    yield rank.clock.timeout(wait * PATIENCE - rank.clock.now)
     errors = {}
     for turn in "1", "2":
         for name in ("victim", "other"):
             batch = one(mine, peers[name].regions["sink"], 4096)
-            transfer = rank.endpoint.write(peers[name], batch, turn.encode(), timeout=20)
+            transfer = rank.endpoint.write(peers[name], batch, turn.encode(), timeout=20 * PATIENCE)
             errors[name] = yield from outcome_of(transfer)
     yield from mail.wait_for("other")
     return errors
@@ -81,7 +82,7 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
 def be_victim(rank: Rank) -> Program:
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from Mail(rank).meet("writer")
-    yield rank.clock.timeout(60)
+    yield rank.clock.timeout(60 * PATIENCE)
 
 
 def be_other(rank: Rank) -> Program:
@@ -140,14 +141,14 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 1), b"warm")
     os.kill(pid, signal.SIGSTOP)
     started = rank.clock.now
-    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), b"stopped", timeout=1.0)
+    transfer = rank.endpoint.write(peer, one(mine, peer.regions["sink"], size), b"stopped", timeout=PATIENCE)
     error = yield from outcome_of(transfer)
     took = rank.clock.now - started
-    yield rank.clock.timeout(0.2)
+    yield rank.clock.timeout(0.2 * PATIENCE)
     used = rank.device.used
     found = {
         "error": error,
-        "in time": took < 2.0,
+        "in time": took < 2.0 * PATIENCE,
         "settled": transfer.settled.triggered,
         "quarantined": rank.endpoint.quarantined,
         "deregister": refusal(lambda: rank.endpoint.deregister(mine)),
@@ -156,7 +157,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
     }
     if resume:
         os.kill(pid, signal.SIGCONT)
-        yield transfer.settled | rank.clock.timeout(20)
+        yield transfer.settled | rank.clock.timeout(20 * PATIENCE)
         found["settled after resuming"] = transfer.settled.triggered
         found["quarantined after resuming"] = rank.endpoint.quarantined
         yield from mail.wait_for(to)
@@ -193,16 +194,16 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
     stranger = rank.endpoint.severed(writer)
     yield stranger
     yield from mail.meet(writer)
-    yield rank.clock.timeout(1.0)
+    yield rank.clock.timeout(PATIENCE)
     event = rank.endpoint.severed(writer)
-    yield rank.clock.timeout(0.1)
+    yield rank.clock.timeout(0.1 * PATIENCE)
     early = event.triggered
-    yield event | rank.clock.timeout(within)
+    yield event | rank.clock.timeout(within * PATIENCE)
     at, proven = rank.clock.now, event.triggered
     changed = None
     if rank.device.holds_bytes and proven:
         buffer.write(0, bytes(size))
-        yield rank.clock.timeout(0.5)
+        yield rank.clock.timeout(0.5 * PATIENCE)
         changed = sum(map(bool, buffer.read(0, size)))
     return {"early": early, "proven": proven, "at": at, "changed": changed}
 
@@ -212,5 +213,5 @@ def write_and_close(rank: Rank, to: str, size: int) -> Program:
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
     peer = (yield from mail.meet(to))[to]
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], size))
-    yield rank.clock.timeout(1.5)
+    yield rank.clock.timeout(1.5 * PATIENCE)
     rank.endpoint.close()

@@ -6,6 +6,7 @@ import numpy as np
 
 from pdsim.transfer import Batch, Notification, Program, Rank
 from tests.conformance.programs.tools import (
+    PATIENCE,
     Mail,
     filled,
     moved,
@@ -169,7 +170,7 @@ def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
             start = int(notification.payload) * size
             early += buffer.read(start, size) != expected[start : start + size].tobytes()
     yield from mail.wait_for(by)
-    yield rank.clock.timeout(0.05)  # a second delivery would come now
+    yield rank.clock.timeout(0.05 * PATIENCE)  # a second delivery would come now
     return {"payloads": payloads, "surplus": len(rank.endpoint.notifications), "early": early}
 
 
@@ -178,5 +179,5 @@ def write_silently(rank: Rank, to: str) -> Program:
     mine = rank.endpoint.register(filled(rank, 64, 1), "source")
     peer = (yield from mail.meet(to))[to]
     yield rank.endpoint.write(peer, one(mine, peer.regions["sink"], 64))
-    yield rank.clock.timeout(0.05)
+    yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)

@@ -10,6 +10,7 @@ import numpy as np
 from pdsim.transfer import Batch, Program, Rank, Region, Transfer
 from tests.conformance.programs.tools import (
     GUARD,
+    PATIENCE,
     Mail,
     filled,
     one,
@@ -49,7 +50,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
         "local to local": refusal(lambda: rank.endpoint.write(peer, one(mine, mine, 8), b"nonsense")),
         "read into the peer": refusal(lambda: rank.endpoint.read(peer, one(mine, sink, 8))),
     }
-    yield rank.clock.timeout(0.05)
+    yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)
     return found
 
@@ -99,7 +100,7 @@ def withdraw_own_region(rank: Rank, to: str) -> Program:
     peer = (yield from mail.meet(to))[to]
     rank.endpoint.deregister(mine)
     found = refusal(lambda: rank.endpoint.write(peer, one(mine, peer.regions["sink"], 8), b"withdrawn"))
-    yield rank.clock.timeout(0.05)
+    yield rank.clock.timeout(0.05 * PATIENCE)
     yield from mail.wait_for(to)
     return found
 
@@ -112,7 +113,7 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
     before = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["sink"], 2048)))
     rank.channel.send(to, b"withdraw")
     yield from mail.receive(to)
-    yield rank.clock.timeout(0.1)  # a notice of withdrawal travels on its own
+    yield rank.clock.timeout(0.1 * PATIENCE)  # a notice of withdrawal travels on its own
     after = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["sink"], 4096)))
     other = yield from outcome_of(rank.endpoint.write(peer, one(mine, peer.regions["kept"], 4096)))
     yield from mail.wait_for(to)

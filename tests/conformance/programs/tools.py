@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
 from typing import Any
@@ -15,6 +16,8 @@ from pdsim.transfer import Batch, Buffer, Peer, Rank, Region, Transfer
 Steps = Generator[Any, Any, Any]
 GUARD = 0xA5
 KiB, MiB = 1 << 10, 1 << 20
+PATIENCE = float(os.environ.get("PDSIM_PATIENCE", "1"))
+"""By how much longer than on a machine with two idle cores to wait, for whatever a program waits for."""
 
 
 class Mail:

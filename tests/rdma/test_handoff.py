@@ -1,0 +1,49 @@
+"""A request's KV handed over between unlike ranks over RDMA verbs, every byte compared on arrival."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.serve import run
+from pdsim.kv.policy import Policy
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
+from tests.conformance.conftest import engine
+from tests.experiments.test_serve_layouts import STATE
+from tests.experiments.test_transfer_real import LOOPBACK
+from tests.rdma.engines import VERBS, Engines
+from tests.rdma.guest import PATIENCE
+from tests.results.conftest import make_config
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
+
+MiB = 1 << 20
+TOKENS = 2048
+HEAVY = Llm(name="heavy", parameters=1e6, active=1e6, layers=7, hidden=128, heads=8, kv_heads=8, head_dim=512)
+"""Of its layers two are of full attention, with 32 KiB a token: 64 MiB for `TOKENS`; the others have state."""
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, verbs: Engines):
+    config = make_config(
+        Path("unused"),
+        target="real",
+        hw=LOOPBACK,
+        backend=replace(engine(name), timeout=60.0 * PATIENCE),
+        model=replace(HEAVY, hybrid=STATE),
+        policy=Policy(queues=4, staging=True),
+        parallel=Parallel(prefill=Side(tp=2), decode=Side(tp=1)),
+        experiment={"name": "serve", "deadline": 60.0 * PATIENCE},
+        workload=Workload(arrivals="poisson", count=1, rate=10.0, input_mean=TOKENS, input_cv=0, output_mean=2),
+        kv=Kv(page_size=64, pool=192 * MiB, staging=True, staging_ring=64 * MiB, staging_wait=60 * PATIENCE),
+        scheduler=Scheduler(chunk=512, decode_batch=2),
+        compute=Compute(scale=0.1),
+    )
+    result = run(config, verbs.target(config.backend), lambda fraction, text: None)
+    assert result.failures == []
+    assert result.requests["status"] == ["ok"]
+    assert result.requests["path"] == ["staged"]
+    assert sum(record.nbytes for record in result.transfers) == sum(result.requests["nbytes"]) > 64 * MiB
+    assert all("rdma" in record.engine or "rc_verbs" in record.engine for record in result.transfers)
