@@ -30,7 +30,7 @@ class Engines:
         self._servers: dict[str, Server] = {}
 
     def target(self, engine: Engine, **options: Any) -> GuestTarget:
-        """Return the target for *engine*, one of those that `VERBS` are; *options* are those of `backends.launch.Processes`."""
+        """Return the target for *engine*, one of those of `VERBS`; *options* are `Processes`'s."""
         name = engine.name
         if name not in self._servers:
             if name == "nixl":
