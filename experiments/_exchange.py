@@ -6,7 +6,7 @@ Written against the waist only.  What is measured is in the records of the endpo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments._party import Party
+from pdsim.clock import Clock
 from pdsim.errors import TransferError
 from pdsim.transfer import Batch, Buffer, Peer, Program, Rank, Region, Transfer
 
@@ -22,6 +23,11 @@ __all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
 Ints = npt.NDArray[np.int64]
 Flow = Sequence[str]  # the rank that the bytes come from, the rank that they go to
 Post = Callable[..., Transfer]
+_Waves = Sequence[Sequence[Post]]  # what is posted together, one after the other
+_Loop = Generator[Any, Any, TransferError | None]
+
+WARMUP = "warmup"
+"""The label of transfers that are not measured."""
 
 SCHEDULES = ("free", "rounds", "serial")
 """How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
@@ -60,9 +66,10 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
     """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
 
     In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight
-    until ``repeat`` are done, after *warmup* that are labelled ``"warmup"``.  All ranks begin each point together,
-    those without a flow in it too, over one region that is registered once.  *n* counts the slots of all ranks in which
-    bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
+    until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two: a
+    process that has slept needs several transfers until it is as fast as it can be.  All ranks begin each point
+    together, those without a flow in it too, over one region that is registered once.  *n* counts the slots of all
+    ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
 
     An error ends the list before the point that met it, and is returned, so that what was before it is kept:
     `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
@@ -77,11 +84,10 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
             work = _Work(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
-            for round_, count in (("warmup", warmup), (task["label"], task["repeat"])):
-                work.fill(round_)
-                yield from party.start(f"{number} begins {round_}")
-                yield from work.transfer(round_, count)
-                yield from party.meet(f"{number} has ended {round_}")
+            work.fill()
+            yield from party.start(f"{number} begins")
+            yield from work.transfer(warmup)
+            yield from party.meet(f"{number} has ended")
             mine = work.found()
             others = yield from party.meet(f"{number} is checked", b"%d %d %d" % mine)
             done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
@@ -131,10 +137,10 @@ class _Work:
         start = rank.endpoint.read if task["read"] else rank.endpoint.write
         return [partial(start, peer, self._plan.batch(index, slot, *ends)) for slot in range(task["concurrency"])]
 
-    def fill(self, round_: str) -> None:
-        """Give every slot that this rank sends from the bytes of this round, if they are checked."""
+    def fill(self) -> None:
+        """Give every slot that this rank sends from the bytes of this point, if they are checked."""
         if self._check:
-            self._plan.fill(self._rank.name, self._buffer, round_)
+            self._plan.fill(self._rank.name, self._buffer)
 
     def found(self) -> tuple[int, int, int]:
         """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent."""
@@ -143,33 +149,46 @@ class _Work:
         slots = len(received) * self._task["concurrency"]
         if not self._check:
             return slots, 0, 0
-        return slots, slots, sum(self._plan.verified(index, self._buffer, self._task["label"]) for index in received)
+        return slots, slots, sum(self._plan.verified(index, self._buffer) for index in received)
 
-    def transfer(self, label: str, count: int) -> Generator[Any, Any, None]:
-        """Make *count* transfers of every flow.  Raise the first error when all that were started have ended."""
-        running = [self._rank.clock.process(loop) for loop in self._loops(label, count)]
-        errors = []
-        for process in running:
-            error = yield process
-            errors += [error] if error else []
-        if errors:
-            raise errors[0]
+    def transfer(self, warmup: int) -> Generator[Any, Any, None]:
+        """Make the transfers of every flow, *warmup* more than are measured.
 
-    def _loops(self, label: str, count: int) -> list[Generator[Any, Any, TransferError | None]]:
-        start = {"timeout": self._timeout, "label": label}
+        Raise the first error when all that were started have ended.
+        """
+        clock = self._rank.clock
+        if error := (yield from _all(clock, [self._flow(loops, warmup) for loops in self._loops()])):
+            raise error
+
+    def _loops(self) -> list[list[_Waves]]:
+        """Return what goes on by itself, each as the loops that run side by side in it."""
         if self._task["schedule"] == "free":
+            return [[[[post]] for post in slots] for slots in self._posts]
+        every = [post for slots in self._posts for post in slots]
+        return [[[[post] for post in every] if self._task["schedule"] == "serial" else [every]]]
+
+    def _flow(self, loops: Sequence[_Waves], warmup: int) -> _Loop:
+        """Run *loops* for the warm-up and, when it has ended in all of them, at once for what is measured."""
+        start = {"timeout": self._timeout}
+        for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
             # the slots of a flow share its budget: a slow transfer does not hold up the others
-            budgets = [(slots, iter(range(count))) for slots in self._posts]
-            return [_loop([[post]], budget, start) for slots, budget in budgets for post in slots]
-        rounds = iter(range(-(-count // self._task["concurrency"])))
-        if self._task["schedule"] == "serial":
-            return [_loop([[post] for slots in self._posts for post in slots], rounds, start)]
-        return [_loop([[post for slots in self._posts for post in slots]], rounds, start)]
+            budget = iter(range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"])))
+            running = [_loop(waves, budget, start | {"label": label}) for waves in loops]
+            if error := (yield from _all(self._rank.clock, running)):
+                return error
+        return None
 
 
-def _loop(
-    waves: Sequence[Sequence[Post]], budget: Any, start: Mapping[str, Any]
-) -> Generator[Any, Any, TransferError | None]:
+def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
+    """Run *loops* side by side, and return the first error when all have ended."""
+    first: TransferError | None = None
+    for process in [clock.process(loop) for loop in loops]:
+        error = yield process
+        first = first or error
+    return first
+
+
+def _loop(waves: _Waves, budget: Iterator[int], start: Mapping[str, Any]) -> _Loop:
     """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows."""
     try:
         for _ in budget:
@@ -186,6 +205,7 @@ class _Plan:
 
     def __init__(self, task: Task, seed: int) -> None:
         self.flows = task["flows"]
+        self._point = zlib.crc32(task["label"].encode())
         self.size = task["size"]
         self.concurrency = task["concurrency"]
         self._seed = seed
@@ -202,22 +222,22 @@ class _Plan:
         target_offset = self._at(index, slot, self.flows[index][1]) + self._to * self.size
         return Batch(source, target, source_offset, target_offset, np.full(len(self._from), self.size))
 
-    def fill(self, rank: str, buffer: Buffer, round_: str) -> None:
-        """Give every slot that *rank* sends from the bytes of this round, and zeros to those that it receives in."""
+    def fill(self, rank: str, buffer: Buffer) -> None:
+        """Give every slot that *rank* sends from the bytes of this point, and zeros to those that it receives in."""
         for index, (source, sink) in enumerate(self.flows):
             for slot in range(self.concurrency):
                 if source == rank:
-                    buffer.write(self._at(index, slot, rank), self._content(index, slot, round_).tobytes())
+                    buffer.write(self._at(index, slot, rank), self._content(index, slot).tobytes())
                 elif sink == rank and self._scattered:  # otherwise every byte is written
                     buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
 
-    def verified(self, index: int, buffer: Buffer, round_: str) -> int:
+    def verified(self, index: int, buffer: Buffer) -> int:
         """Return how many slots of flow *index* have the checksum of what was sent, and zeros between the blocks."""
         sink = self.flows[index][1]
         good = 0
         for slot in range(self.concurrency):
             expected = np.zeros((self._places, self.size), dtype=np.uint8)
-            expected[self._to] = self._content(index, slot, round_)[self._from]
+            expected[self._to] = self._content(index, slot)[self._from]
             found = buffer.read(self._at(index, slot, sink), self._places * self.size)
             good += zlib.crc32(found) == zlib.crc32(expected.tobytes())
         return good
@@ -227,7 +247,7 @@ class _Plan:
         before = sum(rank in flow for flow in self.flows[:index])
         return (before * self.concurrency + slot) * self._places * self.size
 
-    def _content(self, index: int, slot: int, round_: str) -> npt.NDArray[np.uint8]:
+    def _content(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of all places of a slot, shape (places, size): both sides can compute them."""
-        generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, zlib.crc32(round_.encode())]))
+        generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, self._point]))
         return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)

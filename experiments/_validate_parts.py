@@ -67,8 +67,8 @@ def parts(config: Config, design: Design, folder: Path) -> Iterator[Part]:
         path = folder / "points.csv"
         lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        # warm-up and repeats as in `calibrate`: few, for the median is what counts
-        options = {"points": str(path), "repeat": design.repeat, "volume": design.volume, "warmup": 3}
+        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm
+        options = {"points": str(path), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
         yield Part("transfer", options | {"placement": design.placement, "order": "shuffled"})
     if "handoff" in design.classes:
         tokens = tuple(count for count in design.tokens if count < config.model.context)

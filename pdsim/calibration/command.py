@@ -55,7 +55,7 @@ class _Asked:
     path: str = ""  # --path: intra or inter
     largest: int = 256 << 20  # --largest: bytes of a transfer of the grid
     held: int = 16  # --held: random points to hold out
-    repeat: int = 7  # --repeat
+    repeat: int = 7  # --repeat: the least
 
 
 def calibrate(words: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     listed.parent.mkdir(parents=True, exist_ok=True)
     grid.write(listed, [*cells, *left], asked.repeat)
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
-    defaults = ["experiment.warmup=3", "experiment.verify=false"]
+    defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
     result, folder = execute(compose(chosen), chosen)
     rows = points.from_transfers(result.transfers, [cell.label for cell in left])

@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Cell", "grid", "write"]
+__all__ = ["Cell", "grid", "repeats", "write"]
 
 SMALLEST, LARGEST = 4 << 10, 256 << 20
 COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
 AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
 CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
+
+MOST, CHEAP = 50, 20e-3
+"""Repeats that are enough for any point, and seconds that those beyond the least may take."""
 
 
 class Cell(NamedTuple):
@@ -55,11 +58,24 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     return list(cells), list(left)
 
 
+def repeats(cell: Cell, least: int) -> int:
+    """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows.
+
+    The median of a few is only good where none of them takes long enough to be disturbed.
+    """
+    call, descriptor, rate = 50e-6, 3e-6, 100e9  # assumed: about what engines between GPUs take
+    one = call + cell.blocks * descriptor + cell.blocks * cell.size / rate
+    return max(least, min(MOST, int(CHEAP / one / _crowd(cell))))
+
+
+def _crowd(cell: Cell) -> int:
+    return 2 * cell.concurrency if cell.concurrency > 1 else 1  # at most half of them begin or end the crowd
+
+
 def write(path: Path, cells: Iterable[Cell], repeat: int) -> None:
-    """Write *cells* as a file of points to be repeated *repeat* times, crowds often enough to be in full swing."""
+    """Write *cells* as a file of points to be repeated *repeat* times or more, crowds until they are in full swing."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow((*Cell._fields, "repeat"))
         for cell in cells:
-            crowd = 2 * cell.concurrency if cell.concurrency > 1 else 1  # at most half of them begin or end the crowd
-            table.writerow((*cell, repeat * crowd))
+            table.writerow((*cell, repeats(cell, repeat) * _crowd(cell)))

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 import conf
 from pdsim.calibration.command import again, calibrate
-from pdsim.calibration.grid import grid, write
+from pdsim.calibration.grid import Cell, grid, repeats, write
 from pdsim.calibration.record import Calibration
 from pdsim.cli import main
 from pdsim.configure import build
@@ -73,10 +73,16 @@ def test_the_grid_crosses_counts_and_sizes_and_holds_random_points_out():
     assert max(cell.blocks * cell.size * cell.concurrency for cell in (*cells, *left)) <= 256 << 20
 
 
+def test_quick_points_are_repeated_more_often_than_long_ones():
+    cells = [Cell("pair", blocks, 4096, 1, "write") for blocks in (1, 256, 4096)]
+    assert [repeats(cell, 7) for cell in cells] == [50, 24, 7]
+    assert repeats(cells[0]._replace(size=256 << 20), 7) == 7
+
+
 def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
-    write(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 7)
+    write(tmp_path / "points.csv", grid("read", 1 << 20, 2, seed=0)[0], 50)
     rows = list(csv.DictReader((tmp_path / "points.csv").open()))
-    assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "7"), ("2", "28"), ("4", "56")}
+    assert {(row["concurrency"], row["repeat"]) for row in rows} == {("1", "50"), ("2", "200"), ("4", "400")}
     assert {row["operation"] for row in rows} == {"read"}
 
 
