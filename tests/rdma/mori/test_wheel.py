@@ -1,0 +1,113 @@
+"""What `backends.mori` takes from MORI's wheel is there, under these names and with these arguments.
+
+On GPU memory and over xGMI, where nothing has been run, this is all that is known.
+"""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.rdma.mori import space
+
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
+
+LOOK = """
+import inspect, json
+import mori
+from mori import cpp, io
+
+def members(cls):
+    return sorted(name for name in vars(cls) if not name.startswith("_"))
+
+def arguments(function):
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+def keywords(cls):
+    text = cls.__init__.__doc__.partition("(")[2].rpartition(")")[0]
+    return [part.partition(":")[0] for part in text.split(", ")][1:]
+
+engine = io.IOEngine("a", io.IOEngineConfig("127.0.0.1", 0))
+engine.create_backend(io.BackendType.XGMI, io.XgmiBackendConfig())
+memory = engine.register_memory(4096, 8192, -1, io.MemoryLocationType.CPU)
+again = io.MemoryDesc.unpack(memory.pack())
+engine.register_remote_engine(io.EngineDesc.unpack(engine.get_engine_desc().pack()))
+try:
+    engine.create_backend(io.BackendType.RDMA, io.RdmaBackendConfig())
+except RuntimeError as error:
+    refused = str(error)
+print(json.dumps({
+    "version": mori.__version__,
+    "engine": {name: arguments(getattr(io.IOEngine, name)) for name in members(io.IOEngine)},
+    "session": members(io.IOEngineSession),
+    "status": members(cpp.TransferStatus),
+    "rdma": keywords(io.RdmaBackendConfig),
+    "xgmi": keywords(io.XgmiBackendConfig),
+    "backends": sorted(io.BackendType.__members__),
+    "places": sorted(io.MemoryLocationType.__members__),
+    "failures": sorted(io.PeerFailureReason.__members__),
+    "failure": members(io.PeerFailureEvent),
+    "memory": [again.data, again.size, again.id, again == memory],
+    "failed": engine.pop_peer_failure() is not None,
+    "refused": refused,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    """What the wheel says of itself, in the Python that loads it."""
+    try:
+        python = space.python()
+    except space.SpaceUnavailable as error:
+        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    environment = {**os.environ, "MORI_DISABLE_AUTO_XGMI": "1", "MORI_IO_LOG_LEVEL": "off"}
+    done = subprocess.run(
+        [python, "-c", LOOK], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_is_the_version_that_the_adapter_was_written_for(wheel):
+    assert wheel["version"] == "1.2.4"
+
+
+def test_the_engine_takes_what_the_adapter_gives(wheel):
+    given = {
+        "allocate_transfer_uid": [],
+        "create_backend": ["type", "config"],
+        "create_session": ["local_mem", "remote_mem"],
+        "deregister_memory": ["mem_desc"],
+        "get_engine_desc": [],
+        "pop_peer_failure": [],
+        "register_memory": ["ptr", "size", "device_id", "mem_loc"],
+        "register_remote_engine": ["engine_desc"],
+    }
+    assert {name: wheel["engine"][name] for name in given} == given
+
+
+def test_sessions_statuses_and_failures_have_what_the_adapter_asks_for(wheel):
+    assert {"batch_read", "batch_write"} <= set(wheel["session"])
+    assert {"Code", "InProgress", "Message", "Succeeded"} <= set(wheel["status"])
+    assert {"detail", "reason", "remote_engine_key"} <= set(wheel["failure"])
+    assert "PEER_UNREACHABLE" in wheel["failures"]
+
+
+def test_both_transports_and_both_kinds_of_memory_can_be_named(wheel):
+    assert {"RDMA", "XGMI"} <= set(wheel["backends"])
+    assert {"CPU", "GPU"} <= set(wheel["places"])
+    assert {"qp_per_transfer", "num_worker_threads", "enable_notification"} <= set(wheel["rdma"])
+    assert wheel["xgmi"] == ["num_streams", "num_events"]
+
+
+def test_descriptions_survive_the_way_to_a_peer(wheel):
+    assert wheel["memory"] == [4096, 8192, 0, True]
+    assert wheel["failed"] is False
+
+
+def test_rdma_without_a_device_is_refused_and_not_replaced(wheel):
+    assert wheel["refused"].startswith("no active RDMA device on this host")
