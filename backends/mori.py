@@ -11,6 +11,8 @@ What it does about the engine's ways:
   status is kept until its transfer is over, and that of a failed one for as long as the engine.
 - A status fails at the first bad work request, while others of the same batch may be on their way through other queue
   pairs.  Such a transfer stays in quarantine.
+- Neighbouring blocks are joined to messages of up to 4 GiB, and a message beyond what the port carries is refused
+  unless the engine may cut it, so it may.
 - The engine's own notifications are numbers that the receiver must know beforehand and ask for, and they may be
   miscounted when their ring wraps.  They are off; ours go over `backends.link` after the bytes are acknowledged.
 - The network card writes whether or not the process that owns the memory runs: a write to a stopped peer completes.
@@ -45,6 +47,8 @@ TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI"
 QUEUE_PAIRS, WORKERS = 4, 4
 """Of a transfer, and the threads that post to them: SGLang's defaults.  ``MORI_IO_QP_PER_TRANSFER`` and
 ``MORI_IO_NUM_WORKER_THREADS`` replace them."""
+CHUNK = 4 << 20
+"""Bytes of a message: far above a page, and below what any port carries (soft-RoCE: 8 MiB)."""
 BEAT = 0.02
 """Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
 
@@ -109,7 +113,11 @@ class MoriEndpoint(RealEndpoint):
         if backend == "XGMI":
             return self._io.XgmiBackendConfig()
         return self._io.RdmaBackendConfig(
-            qp_per_transfer=QUEUE_PAIRS, num_worker_threads=WORKERS, enable_notification=False
+            qp_per_transfer=QUEUE_PAIRS,
+            num_worker_threads=WORKERS,
+            enable_notification=False,
+            enable_transfer_chunking=True,
+            chunk_bytes=CHUNK,
         )
 
     def _detach(self, idle: bool) -> None:
@@ -257,8 +265,9 @@ class MoriEndpoint(RealEndpoint):
             self._complete(flight, self.clock.now)
         else:
             self._failed.append(status)
-            what = f"MORI failed a {flight.operation} of {flight.batch.nbytes} bytes"
-            self._refused(flight, f"{what} ({status.Code().name}: {status.Message()})")
+            code, what = status.Code(), f"MORI failed a {flight.operation} of {flight.batch.nbytes} bytes"
+            posted = code != self._io.StatusCode.ERR_INVALID_ARGS  # which it says before it posts anything
+            self._refused(flight, f"{what} ({code.name}: {status.Message()})", moving=posted)
         return True
 
     def _beat(self, _: Event) -> None:

@@ -1,13 +1,12 @@
 """What all tests rest on."""
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from tests.rdma.engines import Engines
+from tests.rdma.engines import Engines, unavailable
 from tests.rdma.guest import Guest, boot
 from tests.rdma.image import GuestUnavailable
 
@@ -24,9 +23,7 @@ def guest() -> Iterator[Guest]:
         with boot() as machine:
             yield machine
     except GuestUnavailable as error:
-        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        unavailable(error)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from tests.conformance import programs
 from tests.conformance.programs import MiB
 
 KILL = 2.0  # seconds after the start: long after everyone has met
-UNPROVABLE = ("nixl_shm", "mooncake_verbs", "nixl_verbs")
+UNPROVABLE = ("nixl_shm", "mooncake_verbs", "nixl_verbs", "mori_verbs")
 """What lies in shared memory, or in a network card, nobody can see."""
 
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pytest
 
 from pdsim.fabric.machine import Engine
 from tests.rdma.guest import DEVICE, Guest
+from tests.rdma.image import GuestUnavailable
+from tests.rdma.mori import serving
 from tests.rdma.target import GuestTarget, Server
 
-__all__ = ["VERBS", "Engines"]
+__all__ = ["VERBS", "Engines", "unavailable"]
 
-VERBS = ("mooncake_verbs", "nixl_verbs")
-"""What tests call the backends ``mooncake`` and ``nixl`` on host memory in the guest."""
+VERBS = ("mooncake_verbs", "nixl_verbs", "mori_verbs")
+"""What tests call the backends ``mooncake``, ``nixl`` and ``mori`` on host memory in the guest."""
 
 _MODULES = {"mooncake": "mooncake.engine", "nixl": "nixl_cu13._api"}
 _ENVIRONMENT = {"mooncake": {}, "nixl": {"UCX_NET_DEVICES": f"{DEVICE}:1"}}
 _PROGRAMS = ("tests.conformance.programs", "experiments.serve")
 _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
 """Libraries of which NIXL brings its own, which know no soft-RoCE, and their versions on Debian."""
+
+
+def unavailable(error: GuestUnavailable) -> NoReturn:
+    """Skip the test that needs what this machine lacks, or fail it where engines are required."""
+    if os.environ.get("PDSIM_REQUIRE_ENGINES"):
+        pytest.fail(str(error))
+    pytest.skip(str(error))
 
 
 class Engines:
@@ -33,11 +45,18 @@ class Engines:
         """Return the target for *engine*, one of those of `VERBS`; *options* are `Processes`'s."""
         name = engine.name
         if name not in self._servers:
-            if name == "nixl":
-                self._give_nixl_soft_roce()
-            modules = (*_PROGRAMS, f"backends.{name}", _MODULES[name])
-            self._servers[name] = Server(self.guest, name, modules, env=_ENVIRONMENT[name])
+            try:
+                self._servers[name] = self._start(name)
+            except GuestUnavailable as error:
+                unavailable(error)
         return GuestTarget(self._servers[name], engine, **options)
+
+    def _start(self, name: str) -> Server:
+        if name == "mori":
+            return serving.server(self.guest, _PROGRAMS)
+        if name == "nixl":
+            self._give_nixl_soft_roce()
+        return Server(self.guest, name, (*_PROGRAMS, f"backends.{name}", _MODULES[name]), env=_ENVIRONMENT[name])
 
     def _give_nixl_soft_roce(self) -> None:
         """Replace NIXL's own RDMA libraries by the system's, in the guest only, whose files are copies."""

@@ -12,7 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["make"]
+__all__ = ["PAUSE", "make"]
+
+PAUSE = "pause.so"
+"""To be preloaded where processors are few: MORI's completion thread looks for events without end, and this lets it
+sleep until there are some.  It is told from other callers by how many events it takes at a time."""
 
 LIBRARIES = {
     # the soname, and what every function answers
@@ -36,6 +40,17 @@ int rsmi_topo_get_link_weight(uint32_t from, uint32_t to, uint64_t *weight) { *w
 int rsmi_status_string(int status, const char **text) { *text = "no device"; return 0; }
 """
 
+WAIT = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/epoll.h>
+int epoll_wait(int epoll, struct epoll_event *events, int most, int timeout) {
+    static int (*next)(int, struct epoll_event *, int, int);
+    if (!next) next = dlsym(RTLD_NEXT, "epoll_wait");
+    return next(epoll, events, most, most == 128 && timeout == 0 ? 5 : timeout);
+}
+"""
+
 
 def make(wheel: Iterable[Path], folder: Path) -> None:
     """Build in *folder* all that the libraries in *wheel* take from ROCm."""
@@ -43,6 +58,7 @@ def make(wheel: Iterable[Path], folder: Path) -> None:
     for soname, answer in LIBRARIES.items():
         _build(_source(found[soname], answer), _versions(found[soname]), folder / soname)
     _build(SMI, "", folder / "librocm_smi64.so.1")  # it is opened by name, and none of its functions is listed
+    _build(WAIT, "", folder / PAUSE)
 
 
 def _wanted(wheel: Iterable[Path]) -> dict[str, dict[str, set[str]]]:

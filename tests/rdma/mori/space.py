@@ -16,9 +16,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.rdma.image import GuestUnavailable
 from tests.rdma.mori import shims
 
-__all__ = ["SpaceUnavailable", "python"]
+__all__ = ["REPOSITORY", "python"]
 
 WHEEL = "amd-mori==1.2.4"
 TESTS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
@@ -35,12 +36,11 @@ PATIENCE = 600.0  # seconds that one step may take
 REPOSITORY = Path(__file__).parents[3]
 
 
-class SpaceUnavailable(Exception):
-    """This machine lacks something that the Python is made of; the message names it and what to do."""
+def python() -> tuple[Path, Path]:
+    """Return the Python, which has this repository, pytest and MORI, and the folder of its libraries.
 
-
-def python() -> Path:
-    """Return the Python, which has this repository, pytest and MORI; make it if it is absent or older than this."""
+    Make them if they are absent or older than this code.
+    """
     parts = [Path(__file__), Path(shims.__file__), REPOSITORY / "pyproject.toml"]
     content = b"".join(part.read_bytes() for part in parts) + bytes(REPOSITORY)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -48,7 +48,7 @@ def python() -> Path:
     found = folder / "venv" / "bin" / "python"
     if not (folder / "complete").exists():
         _make(folder)
-    return found
+    return found, folder / "libraries"
 
 
 def _make(folder: Path) -> None:
@@ -92,7 +92,7 @@ def _apt(folder: Path) -> tuple[str, ...]:
         (folder / part).mkdir(parents=True)
     mirrors = _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
     if not mirrors:
-        raise SpaceUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
+        raise GuestUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
     (folder / "sources").write_text(f"deb {mirrors[0]} {NEWER} main\n")
     places = {"State::lists": "lists", "Cache": "cache", "Etc::sourcelist": "sources", "Etc::sourceparts": "-"}
     options = tuple(f"-oDir::{key}={folder / value}" for key, value in places.items())
@@ -123,7 +123,7 @@ def _base() -> Path:
         done = subprocess.run([candidate, "-V"], capture_output=True, text=True, timeout=60, check=False)
         if done.stdout.startswith("Python 3.12."):
             return Path(candidate)
-    raise SpaceUnavailable("no Python 3.12 on this machine, for which MORI has wheels: uv python install 3.12")
+    raise GuestUnavailable("no Python 3.12 on this machine, for which MORI has wheels: uv python install 3.12")
 
 
 def _candidates() -> Iterator[str]:
@@ -137,7 +137,7 @@ def _run(*command: str, cwd: Path | None = None) -> str:
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SpaceUnavailable(f"MORI's test environment is made of packages: {error}") from error
+        raise GuestUnavailable(f"MORI's test environment is made of packages: {error}") from error
     if done.returncode:
-        raise SpaceUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
+        raise GuestUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.stdout

@@ -9,6 +9,8 @@ import subprocess
 
 import pytest
 
+from tests.rdma.engines import unavailable
+from tests.rdma.image import GuestUnavailable
 from tests.rdma.mori import space
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
@@ -59,11 +61,9 @@ print(json.dumps({
 def wheel():
     """What the wheel says of itself, in the Python that loads it."""
     try:
-        python = space.python()
-    except space.SpaceUnavailable as error:
-        if os.environ.get("PDSIM_REQUIRE_ENGINES"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        python, _ = space.python()
+    except GuestUnavailable as error:
+        unavailable(error)
     environment = {**os.environ, "MORI_DISABLE_AUTO_XGMI": "1", "MORI_IO_LOG_LEVEL": "off"}
     done = subprocess.run(
         [python, "-c", LOOK], capture_output=True, text=True, timeout=120, env=environment, check=False
@@ -100,7 +100,8 @@ def test_sessions_statuses_and_failures_have_what_the_adapter_asks_for(wheel):
 def test_both_transports_and_both_kinds_of_memory_can_be_named(wheel):
     assert {"RDMA", "XGMI"} <= set(wheel["backends"])
     assert {"CPU", "GPU"} <= set(wheel["places"])
-    assert {"qp_per_transfer", "num_worker_threads", "enable_notification"} <= set(wheel["rdma"])
+    given = {"qp_per_transfer", "num_worker_threads", "enable_notification", "enable_transfer_chunking", "chunk_bytes"}
+    assert given <= set(wheel["rdma"])
     assert wheel["xgmi"] == ["num_streams", "num_events"]
 
 
