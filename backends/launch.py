@@ -17,15 +17,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import IO, Any
 
-from backends import wire
+from backends import namespaces, wire
 from backends.collective import Settings
+from backends.testbed import Testbed, joined
 from pdsim import errors
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
-from pdsim.fabric.machine import Collective, Engine
+from pdsim.fabric.machine import Collective, Engine, Wire
 from pdsim.transfer import Outcome, RankResult, RankSpec
 
 __all__ = ["Processes", "Spawn", "spawn"]
@@ -57,7 +58,8 @@ class Processes:
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
     *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
     *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
-    a GPU share what it really has.  *collective*: what groups of ranks gather with.
+    a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
+    which then are network namespaces of this machine with addresses of their own; without one, all are this machine.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Processes:
         spawn: Spawn = spawn,
         gpu_capacity: int = 4 << 30,
         collective: Collective | None = None,
+        link: Wire | None = None,
+        nodes: int = 1,
     ) -> None:
         for name, value in (
             ("deadline", deadline),
@@ -87,6 +91,8 @@ class Processes:
         self.collective = collective
         self.spawn = spawn
         self.gpu_capacity = gpu_capacity
+        self.link = link
+        self.nodes = nodes
 
     def run(
         self,
@@ -109,15 +115,31 @@ class Processes:
             unknown = set(times or {}) - set(names)
             if unknown:
                 raise ValueError(f"{what} names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
-        with _stoppable(), _Job() as job:
+        with _stoppable(), self._network() as network, _Job() as job:
             for spec in ranks:
-                job.start(self._describe(spec, names), self.spawn)
+                job.start(self._describe(spec, names, network), self._spawn(spec, network))
             job.until_ready(time.monotonic() + self.startup, self.startup)
-            job.go(bool(restart))
+            origin = job.go(bool(restart))
+            if network is not None:
+                network.go(origin)
             job.until_done(self.deadline, dict(kill or {}), dict(restart or {}))
             return job.outcome()
 
-    def _describe(self, spec: RankSpec, names: Sequence[str]) -> wire.Start:
+    def _network(self) -> AbstractContextManager[Testbed | None]:
+        return nullcontext() if self.link is None else joined(self.link, self.nodes)
+
+    def _spawn(self, spec: RankSpec, network: Testbed | None) -> Spawn:
+        """Return what starts the process of *spec*, in the namespace of its node if that has one."""
+        if network is None:
+            return self.spawn
+
+        def within(connection: int, output: IO[bytes]) -> Any:
+            with namespaces.entered(network.namespace(spec.place.node)):
+                return self.spawn(connection, output)
+
+        return within
+
+    def _describe(self, spec: RankSpec, names: Sequence[str], network: Testbed | None) -> wire.Start:
         return wire.Start(
             name=spec.name,
             program=spec.program,
@@ -127,7 +149,8 @@ class Processes:
             engine=self.engine.name,
             timeout=self.engine.timeout,
             options=dict(self.engine.options),
-            bind=self.bind,
+            bind=self.bind if network is None else network.address(spec.place.node),
+            device="" if network is None else namespaces.DEVICE,
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
             gpu=spec.place.gpu,
             collective=_settings(self.collective),
@@ -254,12 +277,13 @@ class _Job:
                 late = ", ".join(child.name for child in self._children if not child.uri)
                 raise TransferTimeout(f"not ready after {seconds:g} s: {late}; give Processes a longer startup")
 
-    def go(self, restarts: bool) -> None:
-        """Let all children run, some of which may be started again; that is the job's zero."""
+    def go(self, restarts: bool) -> float:
+        """Let all children run, some of which may be started again; return the job's zero."""
         self._origin = time.monotonic()
         self._restarts = restarts
         for child in self._children:
             self._release(child)
+        return self._origin
 
     def _release(self, child: _Child) -> None:
         others = {other.name: other.uri for other in self._children if other.name != child.name and other.uri}

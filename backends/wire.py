@@ -32,6 +32,7 @@ class Start(msgspec.Struct, tag=True):
     bind: str
     capacity: int
     gpu: int | None
+    device: str  # of its network, where that is not the machine's
     collective: Settings | None
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from backends import wire
+from backends import namespaces, wire
 from backends.channel import ZmqChannel
 from backends.device import RealDevice
 from backends.group import RealGroups
@@ -134,6 +134,9 @@ def _leave(code: int) -> None:
 
 def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
     module, _, function = start.program.partition(":")
+    if start.device:
+        namespaces.see_devices()
+        os.environ.setdefault("UCX_NET_DEVICES", start.device)
     engine = Engine(
         name=start.engine,
         implementation=start.implementation,

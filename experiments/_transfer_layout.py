@@ -71,18 +71,18 @@ def names(pairs: Sequence[Flow]) -> list[str]:
 
 
 def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[str, Place]:
-    """Return where each of *ranks* runs, on a host if there are no GPUs.
+    """Return where each of *ranks* runs: on the hosts, one node after the other, if there are no GPUs.
 
-    That is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the one that
-    *placement* lists for it, counted over all nodes.
+    Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the one
+    that *placement* lists for it, counted over all nodes.
     """
     found = {}
     for index, name in enumerate(ranks):
-        if placement[0] == "spread":
+        if placement[0] == "spread" or not hw.gpus:
             found[name] = Place(index % hw.nodes, index // hw.nodes if hw.gpus else None)
         else:
             gpu = index if placement[0] == "packed" else int(placement[index])
-            found[name] = Place(gpu // hw.gpus, gpu % hw.gpus) if hw.gpus else Place(0)
+            found[name] = Place(gpu // hw.gpus, gpu % hw.gpus)
     return found
 
 

@@ -63,6 +63,8 @@ def _vendor(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     """Yield for each path of the engine that the machine does not have."""
     hw, backend = config.hw, config.backend
+    if hw.link is not None and backend.inter is None:
+        yield f"backend={backend.name} works within a node only, and hw={hw.name} joins nodes; {_elsewhere(config)}"
     models = (backend.intra,) if hw.nodes == 1 else (backend.intra, backend.inter)
     for path in sorted({model.path for model in models if model is not None}):
         if path == "nvlink" and (not hw.gpus or hw.interconnect.kind == "none"):
@@ -76,7 +78,7 @@ def _paths(config: Config) -> Iterator[str]:
 
 def _elsewhere(config: Config) -> str:
     if config.hw.vendor == "cpu":
-        return "use backend=mooncake_tcp, nixl_tcp or nixl_shm"
+        return f"use backend=mooncake_tcp{', nixl_tcp or nixl_shm' if config.hw.nodes == 1 else ' or nixl_tcp'}"
     return f"leave backend out for the one that suits hw={config.hw.name}"
 
 
@@ -86,6 +88,8 @@ def _real(config: Config) -> Iterator[str]:
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
     yield from _force_tcp(backend)
     yield from _engine(backend)
+    if hw.link is not None:
+        yield from _link()
     if hw.gpus:
         wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
         here = _gpus_here(hw.vendor)
@@ -123,6 +127,14 @@ def _engine(backend: Engine) -> Iterator[str]:
             f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
             f"choose one of {', '.join(registry.engines())} (pdsim doctor)"
         )
+
+
+def _link() -> Iterator[str]:
+    """Yield if this process may not make the link between nodes."""
+    from backends.testbed import lacking
+
+    if problem := lacking():
+        yield problem
 
 
 def _gpus_here(vendor: str) -> int:

@@ -259,7 +259,14 @@ def _target(config: Config, meter: _Meter) -> Target:
 
     gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
     host, collective = config.hw.host.memory, config.collective
-    return Processes(config.backend, device_capacity=host, gpu_capacity=gpu, collective=collective)
+    return Processes(
+        config.backend,
+        device_capacity=host,
+        gpu_capacity=gpu,
+        collective=collective,
+        link=config.hw.link,
+        nodes=config.hw.nodes,
+    )
 
 
 # --- all points -----------------------------------------------------------------------------------------------------

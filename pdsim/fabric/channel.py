@@ -1,9 +1,10 @@
 """Control messages on the model: a TCP socket from every rank to every other.
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
-``tcp_latency`` to arrive.  That is a sum, so a message costs one event.  A faulty network holds messages up
-(`pdsim.fabric.faults`), but never lets one overtake another on the same socket.  Not modelled: that control messages
-and data share the node's TCP link, and a sender that is slowed down by a receiver that does not read.
+``tcp_latency`` to arrive, and the *delay* of the links between the nodes.  That is a sum, so a message costs one event.
+A faulty network holds messages up (`pdsim.fabric.faults`), but never lets one overtake another on the same socket.
+Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a receiver
+that does not read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class SimChannel:
     """One rank's sockets: the simulated `pdsim.transfer.Channel`.
 
     *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
-    *hold*, if given, is asked for how many seconds each message is held up, and *watch* told of every message.
+    *hold*, if given, is asked for how many seconds each message is held up, *watch* told of every message, and *delay*
+    asked how long the links between sender and receiver take one way.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class SimChannel:
         ranks: dict[str, SimChannel],
         hold: Callable[[], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
+        delay: Callable[[str, str], float] | None = None,
     ) -> None:
         self.name = name
         self._host = host
@@ -49,6 +52,7 @@ class SimChannel:
         self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
         self._hold = hold
         self._watch = watch
+        self._delay = delay
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
         self._closed = False
         ranks[name] = self
@@ -66,7 +70,8 @@ class SimChannel:
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
         self._free[receiver] = sent
         message = Message(self.name, payload)
-        job.call_at(self._arrival(receiver, sent + host.tcp_latency), channel._arrive, message)
+        latency = host.tcp_latency if self._delay is None else host.tcp_latency + self._delay(self.name, receiver)
+        job.call_at(self._arrival(receiver, sent + latency), channel._arrive, message)
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""

@@ -15,6 +15,7 @@ from pdsim.units import Flops, Rate, Seconds, Size
 
 __all__ = [
     "EVIDENCE",
+    "Change",
     "Collective",
     "CollectiveModel",
     "Engine",
@@ -25,6 +26,7 @@ __all__ = [
     "Machine",
     "Nic",
     "Ramp",
+    "Wire",
 ]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
@@ -89,6 +91,67 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Change:
+    """What happens to a hop of a `Wire`, both ways, from *start* to *end*.
+
+    It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it is
+    ``cut`` and loses what is on the wire.
+    """
+
+    kind: str
+    start: Seconds  # after the start of the job
+    end: Seconds
+    share: float = 0.0
+    hop: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("hw.link.changes", ("slow", "stall", "cut"), kind=self.kind)
+        not_negative("hw.link.changes", start=self.start, share=self.share, hop=self.hop)
+        if not self.start < self.end:
+            raise ValueError(f"hw.link.changes: end must be > start={self.start}, got {self.end}")
+        if (self.kind == "slow") != (self.share > 0.0):
+            raise ValueError(f"hw.link.changes.share must be > 0 for slow and left out otherwise, got {self.share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """A link of known rate and delay that joins nodes in a chain: node 0 to 1 by hop 0, node 1 to 2 by hop 1.
+
+    All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.testbed`).  It loses nothing but
+    what a `Change` says.
+    """
+
+    rate: Rate  # of all packets, headers included, toward nodes of a higher number
+    delay: Seconds  # one way, of each hop
+    back: Rate = 0.0  # toward nodes of a lower number; 0 is as *rate*
+    rates: tuple[Rate, ...] = ()  # of each hop, where they differ, toward nodes of a higher number
+    mtu: int = 9000  # bytes of a packet
+    backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
+    changes: tuple[Change, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(
+            "hw.link", rate=self.rate, backlog=self.backlog, **{f"rates[{i}]": r for i, r in enumerate(self.rates)}
+        )
+        not_negative("hw.link", delay=self.delay, back=self.back)
+        if not 576 <= self.mtu <= 65000:
+            raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
+
+    def forward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a higher number, in bytes/s of packets."""
+        return self.rates[hop] if self.rates else self.rate
+
+    def backward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a lower number."""
+        return self.back or self.forward(hop)
+
+    @property
+    def segment(self) -> int:
+        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12."""
+        return self.mtu - 52
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Nodes of one kind: `conf/hw`."""
 
@@ -100,14 +163,26 @@ class Machine:
     interconnect: Interconnect
     nic: Nic
     host: Host
+    link: Wire | None = None  # between nodes, for TCP; without one only the hosts limit it
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        if self.link is not None:
+            self._check_link(self.link)
         positive("hw", nodes=self.nodes)
         not_negative("hw", gpus=self.gpus)
         if self.gpus and self.gpu is None:
             raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
+
+    def _check_link(self, link: Wire) -> None:
+        if not 2 <= self.nodes <= 250:
+            raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
+        hops = self.nodes - 1
+        if link.rates and len(link.rates) != hops:
+            raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
+        if beyond := [change.hop for change in link.changes if change.hop >= hops]:
+            raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
 
     nvlink   GPU memory - port out - port in - GPU memory          (a mesh has one link for each ordered pair)
     rdma     GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
-    tcp      host memory - node's tcp out - node's tcp in - host memory
+    tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
     shm      host memory (read) - host memory (written)
 
 Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a port,
@@ -92,12 +92,24 @@ def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int
     return {}
 
 
+def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Return the links of ``hw.link``, hop by hop, in either direction; they carry data, less what headers take."""
+    wire = machine.link
+    if wire is None:
+        return (), ()
+    share, hops = wire.segment / wire.mtu, range(machine.nodes - 1)
+    up = tuple(network.link(f"link{hop}.up", wire.forward(hop) * share) for hop in hops)
+    down = tuple(network.link(f"link{hop}.down", wire.backward(hop) * share) for hop in hops)
+    return up, down
+
+
 class Topology:
     """All links of *machine*, made in *network*."""
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self.machine = machine
         self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
+        self._up, self._down = _chain(machine, network)
 
     def site(self, place: Place) -> Site:
         """Return where a rank at *place* lies.
@@ -168,8 +180,20 @@ class Topology:
 
     def _tcp(self, source: Site, target: Site) -> Route:
         one, other = self._nodes[source.node], self._nodes[target.node]
-        wire = (one.loopback,) if one is other else (one.tcp_out, other.tcp_in)
-        return Route((*self._from_host(source), *wire, *self._into_host(target)), 0.0)
+        hops = self._hops(source.node, target.node)
+        wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
+        return Route((*self._from_host(source), *wire, *self._into_host(target)), 2 * self.delay(source, target))
+
+    def delay(self, source: Site, target: Site) -> float:
+        """Return how many seconds the links between nodes take one way, on top of `Host.tcp_latency`."""
+        link = self.machine.link
+        return 0.0 if link is None else abs(source.node - target.node) * link.delay
+
+    def _hops(self, source: int, target: int) -> tuple[Link, ...]:
+        """Return the links between two nodes of a chain."""
+        if not self._up:
+            return ()
+        return self._up[source:target] if source < target else self._down[target:source][::-1]
 
     def _shm(self, source: Site, target: Site) -> Route:
         if source.node != target.node:

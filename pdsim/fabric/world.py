@@ -206,8 +206,14 @@ class _Job:
         watch = observer.sent if observer is not None else None
         device.watch = observer.copied if observer is not None else None
         endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
-        channel = SimChannel(spec.name, self._model.machine.host, self._clock, clock, self._channels, hold, watch)
+        delay = self._delay if self._model.machine.link is not None else None
+        host = self._model.machine.host
+        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay)
         return _Member(clock, device, endpoint, channel, records)
+
+    def _delay(self, sender: str, receiver: str) -> float:
+        one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
+        return self._topology.delay(one, other)
 
     def _memory(self, site: Site) -> DeviceMemory:
         memory = self._memories.get(site.name)

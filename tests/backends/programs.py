@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -208,3 +209,13 @@ def fork(rank: Rank) -> Program:
 def recursion(rank: Rank) -> Any:
     """Not a program: it yields nothing."""
     return sys.getrecursionlimit()
+
+
+def tell_network(rank: Rank, others: list[str]) -> Program:
+    """Return this process's namespace and its devices, once all *others* have been heard from over the channel."""
+    for name in others:
+        rank.channel.send(name, b"here")
+    for _ in others:
+        yield rank.channel.receive()
+    devices = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    return [str(Path("/proc/self/ns/net").readlink()), rank.channel.uri, devices]

@@ -1,0 +1,65 @@
+"""When a hop of the link delivers a packet, worked out by hand: 1000 bytes/s, 0.5 s of delay."""
+
+import pytest
+
+from backends.carrier import HEADER, Hop
+
+PACKET = bytes(HEADER + 100)  # 0.1 s on the wire
+
+
+def hop(*changes, backlog=1e9):
+    made = Hop(1000.0, 0.5, backlog)
+    made.plan(changes)
+    return made
+
+
+def arrivals(one, *times):
+    for at in times:
+        one.take(PACKET, at)
+    return [at for at, _ in one.due(1e9)]
+
+
+def test_a_packet_arrives_after_its_time_on_the_wire_and_the_delay():
+    assert arrivals(hop(), 10.0) == pytest.approx([10.6])
+
+
+def test_packets_leave_one_after_the_other():
+    assert arrivals(hop(), 10.0, 10.0, 10.05, 20.0) == pytest.approx([10.6, 10.7, 10.8, 20.6])
+
+
+def test_nothing_is_due_before_its_time():
+    one = hop()
+    one.take(PACKET, 10.0)
+    assert one.due(10.59) == []
+    assert [packet for _, packet in one.due(10.61)] == [PACKET]
+
+
+def test_a_slow_hop_carries_its_share_from_the_middle_of_a_packet_on():
+    slow = ("slow", 10.05, 11.0, 0.5)
+    assert arrivals(hop(slow), 10.0, 10.9, 12.0) == pytest.approx([10.65, 11.55, 12.6])
+
+
+def test_a_stalled_hop_goes_on_where_it_was_and_loses_nothing():
+    stall = ("stall", 10.05, 13.0, 0.0)
+    assert arrivals(hop(stall), 10.0, 10.5, 14.0) == pytest.approx([13.55, 13.65, 14.6])
+
+
+def test_a_cut_loses_what_is_on_the_wire_and_what_is_sent_meanwhile():
+    cut = ("cut", 10.0, 11.0, 0.0)
+    assert arrivals(hop(cut), 9.0, 9.5, 9.95, 10.5, 10.95, 11.2) == pytest.approx([9.6, 11.8])
+
+
+def test_changes_follow_one_another():
+    both = ("slow", 10.0, 11.0, 0.1), ("stall", 11.0, 12.0, 0.0)
+    assert hop(*both).leaves(10.0, 200.0) == pytest.approx(12.1)
+
+
+def test_a_hop_is_full_at_its_backlog_and_what_is_on_its_way_and_takes_again_what_has_left():
+    one = hop(backlog=2 * len(PACKET))
+    taken = 0
+    while not one.full:
+        one.take(PACKET, 10.0)
+        taken += 1
+    assert taken == 2 + -(-500 // len(PACKET))
+    one.due(10.65)
+    assert not one.full

@@ -1,0 +1,155 @@
+"""A real link: ranks in namespaces of their own, all they say over it, and nothing of it left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backends.launch import Processes
+from backends.namespaces import DEVICE
+from backends.testbed import joined, lacking
+from pdsim.errors import BackendUnavailable
+from pdsim.fabric.machine import Change, Wire
+from pdsim.transfer import Place
+from tests.backends import programs
+from tests.backends.conftest import spec
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"needs network namespaces: {lacking()}")
+
+LINK = Wire(rate=1e8, delay=1e-3)
+
+RUN = """
+from backends.launch import Processes
+from dataclasses import replace
+from pdsim.fabric.machine import Wire
+from pdsim.transfer import Place
+from tests.backends.conftest import spec
+from tests.backends import programs
+from tests.conformance.conftest import engine
+
+ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
+Processes(engine("mooncake_tcp"), link=Wire(rate=1e8, delay=1e-3), nodes=2).run(ranks)
+"""
+
+
+def at(node, name, program, **arguments):
+    return replace(spec(name, program, **arguments), place=Place(node))
+
+
+def run(engine, *ranks, nodes=2, link=LINK):
+    outcome = Processes(engine, deadline=60, device_capacity=1 << 24, link=link, nodes=nodes).run(ranks)
+    assert not [result.error for result in outcome.ranks.values() if result.error]
+    return outcome
+
+
+def state():
+    """Return what a link could leave: children, descriptors, this thread in another namespace."""
+    me = psutil.Process()
+    return set(me.children(recursive=True)), me.num_fds(), Path("/proc/thread-self/ns/net").readlink()
+
+
+def spaces(processes):
+    """Return the network namespaces that *processes*, numbers, are in."""
+    found = set()
+    for number in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            found.add(Path(f"/proc/{number}/ns/net").readlink())
+    return found
+
+
+def test_every_rank_is_in_the_namespace_of_its_node_and_sees_its_device(mooncake):
+    names = ["a", "b", "c"]
+    where = {"a": 0, "b": 1, "c": 1}
+    ranks = [
+        at(where[name], name, programs.tell_network, others=[one for one in names if one != name]) for name in names
+    ]
+    found = {name: rank.value for name, rank in run(mooncake, *ranks).ranks.items()}
+    inside = {name: value[0] for name, value in found.items()}
+    assert inside["b"] == inside["c"] != inside["a"]
+    assert str(Path("/proc/self/ns/net").readlink()) not in inside.values()
+    for name, (_, uri, devices) in found.items():
+        assert uri.startswith(f"tcp://10.78.0.{where[name] + 1}:")
+        assert devices == [DEVICE, "lo"]
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (2, 0)], ids=["one hop", "two hops back"])
+def test_transfers_between_nodes_arrive_whole(any_engine, ends):
+    if any_engine.name == "nixl_shm":
+        pytest.skip("memory is shared within a node only")
+    one, other = ends
+    ranks = at(one, "a", programs.write_many, to="b", count=10), at(other, "b", programs.be_written, by="a")
+    outcome = run(any_engine, *ranks, nodes=3)
+    assert len(outcome.ranks["a"].transfers) == 10
+    assert "tcp" in outcome.ranks["a"].engine
+
+
+@pytest.mark.parametrize("kind", ["cut", "stall"])
+def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
+    link = replace(LINK, changes=(Change(kind=kind, start=0.02, end=0.3),))
+    ranks = at(0, "a", programs.write_many, to="b", count=200), at(1, "b", programs.be_written, by="a")
+    records = run(mooncake, *ranks, link=link).ranks["a"].transfers
+    assert len(records) == 200
+    assert max(record.seen for record in records) > 0.3
+
+
+def test_nothing_is_left_when_all_goes_well(mooncake):
+    before = state()
+    run(mooncake, at(0, "a", programs.sleep, seconds=0), at(1, "b", programs.sleep, seconds=0))
+    assert state() == before
+
+
+def test_nothing_is_left_when_a_rank_fails(mooncake):
+    before = state()
+    ranks = [at(0, "a", programs.say_and_die, code=1), at(1, "b", programs.sleep, seconds=600)]
+    Processes(mooncake, deadline=3, link=LINK, nodes=2).run(ranks)
+    assert state() == before
+
+
+def test_nothing_is_left_when_the_carrier_cannot_be_made(monkeypatch):
+    before = state()
+    monkeypatch.setattr("backends.testbed.CARRIER", Path("/nowhere.py"))
+    with pytest.raises(BackendUnavailable, match="carrier did not start: exit code 2"), joined(LINK, 2):
+        pass
+    assert state() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_when_the_supervisor_is_signalled(mooncake, number):
+    supervisor = subprocess.Popen([sys.executable, "-c", RUN], stderr=subprocess.DEVNULL)
+    try:
+        children = []
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in children) < 2:
+            children = psutil.Process(supervisor.pid).children()
+            time.sleep(0.1)
+        assert len(children) == 3  # two ranks and the carrier
+        made = spaces(child.pid for child in children) - spaces([os.getpid()])
+        assert len(made) == 2
+        supervisor.send_signal(number)
+        supervisor.wait(timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    assert not made & spaces(psutil.pids())
+
+
+def test_who_may_not_make_namespaces_is_told_what_it_takes():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        os.write(writer, lacking().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        assert "run as root with /dev/net/tun, or use hw=loopback" in said.read()
