@@ -2,8 +2,8 @@
 
 Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much as
 a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is the simplest one whose error on folds
-that it has not seen is within a standard error of the best (Breiman et al., "Classification and Regression Trees",
-1984).  Intervals are from a bootstrap over whole configurations.  Knows neither files nor machines.
+that it has not seen is within a standard error of the best's, in pairs (after Breiman et al., "Classification and
+Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  Knows neither files nor machines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ KNEE = 16.0
 DEPENDENT = 1e-3
 """Singular values of the Jacobian below this share of the largest mean that two parameters do the same."""
 
-_EXPENDABLE = ("first2", "extra2", "first1", "extra1", "rate", "descriptor", "latency", "call", "queue_rate")
+_EXPENDABLE = (
+    *("first2", "extra2", "first1", "extra1"),
+    *("wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
+)
 """Which of several parameters that cannot be told apart is given up first."""
 
 
@@ -102,6 +105,7 @@ def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
     each = float((points.seconds / points.blocks / points.concurrency).min())
     middle = math.sqrt(float(points.blocks.max()))
     guess = {"call": 0.7 * least, "latency": 0.7 * least, "descriptor": each, "rate": rate, "queue_rate": rate * 1.1}
+    guess["wire_descriptor"] = 0.5 * each
     guess |= {"extra1": each, "first1": max(2.0, middle / 3), "extra2": 0.3 * each, "first2": max(4.0, 6 * middle)}
     random = np.random.Generator(np.random.PCG64(len(points)))
     for index in range(STARTS):
@@ -125,7 +129,7 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
     found: dict[Form, None] = {}
     for form in sorted(forms, key=lambda form: form.stages != stages_of(base)):
         free = dict.fromkeys(form.free)
-        if crowded:
+        if crowded and not base.in_order:
             free["queue_rate"] = None
         if crowded and lonely and form.stages == "sum":
             free |= {"call": None, "latency": None}
@@ -151,8 +155,8 @@ def choose(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> 
     seen = [np.concatenate([abs(error) for error in _fold_errors(one, points, base)]) for one in fits]
     means = np.array([error.mean() for error in seen])
     best = int(means.argmin())
-    spread = float(seen[best].std()) / math.sqrt(len(points))
-    close = [index for index in range(len(fits)) if means[index] <= means[best] + spread]
+    worse = [each - seen[best] for each in seen]  # in pairs: what both get wrong tells nothing of either
+    close = [index for index, by in enumerate(worse) if by.mean() <= by.std() / math.sqrt(len(points))]
 
     def richness(index: int) -> tuple[int, bool, float]:
         form = fits[index].form

@@ -1,14 +1,15 @@
 """The forms that a fit chooses among: the closed form of `EngineModel.alone` over arrays of samples.
 
 With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a wire
-of ``W = n * s / rate``::
+of ``W = n * (s / rate + wire_descriptor)``::
 
     sum        P + W + latency
     maximum    max(P, W) + latency
-    pipeline   max(P(1) + W, P + s / rate) + latency
+    pipeline   max(P(1) + W, P + W / n) + latency
 
 Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
-all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).
+all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine carries
+one after the other (`EngineModel.in_order`), it is ``max(T(1), c * P, c * W)``.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ class Form:
         """Return how long a transfer of each of *points* takes with the parameters *at*."""
         n, total = points.blocks, points.blocks * points.size
         rate = min(at["rate"], at["queue_rate"])
-        posting, wire = _posting(at, n), total / rate
+        posting, wire = _posting(at, n), total / rate + n * at["wire_descriptor"]
         if self.stages == "sum":
             alone = posting + wire
         elif self.stages == "maximum":
             alone = np.maximum(posting, wire)
         else:
-            alone = np.maximum(_posting(at, np.ones(1)) + wire, posting + points.size / rate)
+            alone = np.maximum(_posting(at, np.ones(1)) + wire, posting + wire / n)
         alone = alone + at["latency"]
-        crowded = points.concurrency * np.maximum(posting, total / at["queue_rate"])
+        shared = wire if at["in_order"] else total / at["queue_rate"]
+        crowded = points.concurrency * np.maximum(posting, shared)
         busy: Floats = np.where(points.concurrency > 1, np.maximum(alone, crowded), alone)
         return busy
 
@@ -105,10 +107,13 @@ def _posting(at: Parameters, n: Floats) -> Floats:
 _RAMPS = ((), ("extra1", "first1"), ("extra1", "first1", "extra2", "first2"))
 _CONSTANTS = {"sum": (("call",),), "maximum": (("latency",), ("call", "latency")), "pipeline": (("call",),)}
 
+_WIRES: Mapping[str, tuple[tuple[str, ...], ...]] = {"sum": ((),)}  # a sum does not tell the two of a descriptor apart
+
 FORMS = tuple(
-    Form(stages, (*constant, "descriptor", *ramps, "rate"))
+    Form(stages, (*constant, "descriptor", *ramps, *wire, "rate"))
     for ramps in _RAMPS
     for stages in STAGES
+    for wire in _WIRES.get(stages, ((), ("wire_descriptor",)))
     for constant in _CONSTANTS[stages]
 )
 """From the simplest to the richest."""
@@ -129,7 +134,7 @@ def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
         latency=at["latency"],
         rate=at["rate"],
         queue_rate=at["queue_rate"] / base.queues,
-        wire_descriptor=0.0,
+        wire_descriptor=at["wire_descriptor"],
         overlap=form.stages != "sum",
         pipelined=form.stages == "pipeline",
         ramp=tuple(Ramp(first=first, extra=extra) for first, extra in ramps if extra > 0.0 and first),
@@ -143,5 +148,5 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     """
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)
-    fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate}
-    return {**fixed, "queue_rate": base.queues * base.queue_rate, **ramps}
+    fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
+    return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

@@ -31,7 +31,7 @@ from pdsim.errors import (
     TransferTimeout,
 )
 from pdsim.fabric.deadlines import Deadlines
-from pdsim.fabric.engine import Lane, Poster, Posting
+from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
 from pdsim.fabric.flight import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
@@ -64,6 +64,7 @@ class Fabric:
     chance: Chance | None = None
     observer: Observer | None = None
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
+    copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -476,4 +477,5 @@ class SimEndpoint:
             )
         outward = fabric.topology.route(model.path, self.site, remote.site)
         inward = fabric.topology.route(model.path, remote.site, self.site)
-        return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}")
+        copier = fabric.copiers.setdefault(self.site.name, CopyEngine()) if model.in_order else None
+        return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)

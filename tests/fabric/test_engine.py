@@ -4,7 +4,7 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.errors import SendQueueFull
-from pdsim.fabric.engine import Lane, Poster
+from pdsim.fabric.engine import CopyEngine, Lane, Poster
 from pdsim.fabric.machine import Ramp
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Route
@@ -280,3 +280,66 @@ class TestEvents:
         bench.post("a", descriptors=descriptors)
         bench.run()
         assert next(bench.clock._eid) == expected
+
+
+class Crossing:
+    """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
+
+    def __init__(self, **changes):
+        self.clock = Clock()
+        self.network = Network(self.clock)
+        self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
+        self.log = []
+        self.lanes = {}
+        ports = {name: self.network.link(name, 100.0) for name in "abcd"}
+        for source in "ab":
+            poster, copier = Poster(), CopyEngine()
+            for sink in "cd":
+                way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
+                name = source + sink
+                self.lanes[name] = Lane(self.network, poster, self.model, way, back, name, copier)
+
+    def post(self, *names, nbytes=100):
+        return [self.lanes[name].post(nbytes, 1, False, self.done, name) for name in names]
+
+    def done(self, posting):
+        self.log.append((self.clock.now, posting.tag))
+
+    def run(self):
+        self.clock.run()
+        return self.log
+
+
+def test_a_copy_engine_carries_one_transfer_at_a_time_in_the_order_of_posting():
+    crossing = Crossing()
+    crossing.post("ac", "ad")
+    assert crossing.run() == [(1.0, "ac"), (2.0, "ad")]
+
+
+def test_sources_that_begin_with_the_same_sink_use_one_port_of_two():
+    crossing = Crossing()
+    crossing.post("ac", "ad", "bc", "bd")
+    assert crossing.run() == [(2.0, "ac"), (2.0, "bc"), (4.0, "ad"), (4.0, "bd")]
+
+
+def test_sources_that_begin_with_different_sinks_use_both():
+    crossing = Crossing()
+    crossing.post("ac", "ad", "bd", "bc")
+    assert crossing.run() == [(1.0, "ac"), (1.0, "bd"), (2.0, "ad"), (2.0, "bc")]
+
+
+def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
+    crossing = Crossing()
+    first, second, _ = crossing.post("ac", "ad", "ac")
+    crossing.clock.call_at(0.5, lambda _: (crossing.lanes["ad"].abort(second), crossing.lanes["ac"].abort(first)), None)
+    assert crossing.run() == [(1.5, "ac")]
+
+
+def test_a_copy_engine_waits_for_the_posting_of_what_it_carries():
+    crossing = Crossing(overlap=True)
+    slow, other = crossing.lanes["ac"], crossing.lanes["ad"]
+    slow.model = cost(call=3.0, descriptor=0.0, latency=0.0, in_order=True, overlap=True)
+    slow._poster = Poster()  # of another rank on the same GPU
+    crossing.post("ac", "ad")
+    assert other.model.in_order
+    assert crossing.run() == [(3.0, "ac"), (4.0, "ad")]
