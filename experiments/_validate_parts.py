@@ -42,6 +42,7 @@ class Design:
     repeat: int = 20
     volume: Size = 4 << 30
     placement: tuple[str, ...] = ("packed",)
+    verify: bool = False  # contents too: filling and comparing take longer than the transfers
 
 
 class Part(NamedTuple):
@@ -69,17 +70,18 @@ def parts(config: Config, design: Design, folder: Path) -> Iterator[Part]:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm
         options = {"points": str(path), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
-        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled"})
+        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": design.verify})
     if "handoff" in design.classes:
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         paths = ("sliced", "staged") if config.policy.staging else ("sliced",)
         ranks = max(sum(map(int, tp.split("to"))) for tp in design.tp)
         placement = "packed" if not gpus or gpus >= ranks else "sides"
         options = {"tokens": tokens, "tp": design.tp, "paths": paths, "repeat": max(4, design.repeat // 4)}
-        yield Part("handoff", options | {"placement": placement})
+        yield Part("handoff", options | {"placement": placement, "verify": design.verify})
     if "allgather" in design.classes and config.collective is not None and find_spec("experiments.allgather"):
         ranks_of = tuple(count for count in (2, 4, 8) if count <= (gpus or 2))
-        yield Part("allgather", {"ranks": ranks_of, "size": design.pieces, "growth": False, "repeat": design.repeat})
+        options = {"ranks": ranks_of, "size": design.pieces, "growth": False, "repeat": design.repeat}
+        yield Part("allgather", options | {"verify": design.verify})
     if "serve" in design.classes:
         yield Part("serve", {})
 

@@ -38,7 +38,8 @@ class Options:
     paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
     metadata: tuple[str, ...] = ("policy",)  # as the backend's policy says; or with the data; or over "control"
     repeat: int = 5  # measured handoffs of each shape
-    warmup: int = 1  # before them, of each shape; they also have their contents compared
+    warmup: int = 1  # before them, of each shape
+    verify: bool = True  # compare the contents of those before, where memory has any
     placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
     deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
 
@@ -177,7 +178,7 @@ def _as(config: Config, options: Options, way: Way) -> Config:
         pool=config.kv.pool or 2 * largest,
         staging=way.path == "staged",
         staging_ring=min(config.kv.staging_ring, 4 * largest),  # with one request under way, more is never used
-        checked=_warm(options),
+        checked=_warm(options) if options.verify else 0,
     )
     return replace(
         config,
