@@ -31,7 +31,7 @@ from backends.identity import is_dead
 from backends.lending import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back
 from backends.link import Line, Link
 from backends.state import FORMAT, Address, Entry, Flight, PeerState
-from pdsim.clock import Mailbox, WallClock
+from pdsim.clock import Mailbox, WallClock, fire
 from pdsim.errors import (
     InvalidBatch,
     PeerLost,
@@ -394,7 +394,10 @@ class RealEndpoint(ABC):
             flight.fail(result)
 
     def _settle(self, flight: Flight) -> None:
-        flight.settled.succeed()
+        if flight.settled.callbacks:
+            flight.settled.succeed()
+        else:
+            fire(flight.settled)  # nobody waits: no turn of the clock for it
         flight.local.moving -= 1
         peer = flight.peer
         peer.moving[flight.remote.name] -= 1

@@ -9,8 +9,11 @@ What it does about the engine's ways:
   at nothing but its address, so memory that was registered is used again and never given back.
 - Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
-  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).  Small
-  batches over NVLink are done in the posting call instead, if none is queued: to wake a thread takes longer.
+  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
+- Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There the
+  clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it is idle,
+  so that an answer about the first block is one about all that were posted before.  Small batches are done in the
+  posting call.
 - Of regions registered after the first transfer to a peer its NVLink transport learns nothing.
 - A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
   stays in quarantine.
@@ -29,8 +32,9 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,8 +65,10 @@ PATIENCE = 30.0
 
 
 SMALL, FEW = 1 << 16, 16
-"""Bytes and descriptors up to which a batch over NVLink is done at once, without a thread: 12 us, as long as waking one
-takes twice over."""
+"""Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as long
+as two turns of the clock."""
+
+_MOVED, _FAILED = 1, -1  # what `transfer_check_status` says of a batch that has ended, and that must not be asked again
 
 
 @dataclass(eq=False)
@@ -70,7 +76,8 @@ class _Session:
     """A peer, as the engine names it."""
 
     session: str
-    queued: int = 0  # batches that a thread has
+    under_way: int = 0  # batches that the clock's thread has posted
+    waiting: deque[Flight] = field(default_factory=deque)  # for these to end
 
 
 class _Way(NamedTuple):
@@ -118,6 +125,7 @@ class MooncakeEndpoint(RealEndpoint):
         self._sessions: dict[str, _Session] = {}
         self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
         self._workers: list[threading.Thread] = []
+        self._tickets: dict[Flight, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
         patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
         defaults = {
@@ -139,6 +147,8 @@ class MooncakeEndpoint(RealEndpoint):
                 f"Mooncake did not report a transport over {self._way.name}, so it chose another: {text.strip()[-300:]}"
             )
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
+        if self._way.gpu_only:
+            self.clock.watch(self)
         devices = found if self._way.name == "rdma" else []
         return " ".join(["mooncake", installed(*DISTRIBUTIONS), self._way.name, *devices])
 
@@ -197,18 +207,69 @@ class MooncakeEndpoint(RealEndpoint):
             batch.size.tolist(),
         )
         flight.prepared = self.clock.now
-        if self._way.gpu_only and batch.nbytes <= SMALL and len(batch) <= FEW and not flight.peer.handle.queued:
+        if not self._way.gpu_only:
+            self._queue(flight.peer).put(flight)
+        elif batch.nbytes <= SMALL and len(batch) <= FEW and not self._tickets:
             self._at_once(flight)
         else:
-            flight.peer.handle.queued += 1
-            self._queue(flight.peer).put(flight)
+            flight.peer.handle.waiting.append(flight)
+            self._go_on(flight.peer.handle)
+
+    # --- over NVLink: on the clock's thread -------------------------------------------------------------------------
 
     def _at_once(self, flight: Flight) -> None:
-        """Do what is over sooner than a thread would have begun; no peer takes part who could keep it waiting."""
+        """Do what is over sooner than the clock would have come to ask for it."""
         posted = time.monotonic()
         call = getattr(self._native, f"batch_transfer_sync_{flight.operation}")
         code = call(flight.peer.handle.session, *flight.handle)
         self._finish(flight, code, posted, time.monotonic())
+
+    def _go_on(self, session: _Session) -> None:
+        """Post what waits for *session*, as far as it may be under way at once."""
+        while session.waiting and session.under_way < self._threads:
+            flight = session.waiting.popleft()
+            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self._stopped(flight)
+                continue
+            self.device.enter()
+            ticket = getattr(self._native, f"batch_transfer_async_{flight.operation}")(session.session, *flight.handle)
+            if ticket:
+                flight.posted = self.clock.now
+                self._tickets[flight] = ticket
+                session.under_way += 1
+            else:
+                self._finish(flight, None, time.monotonic(), time.monotonic())
+
+    def poll(self) -> bool:
+        """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
+        codes: dict[Flight, int] = {}
+        while ended := self._ended():
+            codes |= ended
+        for flight, code in codes.items():
+            flight.peer.handle.under_way -= 1
+            at = time.monotonic()
+            self._finish(flight, 0 if code == _MOVED else code, flight.posted + self.clock.origin, at)
+        for session in {flight.peer.handle for flight in codes}:
+            self._go_on(session)
+        return bool(codes)
+
+    def _ended(self) -> dict[Flight, int]:
+        """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
+        ask = self._native.transfer_check_status
+        ended = {flight: code for flight, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)}
+        for flight in ended:
+            del self._tickets[flight]
+        return ended
+
+    def fileno(self) -> None:
+        """Return None: the engine has no descriptor."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether the clock's thread has posted what has not ended."""
+        return bool(self._tickets)
+
+    # --- over a network: in threads ---------------------------------------------------------------------------------
 
     def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
         if peer not in self._queues:
@@ -227,24 +288,16 @@ class MooncakeEndpoint(RealEndpoint):
         while (flight := work.get()) is not None:
             posted = time.monotonic()
             if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self._withdrawn, flight))
+                self.clock.call(partial(self._stopped, flight))
                 continue
             name = "batch_transfer_async_" + flight.operation
             ticket = getattr(self._native, name)(flight.peer.handle.session, *flight.handle)
             posted = time.monotonic()
             code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-            self.clock.call(partial(self._returned, flight, code, posted, time.monotonic()))
-
-    def _returned(self, flight: Flight, code: int | None, posted: float, ended: float) -> None:
-        """Take a thread's answer, on the clock's thread; *code* is None if the batch was not even taken."""
-        flight.peer.handle.queued -= 1
-        self._finish(flight, code, posted, ended)
-
-    def _withdrawn(self, flight: Flight) -> None:
-        flight.peer.handle.queued -= 1
-        self._stopped(flight)
+            self.clock.call(partial(self._finish, flight, code, posted, time.monotonic()))
 
     def _finish(self, flight: Flight, code: int | None, posted: float, ended: float) -> None:
+        """Take what the engine says of *flight*; *code* is None if it was not even taken."""
         flight.handle = None
         flight.posted, at = posted - self.clock.origin, ended - self.clock.origin
         if code == 0:
@@ -254,6 +307,7 @@ class MooncakeEndpoint(RealEndpoint):
             self._refused(flight, f"Mooncake {what} a {flight.operation} of {flight.batch.nbytes} bytes (code {code})")
 
     def _detach(self, idle: bool) -> None:
+        self.clock.unwatch(self)
         for work in self._queues.values():
             for _ in range(self._threads):
                 work.put(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -99,6 +100,8 @@ def main() -> None:
     go = wire.receive(connection, wire.Go)
     clock.origin = go.origin
     rank.channel.open(go.uris)  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()  # what the libraries have made lives as long as this process: no collection need look at it again
     if go.restarts:
         clock.watch(Moves(connection, clock, rank.channel.open))  # type: ignore[attr-defined]
     wire.send(connection, _run(clock, rank, records, program, start))

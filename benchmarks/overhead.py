@@ -34,6 +34,8 @@ SHAPES = ((1, 4 << 10), (1, 64 << 10), (1, 1 << 20), (1, 16 << 20), (1, 64 << 20
 GPU_SHAPES = ((1, 4 << 10), (1, 1 << 20), (1, 256 << 20), (1000, 16 << 10))
 FLOOR = 0.97
 """Of the library's bandwidth in the largest transfer."""
+WARM = 5
+"""Transfers before those of a turn that are timed: both ways begin it after a message, for which the process slept."""
 ADDED = 15e-6
 """Seconds that the interface may add to 4 KiB between GPUs."""
 REGION = 64 << 20
@@ -71,7 +73,7 @@ def initiate(rank: Rank) -> Program:
             ours = yield from through_endpoint(rank, peer, batch, times)
             rank.channel.send("target", b"bare")
             yield rank.channel.receive()
-            direct = [bare(batch) for _ in range(times)]
+            direct = [bare(batch) for _ in range(WARM + times)][WARM:]
             rank.channel.send("target", b"over")
             if rank.endpoint.kind == "nixl":  # type: ignore[attr-defined]
                 rank.endpoint._agent.send_notif(peer.handle.handle, b"over")  # type: ignore[attr-defined]
@@ -94,11 +96,11 @@ def figures(ours: Sequence[float], bare: Sequence[float], times: int) -> list[fl
 def through_endpoint(rank: Rank, peer: Peer, batch: Batch, times: int) -> Generator[Any, Any, list[float]]:
     """Return how long each of *times* writes took until its program went on."""
     seconds = []
-    for _ in range(times):
+    for _ in range(WARM + times):
         start = time.perf_counter()
         yield rank.endpoint.write(peer, batch)
         seconds.append(time.perf_counter() - start)
-    return seconds
+    return seconds[WARM:]
 
 
 def addresses(batch: Batch) -> tuple[Any, Any]:
