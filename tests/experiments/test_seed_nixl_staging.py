@@ -1,0 +1,109 @@
+"""`experiment=seed_nixl_staging`: staging helps on the model, where the report says so and where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments._seeds import as_rows
+from experiments.seed_nixl_staging import Options, run
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from pdsim.run import compose
+
+SMALL = ("experiment.tokens=[512]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
+
+
+def seed(*words: str) -> Config:
+    return compose(["experiment=seed_nixl_staging", *SMALL, *words])
+
+
+def measure(config: Config) -> Result:
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
+    return run(config, model, lambda share, text: None)
+
+
+def points(result: Result, claim: str, machine: str = "8xh20 nixl") -> dict[str, dict[str, Any]]:
+    """Return what *result* says of *claim* on *machine*, by point, and not what is committed of others."""
+    rows = as_rows(result, "Points")
+    return {row["at"]: row for row in rows if (row["claim"], row["machine"]) == (claim, machine)}
+
+
+@pytest.fixture(scope="module")
+def within_a_node() -> Result:
+    return measure(seed("experiment.tp=[1to4,4to1,4to8]"))
+
+
+def test_it_is_about_nixl_on_a_node_of_h20():
+    config = seed()
+    assert (config.hw.name, config.backend.name) == ("8xh20", "nixl")
+
+
+def test_a_descriptor_a_token_and_plane_is_what_slices_cost_and_staging_saves(within_a_node):
+    found = points(within_a_node, "descriptors")
+    sliced, staged = 80 * 2 * 512, 1  # llama-3.1-70b; a block, and beside it ten rows of metadata to each decode rank
+    assert (found["4to1 512 tokens"]["before"], found["4to1 512 tokens"]["after"]) == (4 * sliced + 10, 4 * staged + 10)
+    assert (found["1to4 512 tokens"]["before"], found["1to4 512 tokens"]["after"]) == (4 * sliced + 40, 4 * staged + 40)
+
+
+def test_a_staged_handoff_is_faster_by_what_the_descriptors_cost(within_a_node):
+    found = points(within_a_node, "handoff")
+    for at, row in found.items():
+        assert row["effect"] > 100, at
+    assert found["4to1 512 tokens"]["before"] >= 5 * 80 * 2 * 512  # 5 us a descriptor, each rank for itself
+
+
+def test_prompts_that_arrive_at_once_get_their_first_token_earlier(within_a_node):
+    (ttft,), (rate,) = (points(within_a_node, claim).values() for claim in ("ttft", "throughput"))
+    assert ttft["at"] == "4toDP4 8 prompts"
+    assert ttft["effect"] > 1.05
+    assert rate["effect"] > 1.05
+    claims = [row for row in as_rows(within_a_node, "Claims") if row["machine"] == "8xh20 nixl"]
+    assert [row["verdict"] for row in claims] == ["holds"] * 4
+
+
+def test_across_nodes_descriptors_are_cheap_and_the_first_token_hardly_comes_earlier():
+    result = measure(seed("hw=2x8xh20", "experiment.tp=[4to1,8to2]"))
+    assert all(3 < row["effect"] < 100 for row in points(result, "handoff", "2x8xh20 nixl").values())
+    assert all(1 <= row["effect"] < 1.05 for row in points(result, "ttft", "2x8xh20 nixl").values())
+
+
+def test_every_byte_is_right_before_and_after():
+    small = ("hw=loopback", "backend=nixl_tcp", "memory=tracked", "experiment.tp=[1to2,2to1,4to1]")
+    result = measure(seed(*small))
+    assert result.failures == []
+    assert {row["claim"] for row in as_rows(result, "Claims")} == {"handoff", "descriptors", "ttft", "throughput"}
+
+
+def test_what_needs_more_gpus_than_there_are_is_left_out_and_named(within_a_node):
+    assert "hw=8xh20 has too few GPUs for 4to8, left out" in within_a_node.notes
+    assert "4to8 512 tokens" not in points(within_a_node, "handoff")
+    with pytest.raises(ConfigError, match=r"hw=2xh200 has too few GPUs for any of it; set experiment.placement=sides"):
+        measure(seed("hw=2xh200", "experiment.tp=[4to2]"))
+
+
+def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
+    result = measure(seed("hw=2xh200", "experiment.tp=[4to2]", "experiment.placement=sides"))
+    assert list(points(result, "handoff", "2xh200 nixl")) == ["4to2 512 tokens"]
+    assert "hw=2xh200 has too few GPUs for 4toDP4, left out" in result.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": ("2to2",)}, "experiment.tp must be of pairs of unlike sides such as 4to1, got '2to2'"),
+        ({"tp": ("4",)}, "experiment.tp must be of pairs of unlike sides such as 4to1, got '4'"),
+        ({"placement": "spread"}, "experiment.placement must be one of packed, sides, got 'spread'"),
+        ({"tokens": ()}, "experiment.tokens must have a value, got none"),
+        ({"prompts": (0,)}, "experiment.prompts must be >= 1, got 0"),
+        ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
+        ({"deadline": 0.0}, "experiment.deadline must be > 0, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(Options(), **options)
