@@ -189,7 +189,7 @@ class RealEndpoint(ABC):
 
     def _own(self, region: Region) -> Entry:
         entry = self._entries.get(region.name)
-        if entry is None or entry.region != region:
+        if entry is None or (entry.region is not region and entry.region != region):
             raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.rank}")
         return entry
 
@@ -296,7 +296,8 @@ class RealEndpoint(ABC):
         if local.owner != self.rank:
             side = "source" if operation == "write" else "target"
             raise InvalidBatch(f"a {operation}'s {side} must be a region of {self.rank}, got one of {local.owner}")
-        if peer.regions.get(remote.name) != remote:
+        known = peer.regions.get(remote.name)
+        if known is not remote and known != remote:
             raise InvalidBatch(
                 f"region {remote.owner}/{remote.name} is not one of peer {peer.name}, which has "
                 f"{', '.join(sorted(peer.regions)) or 'none'}; a region registered later needs a newer address"

@@ -214,7 +214,7 @@ class WallClock(Clock):
         self.origin = time.monotonic() if origin is None else origin
         self.spin = spin
         self.nap = nap
-        self._sources: dict[Source, None] = {}
+        self._sources: tuple[Source, ...] = ()  # replaced, never changed: a poll may watch and unwatch
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -228,11 +228,12 @@ class WallClock(Clock):
 
     def watch(self, source: Source) -> None:
         """Poll *source* between events from now on."""
-        self._sources[source] = None
+        if source not in self._sources:
+            self._sources = (*self._sources, source)
 
     def unwatch(self, source: Source) -> None:
         """Stop polling *source*.  Not an error if it is not watched."""
-        self._sources.pop(source, None)
+        self._sources = tuple(other for other in self._sources if other is not source)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run *function* on the clock's thread.  The only method that other threads may use."""
@@ -282,7 +283,7 @@ class WallClock(Clock):
         while self._calls:
             self._calls.popleft()()
             found = True
-        for source in tuple(self._sources):
+        for source in self._sources:
             found |= source.poll()
         return found
 
