@@ -171,6 +171,7 @@ class _Call:
     flows: list[Flow] = field(default_factory=list)
     left: int = 0  # flows that have not ended
     began: float | None = None  # when all ranks had made it and the one before was over
+    busy: float = 0.0  # until when it keeps the hosts, whatever its flows do
     done: bool = False
 
     @property
@@ -190,6 +191,7 @@ class _Core:
         self._clock = groups.fabric.clock
         self._calls: dict[int, _Call] = {}  # that are not over, by number
         self._turn = 0  # the number of the call that is served now, or next
+        self._ended = -1.0  # when the call before was over
         self._left: tuple[str, float] | None = None  # who broke the group, and when
         models = {"plain": self.library.plain, "symmetric": self.library.symmetric}
         self._models = models
@@ -246,10 +248,10 @@ class _Core:
 
     def _start(self, call: _Call) -> TransferError | None:
         """Begin *call*; return why it cannot be."""
-        size, kind, others = call.one.size, call.one.kind, len(self.names) - 1
+        size, kind = call.one.size, call.one.kind
         if kind == "reserve":
             error = self._reserve(call)
-            seconds = self.library.grow_latency + size / self.library.grow_rate
+            seconds = len(self.names) * self.library.grow_latency + size / self.library.grow_rate
             if error is None:
                 for request in call.requests.values():
                     request.member.device.compute(seconds)  # the allocation waits for the device, and it for that
@@ -259,8 +261,9 @@ class _Core:
         if kind == "symmetric" and owners != {self}:
             return RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
         model = self._models[kind]
-        delay = model.latency + others * model.step + size / model.own_rate
-        self._clock.call_at(self._clock.now + delay, self._carry, call)
+        grown = kind == "symmetric" and call.one.member.growths > 0
+        call.busy = self._clock.now + model.busy(cold=self._clock.now > self._ended, grown=grown)
+        self._clock.call_at(self._clock.now + model.before(len(self.names), size), self._carry, call)
         return None
 
     def _carry(self, call: _Call) -> None:
@@ -271,15 +274,23 @@ class _Core:
         share = size * others if self._models[kind].pattern == "ring" else size
         call.left = len(paths)
         if not paths:  # a rank alone
-            self._move(call)
-            self._finish(call)
+            self._complete(call)
         call.flows = [self._fabric.network.start(path, share, self._on_carried, call) for path in paths]
 
     def _on_carried(self, call: _Call) -> None:
         call.left -= 1
-        if not call.left and not call.done:
-            self._move(call)
-            self._finish(call)
+        if not call.left:
+            self._complete(call)
+
+    def _complete(self, call: _Call) -> None:
+        """End *call*, all of whose bytes are there, once it does not keep the hosts any more."""
+        if call.done:
+            return
+        if call.busy > self._clock.now:
+            self._clock.call_at(call.busy, self._complete, call)
+            return
+        self._move(call)
+        self._finish(call)
 
     def _move(self, call: _Call) -> None:
         size = call.one.size
@@ -293,6 +304,7 @@ class _Core:
         call.done = True
         del self._calls[self._turn]
         self._turn += 1
+        self._ended = self._clock.now
         for request in call.requests.values():
             request.release()
             if request.over:

@@ -291,6 +291,9 @@ class CollectiveModel:
     load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives at:
     two where it lands in a staging buffer and is copied from there.
 
+    No call is over before the hosts are done with it.  One that does not follow the group's call before at once keeps
+    them busy for *cold*, one on symmetric memory of a pool that has grown for *grown*; neither is added to the rest.
+
     *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the algorithmic
     bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
     """
@@ -302,17 +305,39 @@ class CollectiveModel:
     rate: Rate
     own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
     copies: int = 0
+    cold: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
+    grown: Seconds = 0.0  # the same, in a pool that has grown
 
     def __post_init__(self) -> None:
         one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
         one_of("collective", ("ring", "direct"), pattern=self.pattern)
         not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
+        not_negative("collective", cold=self.cold, grown=self.grown)
         positive("collective", rate=self.rate, own_rate=self.own_rate)
+
+    def before(self, ranks: int, size: float) -> Seconds:
+        """Return what passes before *size* bytes of each of *ranks* begin to move over the links."""
+        return self.latency + (ranks - 1) * self.step + size / self.own_rate
+
+    def busy(self, *, cold: bool, grown: bool) -> Seconds:
+        """Return for how long a call keeps the hosts at least."""
+        return max(self.cold if cold else 0.0, self.grown if grown else 0.0)
+
+    def alone(
+        self, ranks: int, size: float, narrowest: Rate = math.inf, *, cold: bool = False, grown: bool = False
+    ) -> Seconds:
+        """Return how long an all-gather takes with nothing in its way, over links that carry *narrowest* or more."""
+        moved = (ranks - 1) * size / min(self.rate, narrowest)
+        return max(self.before(ranks, size) + moved, self.busy(cold=cold, grown=grown))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A library of collectives: `conf/collective`.  Growing the symmetric pool takes ``latency + size / rate``."""
+    """A library of collectives: `conf/collective`.
+
+    To reserve *size* bytes for each of *n* ranks, or to grow by them, takes ``n * grow_latency + size / grow_rate``:
+    the ranks make their memory known to one another.
+    """
 
     name: str
     implementation: str  # what `target=real` loads: "nccl", "symm_mem" or "gloo"
@@ -320,7 +345,7 @@ class Collective:
     symmetric: CollectiveModel
     pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
     grow: bool = True  # whether it may grow at run time
-    grow_latency: Seconds
+    grow_latency: Seconds  # of each rank
     grow_rate: Rate
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
     timeout: Seconds = 30.0

@@ -21,7 +21,7 @@ from tests.fabric.machines import cost, engine, machine
 RING = CollectiveModel(path="nvlink", pattern="ring", latency=3.0, step=0.5, rate=50.0, own_rate=100.0, copies=2)
 DIRECT = CollectiveModel(path="nvlink", pattern="direct", latency=1.0, step=0.25, rate=80.0)
 LIBRARY = Collective(
-    name="test", implementation="nccl", plain=RING, symmetric=DIRECT, grow_latency=2.0, grow_rate=100.0, timeout=1000.0
+    name="test", implementation="nccl", plain=RING, symmetric=DIRECT, grow_latency=1.0, grow_rate=100.0, timeout=1000.0
 )
 
 
@@ -128,6 +128,42 @@ def test_calls_of_a_group_are_served_one_after_the_other():
     assert second == [6.5, 13.0]
 
 
+def gather_in_turn(rank: Rank, names: list[str], pool: str = "default", grow: bool = False) -> Program:
+    """Gather, gather again at once, and again a second later; return how long each took."""
+    group, found = rank.group(names), []
+    for _ in range(2 if grow else 1):
+        yield group.reserve(1000)
+    source, target = rank.device.allocate(100, pool), rank.device.allocate(100 * len(names), pool)
+    for pause in (1.0, 0.0, 1.0):
+        if pause:
+            yield rank.clock.timeout(pause)
+        record = yield group.all_gather(source, target)
+        found.append(record.seen - record.submitted)
+    return found
+
+
+@pytest.mark.parametrize("cold", [0.0, 6.0, 9.0])
+def test_a_call_that_does_not_follow_at_once_lasts_as_long_as_it_keeps_the_hosts_if_that_is_longer(cold):
+    library = replace(LIBRARY, plain=replace(RING, cold=cold))
+    long = max(6.5, cold)
+    assert values(run(gather_in_turn, 2, library)) == [[long, 6.5, long]] * 2
+
+
+@pytest.mark.parametrize(("grow", "expected"), [(False, 2.5), (True, 4.0)])
+def test_a_pool_that_has_grown_keeps_the_hosts_for_longer(grow, expected):
+    library = replace(LIBRARY, symmetric=replace(DIRECT, grown=4.0))
+    found = values(run(gather_in_turn, 2, library, pool=SYMMETRIC, grow=grow))[0]
+    assert found == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+@pytest.mark.parametrize("model", [RING, replace(RING, cold=7.0, grown=9.0), replace(DIRECT, cold=7.0)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_alone_it_takes_what_the_closed_form_says(model, ranks):
+    library = replace(LIBRARY, plain=model)
+    expected = [model.alone(ranks, 100, 100.0, cold=cold) for cold in (True, False, True)]
+    assert values(run(gather_in_turn, ranks, library))[0] == [pytest.approx(one, rel=1e-12) for one in expected]
+
+
 def test_equal_runs_are_equal_to_the_bit():
     one, other = (run(gather, 4, size=97, late=0.1) for _ in range(2))
     assert one.ranks == other.ranks
@@ -155,7 +191,7 @@ def grow(rank: Rank, names: list[str], sizes: list[int]) -> Program:
     }
 
 
-def test_a_reservation_takes_a_latency_and_its_bytes_and_later_ones_are_growths():
+def test_a_reservation_takes_a_latency_a_rank_and_its_bytes_and_later_ones_are_growths():
     for found in values(run(grow, 2, sizes=[400, 100])):
         assert found == {"at": [6.0, 9.0], "computed": 10.0, "growths": 1, "seconds": 3.0, "used": 500}
 

@@ -1,0 +1,256 @@
+"""The numbers of `conf/collective`, fitted to measured all-gathers, and how far they are from those left out.
+
+    python -m benchmarks.allgather_fit
+
+An all-gather's time is fitted to every other size of the equal pieces of each run, from its smallest on, in pools that
+were reserved; *cold* to every other padded batch there, *grown* to every other size, up to a MiB, of equal pieces in
+pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with its median.  Plain
+memory goes through NCCL with either library, so both runs count.
+
+Prints the tables of ``docs/validation.md``, for the numbers that it fits and for those that `conf` has.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pdsim.fabric.machine import Collective, CollectiveModel
+from pdsim.results.record import Table
+from pdsim.results.report import show_table
+
+FOLDER = Path(__file__).parent.parent / "conf" / "collective"
+FITTED = ("latency", "step", "rate", "own_rate")
+SCALE = 0.1
+"""The relative error from which on a point counts less: what jobs of equal calls differ by."""
+
+SMALL = 1 << 20
+"""Bytes of a piece up to which the host's part is what a gather takes."""
+
+
+class Point(NamedTuple):
+    """The median of the equal calls of one job."""
+
+    run: str
+    library: str
+    ranks: int
+    size: int
+    kind: str  # plain or symmetric
+    batch: str
+    grown: bool
+    seconds: float
+
+    @property
+    def warm(self) -> bool:
+        """Whether calls followed one another, in a pool that was reserved."""
+        return not self.batch and not self.grown
+
+
+def points() -> list[Point]:
+    """Return the points of both machines."""
+    found = []
+    for run, rows in (("2xh200", _two()), ("4xh200", _four())):
+        times: dict[tuple[str, str], list[float]] = {}
+        for library, label, _, us in rows:
+            if label != "reserve":
+                times.setdefault((library, label), []).append(us * 1e-6)
+        found += [_point(run, library, label, seconds) for (library, label), seconds in times.items()]
+    return found
+
+
+def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> Point:
+    ranks, _, size, pool, *more = label.split(" ")  # as `experiments._allgather_rows.Point.label` says it
+    kind = "plain" if pool == "default" else "symmetric"
+    batch = more[1] if "batch" in more else ""
+    return Point(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
+
+
+def _read(name: str) -> Iterator[dict[str, str]]:
+    with (FOLDER / name).open(encoding="utf-8") as lines:
+        yield from csv.DictReader(line for line in lines if not line.startswith("#"))
+
+
+def _two() -> Iterator[tuple[str, str, int, float]]:
+    """Yield library, label, bytes and microseconds from a file with a row for each rank, in the order of the calls."""
+    by_rank: dict[tuple[str, str], dict[str, list[tuple[int, float, float]]]] = {}
+    for row in _read("interface-2xh200.csv"):
+        key = row["collective"], row["label"] or "reserve"
+        each = int(row["bytes"]), float(row["submitted_us"]), float(row["seen_us"])
+        by_rank.setdefault(key, {}).setdefault(row["rank"], []).append(each)
+    for (library, label), ranks in by_rank.items():
+        for calls in zip(*ranks.values(), strict=True):
+            yield library, label, calls[0][0], max(call[2] for call in calls) - max(call[1] for call in calls)
+
+
+def _four() -> Iterator[tuple[str, str, int, float]]:
+    for row in _read("interface-4xh200.csv"):
+        yield row["collective"], row["label"], int(row["bytes"]), float(row["us"])
+
+
+# --- fits -----------------------------------------------------------------------------------------------------------
+
+
+def seen(every: Sequence[Point]) -> set[Point]:
+    """Return those of *every* that are fitted to."""
+    batches = sorted({point.batch for point in every} - {""}, key=lambda batch: sum(map(int, batch.split("+"))))[::2]
+    equal = [point for point in every if not point.batch]
+    sizes = {run: sorted({point.size for point in equal if point.run == run})[::2] for run in ("2xh200", "4xh200")}
+    found = {point for point in equal if point.size in sizes[point.run]}
+    return found | {point for point in every if point.batch in batches and not point.grown}
+
+
+def fit(every: Sequence[Point], base: CollectiveModel) -> CollectiveModel:
+    """Return *base* with the numbers that fit those of *every* that are not left out."""
+    from scipy.optimize import least_squares
+
+    kept = seen(every)
+    warm = [point for point in every if point in kept and point.warm]
+    start = np.log([getattr(base, name) or 1e-6 for name in FITTED])
+
+    def model(logs: Any) -> CollectiveModel:
+        return replace(base, **dict[str, Any](zip(FITTED, map(float, np.exp(logs)), strict=True)))
+
+    def residuals(logs: Any) -> Any:
+        one = model(logs)
+        return [np.log(one.alone(point.ranks, point.size) / point.seconds) for point in warm]
+
+    return model(least_squares(residuals, start, loss="soft_l1", f_scale=SCALE).x)
+
+
+def hosts(every: Sequence[Point]) -> tuple[float, float]:
+    """Return *cold* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory."""
+    kept = seen(every)
+    cold = [point.seconds for point in kept if point.batch]
+    grown = [point.seconds for point in kept if point.grown and point.size <= SMALL]
+    return float(np.median(cold)), float(np.median(grown))
+
+
+def growths() -> Iterator[tuple[str, int, int, float, bool]]:
+    """Yield library, ranks, bytes, seconds and whether it is left out, of every reservation but the first of a job."""
+    two = [(library, 2, size, us) for library, label, size, us in _two() if label == "reserve"]
+    four = [
+        (row["collective"], int(row["ranks"]), int(row["bytes"]), float(row["us"]))
+        for row in _read("interface-4xh200.csv")
+        if row["label"] == "reserve"
+    ]
+    for rows in (two, four):
+        grown = [row for row in rows if row[3] < 1e6]
+        sizes = {ranks: sorted({row[2] for row in grown if row[1] == ranks})[::2] for ranks in (2, 4)}
+        for library, ranks, size, us in grown:
+            yield library, ranks, size, us * 1e-6, size not in sizes[ranks]
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def errors(every: Sequence[Point], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
+    """Return the error of *models*, by library and kind of memory, at what was left out."""
+    kept, rows = seen(every), []
+    classes: dict[str, Callable[[Point], bool]] = {
+        "equal plain": lambda point: point.kind == "plain" and point.warm,
+        "equal symmetric": lambda point: point.kind == "symmetric" and point.warm,
+        "padded": lambda point: bool(point.batch) and not point.grown,
+        "grown, equal": lambda point: point.grown and not point.batch,
+        "grown, padded": lambda point: point.grown and bool(point.batch),
+        "all": lambda point: point.size > 0,
+    }
+    for library in ("nccl", "symm_mem"):
+        mine = [point for point in every if point.library == library and point not in kept]
+        for name, belongs in classes.items():
+            for ranks in ((2, 4), (2,), (4,)):
+                left = [point for point in mine if belongs(point) and point.ranks in ranks]
+                found = [_error(models[library, point.kind], point) for point in left]
+                size = np.abs(found) * 100
+                median, p95 = float(np.median(size)), float(np.percentile(size, 95.0))
+                rows.append(
+                    [
+                        library,
+                        name,
+                        " and ".join(map(str, ranks)),
+                        len(left),
+                        median,
+                        p95,
+                        float(np.median(found)) * 100,
+                    ]
+                )
+    columns = {
+        "library": "",
+        "class": "",
+        "ranks": "",
+        "points": "left out of the fit",
+        "median %": "of the absolute error",
+        "p95 %": "95th percentile of that",
+        "bias %": "median signed error, model minus measured",
+    }
+    return Table("All-gathers that no fit has seen", columns, rows)
+
+
+def _error(model: CollectiveModel, point: Point) -> float:
+    return model.alone(point.ranks, point.size, cold=bool(point.batch), grown=point.grown) / point.seconds - 1.0
+
+
+def between(every: Sequence[Point]) -> Table:
+    """Return what jobs differ by that ran the same calls of the same code: plain memory, with either library."""
+    jobs: dict[tuple[int, int, str], list[float]] = {}
+    for point in every:
+        if point.kind == "plain":
+            jobs.setdefault((point.ranks, point.size, point.batch), []).append(point.seconds)
+    rows = []
+    for (ranks, size, batch), found in sorted(jobs.items()):
+        best = float(np.exp(np.mean(np.log(found))))
+        best_error = float(np.median(np.abs(best / np.array(found) - 1.0))) * 100
+        rows.append([ranks, size, batch or "-", " ".join(f"{one * 1e6:.0f}" for one in found), best_error])
+    columns = {"ranks": "", "bytes": "", "batch": "", "us": "median of each job", "%": "error of their mean"}
+    return Table("The same calls in several jobs", columns, rows)
+
+
+def growth_errors(libraries: Mapping[str, Collective]) -> Table:
+    """Return the error at growths that were left out, and the latency that fits those that were not."""
+    rows = []
+    for name, library in libraries.items():
+        mine = [growth for growth in growths() if growth[0] == name]
+        each = [(growth[3] - growth[2] / library.grow_rate) / growth[1] for growth in mine if not growth[4]]
+        for ranks in (2, 4):
+            left = [growth for growth in mine if growth[4] and growth[1] == ranks]
+            model = [ranks * library.grow_latency + growth[2] / library.grow_rate for growth in left]
+            found = np.abs(np.array(model) / np.array([growth[3] for growth in left]) - 1.0) * 100
+            median, p95 = float(np.median(found)), float(np.percentile(found, 95.0))
+            rows.append([name, ranks, float(np.median(each)) * 1e3, len(left), median, p95])
+    columns = {"library": "", "ranks": "", "fitted ms": "each rank", "points": "left out", "median %": "", "p95 %": ""}
+    return Table("Growths that no fit has seen", columns, rows)
+
+
+def main() -> None:
+    """Fit, and print."""
+    from pdsim.run import compose
+
+    every, libraries = points(), {}
+    for name in ("nccl", "symm_mem"):
+        library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
+        assert library is not None
+        libraries[name] = library
+    given = {(name, kind): getattr(library, kind) for name, library in libraries.items() for kind in _KINDS}
+    fitted, rows = dict(given), []
+    cold, grown = hosts(every)
+    for (name, kind), base in given.items():
+        mine = [point for point in every if point.kind == kind and (kind == "plain" or point.library == name)]
+        fitted[name, kind] = one = replace(fit(mine, base), cold=cold, grown=grown)
+        values = [getattr(one, key) * 1e6 for key in ("latency", "step", "cold", "grown")]
+        rows.append([name, kind, *values, one.rate / 1e9, one.own_rate / 1e9])
+    heads = ("library", "memory", "latency us", "step us", "cold us", "grown us", "rate GB/s", "own GB/s")
+    show_table(Table("Fitted", dict.fromkeys(heads, ""), rows))
+    for models in (fitted, given):
+        show_table(errors(every, models))
+    show_table(growth_errors(libraries))
+    show_table(between(every))
+
+
+_KINDS = ("plain", "symmetric")
+
+if __name__ == "__main__":
+    main()
