@@ -17,9 +17,10 @@ from typing import Any
 
 from pdsim.config import Config
 from pdsim.results.record import Metric, Result, Table
+from pdsim.serving.settings import Workload
 from pdsim.transfer import Target, TransferRecord
 
-__all__ = ["Claim", "Point", "Trial", "as_rows", "committed"]
+__all__ = ["Claim", "Point", "Trial", "as_rows", "burst", "committed", "value"]
 
 RANGES = {"model": "simulated", "real": "measured"}
 
@@ -135,6 +136,18 @@ def as_rows(result: Result, title: str) -> list[dict[str, Any]]:
     """Return the rows of the table *title* of *result*, by heading.  Raise a `KeyError` if there is no such table."""
     table = {table.title: table for table in result.tables}[title]
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def value(result: Result, name: str) -> float | None:
+    """Return the metric *name* of the summary of *result*.  Raise a `KeyError` if there is none."""
+    return {metric.name: metric.value for metric in result.summary}[name]
+
+
+def burst(requests: int, tokens: int) -> Workload:
+    """Return *requests* of *tokens* tokens and one of output that arrive, in effect, at once."""
+    rate = 1e6 * requests  # within a microsecond
+    lengths = {"input_mean": tokens, "input_cv": 0.0, "output_mean": 1.0, "output_cv": 0.0}
+    return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
 
 
 def committed(seed: str) -> list[Point]:

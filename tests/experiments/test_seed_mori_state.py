@@ -1,0 +1,73 @@
+"""`experiment=seed_mori_state`: what inline posting, state, metadata and unlike ranks do on the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from experiments._seeds import as_rows
+from experiments.seed_mori_state import Options, run
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from tests.test_conf import composed
+
+SMALL = {"concurrency": (1, 20), "lengths": (512,), "tp": ("2to1",), "repeat": 2}
+
+
+@cache
+def seeded(*words: str, memory: str = "timing") -> Result:
+    config = composed("experiment=seed_mori_state", *words)
+    config = replace(
+        config, memory=memory, experiment={**config.experiment, **SMALL, "served": composed("model=tiny").model}
+    )
+    model = Model(config.hw, config.backend, memory=memory)
+    return run(config, model, lambda share, text: None)
+
+
+def effects(result: Result) -> dict[tuple[str, str], Any]:
+    return {(row["claim"], row["at"]): row["effect"] for row in as_rows(result, "Points")}
+
+
+def test_inline_posting_serves_no_more_where_the_engine_posts_one_call_after_the_other():
+    found = effects(seeded())
+    for claim in ("throughput", "drain"):
+        assert found[claim, "20 requests"] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_it_drains_faster_where_an_engine_lets_calls_overlap():
+    found = effects(seeded("hw=loopback"))
+    assert found["drain", "20 requests"] > 1.3
+
+
+def test_what_is_polled_is_told_later_once_another_forward_runs():
+    found = effects(seeded())
+    assert found["told", "1 requests"] == pytest.approx(1.0, rel=0.02)
+    assert found["told", "20 requests"] > 1.5
+
+
+def test_state_and_slices_arrive_intact_and_cost_time():
+    config = {"states": {"all": composed("model=tiny-hybrid").model}}
+    base = composed("experiment=seed_mori_state", "hw=loopback")
+    own = {**base.experiment, **SMALL, **config, "served": composed("model=tiny").model, "concurrency": (1,)}
+    tracked = replace(base, memory="tracked", experiment=own)
+    result = run(tracked, Model(base.hw, base.backend, memory="tracked"), lambda share, text: None)
+    assert result.failures == []
+    assert {claim: effect for (claim, _), effect in effects(result).items() if claim in ("state", "slices")} == {
+        "state": 1.0, "slices": 1.0,
+    }  # fmt: skip
+    assert min(row["times"] for row in as_rows(result, "What it costs")) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "experiment.workers must be >= 1, got 0"),
+        ({"concurrency": (0,)}, "experiment.concurrency must be of numbers >= 1"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(served=composed("model=tiny").model, **options)
