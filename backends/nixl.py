@@ -227,7 +227,7 @@ class NixlEndpoint(RealEndpoint):
 
     def poll(self) -> bool:
         """Let the engine progress while there is anything to progress."""
-        return self.busy() and self._progress()
+        return self.busy() and self._progress(bool(self._inbound))
 
     def fileno(self) -> None:
         """Return None: the engine has no descriptor."""
@@ -237,7 +237,8 @@ class NixlEndpoint(RealEndpoint):
         """Return whether transfers are under way, here or at a peer that writes to or reads from this endpoint."""
         return bool(self._posted or self._inbound)
 
-    def _progress(self) -> bool:
+    def _progress(self, listen: bool) -> bool:
+        """Look after what was posted and, to *listen*, for notifications: who sends none has said nothing either."""
         found = False
         for flight in tuple(self._posted):
             state = self._ask(self._agent.check_xfer_state, flight)
@@ -247,7 +248,7 @@ class NixlEndpoint(RealEndpoint):
             elif flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
                 del self._posted[flight]
                 self._stuck[flight] = None
-        for agent, payloads in self._agent.get_new_notifs().items():
+        for agent, payloads in self._agent.get_new_notifs().items() if listen else ():
             for payload in payloads:
                 self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
                 found = True
@@ -268,7 +269,7 @@ class NixlEndpoint(RealEndpoint):
             return
         self._posted.update(self._stuck)
         self._stuck.clear()
-        self._progress()
+        self._progress(listen=True)
         moving = {flight.peer for flight in self._posted}
         for peer, used in tuple(self._announced.items()):
             if peer not in moving and self.clock.now - used > BEAT:
