@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from backends import namespaces, wire
 from backends.collective import Settings
+from backends.processors import shares
 from backends.testbed import Testbed, joined
 from pdsim import errors
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
@@ -115,9 +116,11 @@ class Processes:
             unknown = set(times or {}) - set(names)
             if unknown:
                 raise ValueError(f"{what} names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
+        processors = shares(ranks)
         with _stoppable(), self._network() as network, _Job() as job:
             for spec in ranks:
-                job.start(self._describe(spec, names, network), self._spawn(spec, network))
+                start = self._describe(spec, names, network, processors.get(spec.name, []))
+                job.start(start, self._spawn(spec, network))
             job.until_ready(time.monotonic() + self.startup, self.startup)
             origin = job.go(bool(restart))
             if network is not None:
@@ -139,7 +142,9 @@ class Processes:
 
         return within
 
-    def _describe(self, spec: RankSpec, names: Sequence[str], network: Testbed | None) -> wire.Start:
+    def _describe(
+        self, spec: RankSpec, names: Sequence[str], network: Testbed | None, processors: list[int]
+    ) -> wire.Start:
         return wire.Start(
             name=spec.name,
             program=spec.program,
@@ -154,6 +159,7 @@ class Processes:
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
             gpu=spec.place.gpu,
             collective=_settings(self.collective),
+            processors=processors,
         )
 
 

@@ -34,6 +34,7 @@ class Start(msgspec.Struct, tag=True):
     gpu: int | None
     device: str  # of its network, where that is not the machine's
     collective: Settings | None
+    processors: list[int]  # that it stays on; none: it may roam
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -137,6 +137,8 @@ def _leave(code: int) -> None:
 
 def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
     module, _, function = start.program.partition(":")
+    if start.processors:
+        os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
     if start.device:
         namespaces.see_devices()
         os.environ.setdefault("UCX_NET_DEVICES", start.device)
