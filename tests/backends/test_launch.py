@@ -102,7 +102,7 @@ def test_an_engine_that_does_not_exist_is_a_configuration_error(mooncake):
 def test_a_variant_that_needs_gpus_is_unavailable(mooncake):
     from dataclasses import replace
 
-    with pytest.raises(BackendUnavailable, match="use backend=mooncake_tcp"):
+    with pytest.raises(BackendUnavailable, match="needs Mooncake built with CUDA, and"):
         Processes(replace(mooncake, name="mooncake_nvlink")).run([spec("a", programs.sleep, seconds=1)])
 
 
