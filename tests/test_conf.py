@@ -70,6 +70,8 @@ def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(n
 def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(name):
     file = calibration_file(name)
     config = composed(f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"calibration={name}")
+    if config.hw.link is not None:
+        pytest.skip("its samples are of many links: tests/calibration/test_known_link.py")
     samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv").rows
     path = next(iter(file.intervals)).split(".")[1]
     model = getattr(config.backend, path)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.fabric.machine import EngineModel
     from pdsim.fabric.sharing import Flow, Link, Network, Path
+    from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
 
 __all__ = ["CopyEngine", "Lane", "Poster", "Posting"]
@@ -82,7 +83,7 @@ class CopyEngine:
 class Posting:
     """One transfer in the hands of the engine.  Made by `Lane.post`."""
 
-    __slots__ = ("_done", "_flow", "_held", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
+    __slots__ = ("_done", "_flow", "_held", "_least", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
 
     def __init__(
         self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
@@ -95,23 +96,29 @@ class Posting:
         self._wire = wire
         self._done = done
         self._held = held
+        self._least = 0.0  # when its bytes are there at the earliest
         self._flow: Flow | None = None
 
 
 class _Wire:
     """One direction between two endpoints."""
 
-    __slots__ = ("latency", "occupancy", "path", "rate")
+    __slots__ = ("latency", "occupancy", "path", "rate", "streams")
 
-    def __init__(self, path: Path, model: EngineModel, latency: float) -> None:
+    def __init__(self, path: Path, model: EngineModel, route: Route) -> None:
         self.path = path
-        self.latency = model.latency + latency
+        self.latency = model.latency + route.latency
         narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
         self.rate = min(model.rate, narrowest)  # of a transfer that is alone
         self.occupancy = 0.0  # bytes that a descriptor's handling on the wire would have carried
         if model.wire_descriptor:
             # without a rate of its own, the engine holds up what the narrowest link would have carried
             self.occupancy = model.wire_descriptor * (model.rate if isfinite(model.rate) else narrowest)
+
+        self.streams: Streams | None = None  # of TCP, where the way takes time
+        if route.chain is not None:
+            answer = model.latency + model.lanes * model.descriptor
+            self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
 
     def tail(self, posting: Posting) -> float:
         """Return how long the last descriptor of *posting* takes on the wire, when it is alone there."""
@@ -147,8 +154,8 @@ class Lane:
         queues: tuple[Link, ...] = ()
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
-        self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward.latency)
-        self._inward = _Wire(network.path((*inward.links, *queues), model.rate), model, inward.latency)
+        self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward)
+        self._inward = _Wire(network.path((*inward.links, *queues), model.rate), model, inward)
 
     def post(
         self,
@@ -226,6 +233,10 @@ class Lane:
     def _carry(self, posting: Posting) -> None:
         wire = posting._wire
         size = posting.nbytes + posting.descriptors * wire.occupancy
+        if wire.streams is not None:
+            least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
+            posting._least = self._clock.now + least
+            posting._held += growing
         posting._flow = self._network.start(wire.path, size, self._on_carried, posting)
 
     def _on_carried(self, posting: Posting) -> None:
@@ -233,7 +244,7 @@ class Lane:
         assert posting.posted is not None
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
-        ended = max(self._clock.now, ready)
+        ended = max(self._clock.now, ready, posting._least)
         self._clock.call_at(ended + wire.latency + posting._held, self._complete, posting)
         if self._copier is None:
             return

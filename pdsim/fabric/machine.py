@@ -127,12 +127,16 @@ class Wire:
     rates: tuple[Rate, ...] = ()  # of each hop, where they differ, toward nodes of a higher number
     mtu: int = 9000  # bytes of a packet
     backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
+    initial: int = 10  # segments that a stream sends before the first answer
+    window: Size = 4 << 20  # bytes that a stream has under way at most
+    timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
     changes: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
         positive(
             "hw.link", rate=self.rate, backlog=self.backlog, **{f"rates[{i}]": r for i, r in enumerate(self.rates)}
         )
+        positive("hw.link", initial=self.initial, window=self.window, timeout=self.timeout)
         not_negative("hw.link", delay=self.delay, back=self.back)
         if not 576 <= self.mtu <= 65000:
             raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
@@ -217,6 +221,7 @@ class EngineModel:
     rate: Rate = math.inf  # of one transfer
     wire_descriptor: Seconds = 0.0
     queues: int = 1  # queue pairs or TCP streams to one peer
+    lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `Wire`; 0: all of a batch
     queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
     depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
     full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
@@ -234,6 +239,7 @@ class EngineModel:
             latency=self.latency,
             wire_descriptor=self.wire_descriptor,
             depth=self.depth,
+            lanes=self.lanes,
         )
         positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
         if self.pipelined and not self.overlap:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdsim.errors import ConfigError
+from pdsim.fabric.tcp import Chain
 
 if TYPE_CHECKING:
     from pdsim.fabric.machine import Machine
@@ -49,6 +50,7 @@ class Route:
 
     links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
     latency: float  # seconds, on top of the engine's
+    chain: Chain | None = None  # whose round trip the latency is
 
 
 class _GpuLinks:
@@ -110,6 +112,7 @@ class Topology:
         self.machine = machine
         self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
         self._up, self._down = _chain(machine, network)
+        self.chain = Chain(machine.link) if machine.link is not None else None
 
     def site(self, place: Place) -> Site:
         """Return where a rank at *place* lies.
@@ -182,7 +185,8 @@ class Topology:
         one, other = self._nodes[source.node], self._nodes[target.node]
         hops = self._hops(source.node, target.node)
         wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
-        return Route((*self._from_host(source), *wire, *self._into_host(target)), 2 * self.delay(source, target))
+        links = (*self._from_host(source), *wire, *self._into_host(target))
+        return Route(links, 2 * self.delay(source, target), self.chain if hops else None)
 
     def delay(self, source: Site, target: Site) -> float:
         """Return how many seconds the links between nodes take one way, on top of `Host.tcp_latency`."""

@@ -26,7 +26,7 @@ from pdsim.transfer import Outcome, Program, Rank, RankResult, RankSpec, Transfe
 if TYPE_CHECKING:
     from simpy.events import Event
 
-    from pdsim.fabric.machine import Collective, Engine, Machine
+    from pdsim.fabric.machine import Change, Collective, Engine, Machine
     from pdsim.fabric.sharing import Link
 
 __all__ = ["Model"]
@@ -151,8 +151,20 @@ class _Job:
             self._clock.call_at(at, self._restart, name)
         if isfinite(model.limit):
             self._clock.call_at(model.limit, self._overrun, model.limit)
+        for change in model.machine.link.changes if model.machine.link is not None else ():
+            self._clock.call_at(change.start, self._change, change)
         if model.faults is not None:
             self._plan(model.faults)
+
+    def _change(self, change: Change) -> None:
+        """Let *change*, which begins now, happen to the links of its hop."""
+        assert self._topology.chain is not None
+        now = self._clock.now
+        end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
+        for link in self._network.links:
+            if link.name in (f"link{change.hop}.up", f"link{change.hop}.down"):
+                self._clock.call_at(end, self._squeeze, (link, link.capacity))
+                self._squeeze((link, link.capacity * change.share))
 
     def _plan(self, faults: Faults) -> None:
         """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""

@@ -26,20 +26,21 @@ def sink(rank, clients):
         yield rank.channel.receive()
 
 
-def source(rank, size, start):
+def source(rank, size, start, blocks):
     """Write *size* bytes at *start*; return when the address came, and how long it took."""
     region = rank.endpoint.register(rank.device.allocate(1 << 16), "own")
     sender, address = yield rank.channel.receive()
     came = rank.clock.now
     peer = rank.endpoint.connect(address)
     yield rank.clock.timeout(start - came)
-    yield rank.endpoint.write(peer, Batch(region, peer.regions[rank.name], [0], [0], [size]))
+    offset = [index * (size // blocks) for index in range(blocks)]
+    yield rank.endpoint.write(peer, Batch(region, peer.regions[rank.name], offset, offset, [size // blocks] * blocks))
     took = rank.clock.now - start
     rank.channel.send(sender, b"done")
     return [came, took]
 
 
-def run(flows, nodes=2, at=0, start=100.0, **link):
+def run(flows, nodes=2, at=0, start=100.0, blocks=1, inter=(), **link):
     """Write as each of *flows*, node to bytes, says, all to node *at* and all at once; return what they return."""
     hosts = machine(nodes=nodes, gpus=0, vendor="cpu")
     host = replace(hosts.host, tcp_rate=1e9, memory_rate=1e9, tcp_latency=0.5)
@@ -47,10 +48,10 @@ def run(flows, nodes=2, at=0, start=100.0, **link):
     names = {f"from{node}": (node, size) for node, size in flows.items()}
     specs = [RankSpec("sink", f"{__name__}:sink", Place(at), {"clients": list(names)})]
     specs += [
-        RankSpec(name, f"{__name__}:source", Place(node), {"size": size, "start": start})
+        RankSpec(name, f"{__name__}:source", Place(node), {"size": size, "start": start, "blocks": blocks})
         for name, (node, size) in names.items()
     ]
-    cpu = replace(engine(inter=cost("tcp"), intra=cost("tcp")), vendors=("cpu",))
+    cpu = replace(engine(inter=cost("tcp", **dict(inter)), intra=cost("tcp")), vendors=("cpu",))
     ranks = Model(hosts, cpu).run(specs).ranks
     assert not [rank.error for rank in ranks.values() if rank.error]
     return {node: ranks[f"from{node}"].value for node in flows}
@@ -77,6 +78,32 @@ def test_two_flows_share_the_hop_that_both_pass():
     took = run({1: 9480, 2: 9480}, nodes=3)
     assert took[1][1] == pytest.approx(2 * 9480 / 948 + FIXED)
     assert took[2][1] == pytest.approx(2 * 9480 / 948 + FIXED + 6.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        ({"kind": "stall"}, 4.0),
+        ({"kind": "slow", "share": 0.25}, 3.0),
+        ({"kind": "cut"}, 7.0 + 0.35 * 1.75),  # the timer fires 1 s, the way and the queue of 1.75 s after the start
+    ],
+    ids=["stall", "slow", "cut"],
+)
+def test_a_transfer_waits_while_the_link_does_not_carry_it(change, more):
+    changes = (Change(start=103.0, end=107.0, **change),)
+    took = run({1: 9480}, changes=changes, timeout=1.0)
+    assert took[1][1] == pytest.approx(9480 / 948 + FIXED + more)
+
+
+def test_a_change_of_another_hop_concerns_nobody_else():
+    changes = (Change(kind="stall", start=103.0, end=107.0, hop=1),)
+    assert run({1: 9480}, nodes=3, changes=changes)[1][1] == pytest.approx(9480 / 948 + FIXED)
+
+
+def test_an_engine_with_lanes_sends_blocks_in_rounds():
+    took = run({1: 80}, blocks=8, inter={"lanes": 2})[1][1]
+    rounds = 3 * (6.0 + 0.5 + 2 * 0.25 + 10 / 948) + 2 * 10 / 948
+    assert took == pytest.approx(1.0 + 8 * 0.25 + rounds + 0.5 + 6.0)
 
 
 def test_within_a_node_nothing_passes_the_link():
