@@ -217,13 +217,20 @@ def _lines(summaries: Iterable[Mapping[str, Any]]) -> Iterator[list[Any]]:
     """Yield the points of complete runs that the runs themselves got, and not from what was committed."""
     for run in summaries:
         (table,) = (table for table in run["tables"] if table["title"] == "Points")
-        own = f"{run['hw']} {run['backend']}"
-        yield from (row[: len(fields(Point))] for row in table["rows"] if (row[1], row[2]) == (own, run["target"]))
+        own = [(f"{run['hw']} {engine}", run["target"]) for engine in (run["backend"], run.get("collective"))]
+        yield from (row[: len(fields(Point))] for row in table["rows"] if (row[1], row[2]) in own)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """Return the run in *folder*, and what it gathered with."""
+    from omegaconf import OmegaConf
+
+    from pdsim.results.store import load
+
+    return load(folder) | {"collective": OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "collective.name")}
 
 
 if __name__ == "__main__":
-    from pdsim.results.store import load
-
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([field.name for field in fields(Point)])
-    writer.writerows(_lines(load(Path(folder)) for folder in sys.argv[1:]))
+    writer.writerows(_lines(_run(Path(folder)) for folder in sys.argv[1:]))

@@ -30,7 +30,9 @@ def measure(config: Config) -> Result:
 def points(result: Result, claim: str, machine: str = "8xh20 nixl") -> dict[str, dict[str, Any]]:
     """Return what *result* says of *claim* on *machine*, by point, and not what is committed of others."""
     rows = as_rows(result, "Points")
-    return {row["at"]: row for row in rows if (row["claim"], row["machine"]) == (claim, machine)}
+    found = {row["at"]: row for row in rows if (row["claim"], row["machine"]) == (claim, machine)}
+    assert found
+    return found
 
 
 @pytest.fixture(scope="module")

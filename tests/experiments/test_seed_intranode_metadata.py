@@ -1,0 +1,90 @@
+"""`experiment=seed_intranode_metadata`: metadata over NVLink is earlier on the model, by what TCP takes longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments._seeds import as_rows
+from experiments.seed_intranode_metadata import Options, run
+from pdsim.config import Config
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from pdsim.run import compose
+
+SMALL = ("experiment.tokens=[128,8192]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
+
+
+def seed(*words: str) -> Config:
+    return compose(["experiment=seed_intranode_metadata", *SMALL, *words])
+
+
+def measure(config: Config) -> Result:
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
+    return run(config, model, lambda share, text: None)
+
+
+def points(result: Result, claim: str, machine: str = "8xh20 mooncake_nvlink") -> list[dict[str, Any]]:
+    """Return what *result* says of *claim* on *machine*, and not what is committed of others."""
+    rows = as_rows(result, "Points")
+    found = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, "model")]
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def four_and_four() -> Result:
+    return measure(seed())
+
+
+def test_it_is_about_mooncake_over_nvlink_between_four_and_four_gpus_of_a_node():
+    config = seed()
+    assert (config.hw.name, config.backend.name) == ("8xh20", "mooncake_nvlink")
+    assert config.experiment["tp"] == ("4to4",)
+
+
+def test_a_handoff_is_faster_by_a_tcp_message_less_ten_descriptors(four_and_four):
+    for row in points(four_and_four, "handoff"):
+        assert row["before"] - row["after"] == pytest.approx(50 - 10 * 2.2, abs=0.5)  # us
+
+
+def test_that_is_a_share_of_a_short_handoff_and_nothing_to_the_first_token(four_and_four):
+    short, long = points(four_and_four, "handoff")
+    assert short["effect"] > 1.05 > long["effect"] > 1.0
+    assert all(1.0 <= row["effect"] < 1.05 for row in points(four_and_four, "ttft"))
+
+
+def test_before_rows_go_as_messages_and_after_in_the_last_batch(four_and_four):
+    sent = {way: [r for r in four_and_four.transfers if r.label.startswith(f"{way} ")] for way in ("tcp", "nvlink")}
+    assert len(sent["tcp"]) == len(sent["nvlink"]) > 0  # no write more: the rows go along
+    rows, handoffs = 1600, 4 * (2 * (2 + 10) + 8)  # bytes of a request's rows to each of four decode ranks
+    assert sum(r.nbytes for r in sent["nvlink"]) - sum(r.nbytes for r in sent["tcp"]) == rows * handoffs
+
+
+def test_first_tokens_are_right_either_way():
+    small = ("hw=loopback", "backend=mooncake_tcp", "memory=tracked", "experiment.tp=[2to2,1to2]")
+    result = measure(seed(*small, "experiment.tokens=[128]"))
+    assert result.failures == []
+    assert len(points(result, "handoff", "loopback mooncake_tcp")) == 2
+
+
+def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
+    result = measure(seed("hw=2xh200", "experiment.tp=[4to4]", "experiment.placement=sides"))
+    assert len(points(result, "handoff", "2xh200 mooncake_nvlink")) == 2
+    assert "prompts are served by ranks with a GPU each, so here none are" in result.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": ()}, "experiment.tp must have a value, got none"),
+        ({"tp": ("4",)}, "experiment.tp must be of pairs such as 1to2, got '4'"),
+        ({"placement": "spread"}, "experiment.placement must be one of packed, sides, got 'spread'"),
+        ({"prompts": (0,)}, "experiment.prompts must be >= 1, got 0"),
+        ({"output_tokens": 0}, "experiment.output_tokens must be >= 1, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)

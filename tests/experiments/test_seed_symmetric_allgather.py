@@ -1,0 +1,87 @@
+"""`experiment=seed_symmetric_allgather`: symmetric memory is faster on the model, and a pool that grows is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments._seeds import as_rows
+from experiments.seed_symmetric_allgather import Options, run
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from pdsim.run import compose
+
+SMALL = ("experiment.size=[64KiB,32MiB]", "experiment.batches=[[9,9],[4096,77,1000]]", "experiment.repeat=3")
+
+
+def seed(*words: str) -> Config:
+    return compose(["experiment=seed_symmetric_allgather", *SMALL, *words])
+
+
+def measure(config: Config) -> Result:
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
+    return run(config, model, lambda share, text: None)
+
+
+def points(result: Result, claim: str, machine: str = "8xh20 nccl") -> list[dict[str, Any]]:
+    """Return what *result* says of *claim* on *machine*, and not what is committed of others."""
+    rows = as_rows(result, "Points")
+    found = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, "model")]
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def eight() -> Result:
+    return measure(seed())
+
+
+def test_it_is_about_nccl_on_a_node_of_eight_h20():
+    config = seed()
+    assert (config.hw.name, config.collective.name if config.collective else "") == ("8xh20", "nccl")
+
+
+def test_equal_pieces_are_gathered_faster_on_every_number_of_ranks(eight):
+    found = points(eight, "equal")
+    assert [row["at"] for row in found] == [f"{n} x {size}" for n in (2, 4, 8) for size in ("64 KiB", "32 MiB")]
+    assert all(row["effect"] > 1.0 for row in found)
+    assert found[0]["effect"] > 1.05
+
+
+def test_sequences_of_unequal_lengths_are_no_slower(eight):
+    found = points(eight, "padded")
+    assert [row["at"] for row in found][:2] == ["2 ranks, batch 9+9", "2 ranks, batch 4096+77+1000"]
+    assert all(row["effect"] >= 1.0 for row in found)
+
+
+def test_a_pool_that_grows_loses_more_than_symmetric_memory_wins(eight):
+    assert all(row["effect"] > 1.05 for row in points(eight, "reserved"))
+    assert all(row["effect"] < 1.0 for row in points(eight, "grown"))
+    assert any(note.startswith("a growth is made up for after ") for note in eight.notes)
+
+
+def test_every_token_is_right_in_either_memory():
+    result = measure(seed("hw=loopback", "memory=tracked", "experiment.ranks=[2,4]", "experiment.size=[64KiB]"))
+    assert result.failures == []
+    assert points(result, "padded", "loopback gloo")
+
+
+def test_more_ranks_than_gpus_are_left_out_and_named():
+    result = measure(seed("hw=4xh200"))
+    assert "hw=4xh200 has too few GPUs for 8 ranks, left out" in result.notes
+    with pytest.raises(ConfigError, match=r"experiment.ranks=\[8\]: hw=4xh200 has 4 GPUs; take fewer ranks"):
+        measure(seed("hw=4xh200", "experiment.ranks=[8]"))
+
+
+def test_without_collectives_the_error_says_what_to_choose():
+    with pytest.raises(ConfigError, match="needs collectives; set collective=nccl, or gloo on hosts"):
+        measure(replace(seed(), collective=None))
+
+
+def test_options_are_held_to_the_rules_of_the_all_gather():
+    with pytest.raises(ValueError, match=r"experiment\.repeat must be >= 1, got 0"):
+        Options(repeat=0)
