@@ -7,6 +7,7 @@ to over a socket pair, and its output goes to a file that has no name.
 
 from __future__ import annotations
 
+import copy
 import os
 import selectors
 import signal
@@ -141,6 +142,12 @@ class Processes:
                 return self.spawn(connection, output)
 
         return within
+
+    def using(self, engine: Engine) -> Processes:
+        """Return the same machine with another *engine*."""
+        other = copy.copy(self)
+        other.engine = engine
+        return other
 
     def _describe(
         self, spec: RankSpec, names: Sequence[str], network: Testbed | None, processors: list[int]

@@ -44,10 +44,11 @@ def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
 
 def _panel(axis: Any, title: str, rows: Sequence[Sequence[Any]]) -> None:
     names = [f"{machine}{', measured' if target == 'real' else ''}: {at}" for _, machine, target, at, *_ in rows]
-    lines = [(height, row[4], row[5], row[2]) for height, row in enumerate(rows) if None not in row[4:6]]
-    heights, before, after, targets = zip(*lines, strict=True) if lines else ((), (), (), ())
-    axis.hlines(heights, before, after, color="#bbb", linewidth=1.0, zorder=1)
-    for values, colour in ((before, BEFORE), (after, AFTER)):
+    whole = [(height, row[4], row[5]) for height, row in enumerate(rows) if None not in row[4:6]]
+    axis.hlines(*(zip(*whole, strict=True) if whole else ((), (), ())), color="#bbb", linewidth=1.0, zorder=1)
+    for column, colour in ((4, BEFORE), (5, AFTER)):
+        here = [(row[column], height, row[2]) for height, row in enumerate(rows) if row[column] is not None]
+        values, heights, targets = zip(*here, strict=True) if here else ((), (), ())
         faces = [colour if target == "real" else "white" for target in targets]
         axis.scatter(values, heights, s=22, edgecolors=colour, facecolors=faces, zorder=2)
     axis.set(xscale="log", yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.4, -0.6))

@@ -33,6 +33,7 @@ from pdsim.clock import Clock, Mailbox
 from pdsim.errors import BackendUnavailable, InvalidBatch
 
 if TYPE_CHECKING:
+    from pdsim.fabric.machine import Engine
     from pdsim.group import Group
 
 __all__ = [
@@ -489,3 +490,6 @@ class Target(Protocol):
         *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
         endpoints of their own; both are name to seconds after the start.  A rank's result is that of its last life.
         """
+
+    def using(self, engine: Engine) -> Target:
+        """Return the same machine with another *engine*, to compare both in one experiment."""

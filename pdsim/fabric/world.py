@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,10 @@ class Model:
         or a program that cannot be imported.
         """
         return _Job(self, ranks, kill or {}, restart or {}).run()
+
+    def using(self, engine: Engine) -> Model:
+        """Return the same machine with another *engine*."""
+        return replace(self, engine=engine)
 
 
 class _Records:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import msgspec
 import pytest
 
 from pdsim.kv import messages
-from pdsim.kv.messages import VERSION, Chunk, Destination, Forward, Message, MessageError, Ping, Submit, decode, encode
+from pdsim.kv.messages import (
+    VERSION,
+    Abort,
+    Chunk,
+    Destination,
+    Failed,
+    Forward,
+    Message,
+    MessageError,
+    Ping,
+    Submit,
+    decode,
+    encode,
+)
 
 CHUNK = Chunk(3, "decode0", 1, 4, 400, ((5, 6, 2),), True, (0, 1), 0.25, 0.5)
 SOME = [Ping(), Submit(1, 100, 10, "prefill0", "decode1"), Destination(1, ((0, 2), (7, 1)), 3), Forward(0.5, (CHUNK,))]
@@ -51,3 +66,37 @@ def test_a_field_of_a_wrong_type_is_refused_with_both_types():
 def test_bytes_that_are_no_message_are_refused(payload: bytes):
     with pytest.raises(MessageError):
         decode(payload)
+
+
+@pytest.mark.parametrize("text", ["prefill0/decode_1.2@3", "a|b,c;d:e", "\\0\n\t", "\u00fc\u2014\U0001f680", ""])
+def test_text_may_contain_whatever_others_use_as_a_separator(text: str):
+    for message in (Submit(1, 100, 10, text, text), Failed(1, text, text), Abort(1, text)):
+        assert decode(encode(message)) == message
+
+
+def test_fields_go_in_the_order_in_which_they_are_declared():
+    payload = msgspec.msgpack.decode(encode(Submit(7, 100, 10, "prefill0", "decode1"))[1:])
+    assert payload == ["Submit", 7, 100, 10, "prefill0", "decode1"]
+
+
+def test_optional_fields_at_the_end_may_be_left_out():
+    for fields, whole in (
+        (["Destination", 1, [[0, 2]], 3], Destination(1, ((0, 2),), 3, (), 0)),
+        (["Abort", 9], Abort(9, "")),
+        (["Failed", 9, "why"], Failed(9, "why", "")),
+    ):
+        assert decode(bytes([VERSION]) + msgspec.msgpack.encode(fields)) == whole
+
+
+def test_a_field_that_must_be_there_may_not():
+    with pytest.raises(MessageError, match="length"):
+        decode(bytes([VERSION]) + msgspec.msgpack.encode(["Destination", 1, [[0, 2]]]))
+
+
+def test_no_message_has_other_fields_than_its_version_has():
+    kinds = sorted(
+        (kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)),
+        key=lambda kind: kind.__name__,
+    )
+    text = ";".join(f"{kind.__name__}({','.join(kind.__struct_fields__)})" for kind in kinds)
+    assert (VERSION, sha256(text.encode()).hexdigest()[:12]) == (5, "028113a418eb")  # a change of fields raises VERSION

@@ -1,0 +1,83 @@
+"""`experiment=seed_mooncake_tcp`: the alias moves the same bytes as Mooncake over RDMA, and takes longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from experiments._seeds import as_rows
+from experiments.seed_mooncake_tcp import Options, run
+from experiments.serve import Options as Serving
+from experiments.serve import job
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+from tests.conformance.conftest import make_target
+from tests.test_conf import composed
+
+SMALL = {"tokens": (512,), "repeat": 2, "requests": 4}
+
+
+@cache
+def seeded(*words: str) -> Result:
+    config = composed("experiment=seed_mooncake_tcp", *words)
+    own = replace(config, experiment={**config.experiment, **SMALL})
+    return run(own, Model(own.hw, own.backend), lambda share, text: None)
+
+
+def points(result: Result, claim: str) -> list[dict[str, Any]]:
+    return [row for row in as_rows(result, "Points") if row["claim"] == claim]
+
+
+def test_the_alias_moves_the_same_bytes_in_the_same_descriptors():
+    result = seeded()
+    for claim in ("bytes", "descriptors"):
+        assert [row["effect"] for row in points(result, claim)] == [1.0, 1.0]
+    assert {record.engine for record in result.transfers} == {"model:mooncake", "model:mooncake_tcp"}
+
+
+def test_a_handoff_takes_longer_over_tcp():
+    assert [row["at"] for row in points(seeded(), "handoff")] == ["1to1 512 tokens", "8to8 512 tokens"]
+    assert min(row["effect"] for row in points(seeded(), "handoff")) > 5
+
+
+@pytest.mark.parametrize("hw", ["loopback", "link"])
+def test_where_there_is_no_rdma_there_is_no_before_and_every_handoff_succeeds(hw: str):
+    result = seeded(f"hw={hw}")
+    assert [(row["before"], row["after"]) for row in points(result, "serves")] == [(2, 2)]
+    (row,) = points(result, "handoff")
+    assert (row["before"], row["effect"]) == (None, None)
+    assert result.failures == []
+
+
+@pytest.mark.mooncake
+def test_real_bytes_arrive_over_the_alias():
+    config = composed("experiment=seed_mooncake_tcp", "hw=loopback")
+    own = replace(config, target="real", experiment={**config.experiment, **SMALL, "tokens": (64,)})
+    result = run(own, make_target("mooncake_tcp"), lambda share, text: None)
+    assert [(row["before"], row["after"]) for row in points(result, "serves")] == [(2, 2)]  # contents compared
+    assert result.failures == []
+
+
+def test_the_alias_has_the_policy_of_mooncake_so_that_what_depends_on_that_cannot_differ():
+    # staging, and pages that decode holds already: what the report's order of rules (alias first) is about
+    rdma, tcp = (
+        composed(f"hw=2x8x{gpu}", f"backend={name}") for gpu, name in (("h20", "mooncake"), ("h20", "mooncake_tcp"))
+    )
+    assert rdma.policy == tcp.policy
+    jobs = [job(config, Serving()) for config in (rdma, tcp)]
+    assert jobs[0] == jobs[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": ("1to2",)}, "experiment.tp must be of equal pairs such as 8to8, got 1to2"),
+        ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(tcp=composed("experiment=seed_mooncake_tcp").experiment["tcp"], **options)
