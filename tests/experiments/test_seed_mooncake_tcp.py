@@ -27,8 +27,11 @@ def seeded(*words: str) -> Result:
     return run(own, Model(own.hw, own.backend), lambda share, text: None)
 
 
-def points(result: Result, claim: str) -> list[dict[str, Any]]:
-    return [row for row in as_rows(result, "Points") if row["claim"] == claim]
+def points(
+    result: Result, claim: str, machine: str = "2x8xh20 mooncake", target: str = "model"
+) -> list[dict[str, Any]]:
+    wanted = (claim, machine, target)  # and not what is committed of other machines
+    return [row for row in as_rows(result, "Points") if (row["claim"], row["machine"], row["target"]) == wanted]
 
 
 def test_the_alias_moves_the_same_bytes_in_the_same_descriptors():
@@ -46,8 +49,8 @@ def test_a_handoff_takes_longer_over_tcp():
 @pytest.mark.parametrize("hw", ["loopback", "link"])
 def test_where_there_is_no_rdma_there_is_no_before_and_every_handoff_succeeds(hw: str):
     result = seeded(f"hw={hw}")
-    assert [(row["before"], row["after"]) for row in points(result, "serves")] == [(2, 2)]
-    (row,) = points(result, "handoff")
+    assert [(row["before"], row["after"]) for row in points(result, "serves", f"{hw} mooncake_tcp")] == [(2, 2)]
+    (row,) = points(result, "handoff", f"{hw} mooncake_tcp")
     assert (row["before"], row["effect"]) == (None, None)
     assert result.failures == []
 
@@ -57,7 +60,8 @@ def test_real_bytes_arrive_over_the_alias():
     config = composed("experiment=seed_mooncake_tcp", "hw=loopback")
     own = replace(config, target="real", experiment={**config.experiment, **SMALL, "tokens": (64,)})
     result = run(own, make_target("mooncake_tcp"), lambda share, text: None)
-    assert [(row["before"], row["after"]) for row in points(result, "serves")] == [(2, 2)]  # contents compared
+    (row,) = points(result, "serves", "loopback mooncake_tcp", "real")
+    assert (row["before"], row["after"]) == (2, 2)  # contents compared
     assert result.failures == []
 
 
