@@ -180,8 +180,9 @@ def _list(words: Sequence[str]) -> int:
         raise ConfigError(f"no group {wrong[0]!r}; {near(wrong[0], groups())}There are {', '.join(groups())}")
     for group in words or groups():
         _say(f"{group}=")
+        width = max(16, *map(len, options(group)))
         for option in options(group):
-            _say(f"  {option:<17}{describe(group, option)}")
+            _say(f"  {option:<{width}} {describe(group, option)}")
     if not words:
         found = sorted({entry.name for entry in entry_points(group="pdsim.backends")})
         _say(f"implementations of backends for target=real: {', '.join(found)} (pdsim doctor: which work here)")
