@@ -19,7 +19,7 @@ from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.units import Size
 
-__all__ = ["CLASSES", "Design", "Part", "parts", "values"]
+__all__ = ["CLASSES", "Design", "Part", "median", "parts", "values"]
 
 CLASSES = ("pair", "read", "contention", "handoff", "allgather", "serve")
 
@@ -42,7 +42,7 @@ class Design:
     repeat: int = 20
     volume: Size = 4 << 30
     placement: tuple[str, ...] = ("packed",)
-    verify: bool = False  # contents too: filling and comparing take longer than the transfers
+    jobs: int = 3  # of transfers and of all-gathers: how often their ranks are started anew; medians count
 
 
 class Part(NamedTuple):
@@ -68,20 +68,21 @@ def parts(config: Config, design: Design, folder: Path) -> Iterator[Part]:
         path = folder / "points.csv"
         lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm
+        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
+        # take longer to fill and to compare than to transfer
         options = {"points": str(path), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
-        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": design.verify})
+        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
     if "handoff" in design.classes:
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         paths = ("sliced", "staged") if config.policy.staging else ("sliced",)
         ranks = max(sum(map(int, tp.split("to"))) for tp in design.tp)
         placement = "packed" if not gpus or gpus >= ranks else "sides"
         options = {"tokens": tokens, "tp": design.tp, "paths": paths, "repeat": max(4, design.repeat // 4)}
-        yield Part("handoff", options | {"placement": placement, "verify": design.verify})
+        yield Part("handoff", options | {"placement": placement, "verify": False})
     if "allgather" in design.classes and config.collective is not None and find_spec("experiments.allgather"):
         ranks_of = tuple(count for count in (2, 4, 8) if count <= (gpus or 2))
         options = {"ranks": ranks_of, "size": design.pieces, "growth": False, "repeat": design.repeat}
-        yield Part("allgather", options | {"verify": design.verify})
+        yield Part("allgather", options | {"verify": False})
     if "serve" in design.classes:
         yield Part("serve", {})
 
@@ -101,6 +102,15 @@ def _points(design: Design, gpus: int) -> list[Point]:
         sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
         found += [Point(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit]
     return found + (read(Path(design.points)) if design.points else [])
+
+
+def median(runs: Sequence[Sequence[Value]]) -> list[Value]:
+    """Return the median over *runs* of each quantity that all of them have."""
+    found: dict[tuple[str, str, str], list[Value]] = {}
+    for value in (value for run in runs for value in run):
+        found.setdefault((value.group, value.label, value.quantity), []).append(value)
+    every = [same for same in found.values() if len(same) == len(runs)]
+    return [replace(same[0], value=float(np.median([value.value for value in same]))) for same in every]
 
 
 # --- what is read of a result ---------------------------------------------------------------------------------------
@@ -134,9 +144,14 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
             time = float(np.median([record.seen - record.submitted for record in mine]))
             yield Value(group, name, "time", mine[0].nbytes, time)
         if len(by_flow) > 1:
-            seconds = max(record.seen for record in every) - min(record.submitted for record in every)
-            rate = sum(record.nbytes for record in every) / seconds
+            rate = sum(_rate(mine) for mine in by_flow.values())
             yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate)
+
+
+def _rate(flow: Sequence[TransferRecord]) -> float:
+    """Return bytes/s of *flow* from its own first call to its own end: warm-ups end at times of their own."""
+    seconds = max(record.seen for record in flow) - min(record.submitted for record in flow)
+    return sum(record.nbytes for record in flow) / seconds
 
 
 def _of_handoffs(result: Result) -> Iterator[Value]:

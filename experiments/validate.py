@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments._validate_files import EXPECTED, MEASURED, design_of, keep, read, take
-from experiments._validate_parts import CLASSES, Design, Part, parts, values
+from experiments._validate_parts import CLASSES, Design, Part, median, parts, values
 from pdsim.calibration.page import page
 from pdsim.calibration.spread import predicted
 from pdsim.calibration.validate import (
@@ -81,7 +81,7 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
         design = _design(config, options, folder, notes)
         progress(0.0, "predicting")
         _expect(config, design, folder)
-        failures += _measure(config, design, target, folder, progress, records)
+        failures += _measure(config, design, options.jobs, target, folder, progress, records)
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
 
@@ -139,6 +139,7 @@ def _expect(config: Config, design: Sequence[Part], folder: Path) -> None:
 def _measure(
     config: Config,
     design: Sequence[Part],
+    jobs: int,
     target: Target,
     folder: Path,
     progress: Progress,
@@ -150,14 +151,15 @@ def _measure(
     began = _now()
     for number, part in enumerate(design):
         progress((number + 1) / (len(design) + 1), part.experiment)
-        try:
-            result = _run(part, config, target, _silent)
-        except TransferError as error:
-            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
-            continue
-        found += values(part, result)
-        failures += [f"{part.experiment}: {failure}" for failure in result.failures]
-        records += result.transfers
+        results: list[Result] = []
+        for job in range(jobs if part.experiment in ("transfer", "allgather") else 1):
+            try:
+                results.append(_run(part, replace(config, seed=config.seed + job), target, _silent))
+            except TransferError as error:
+                failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
+        found += median([values(part, result) for result in results])
+        failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
+        records += [record for result in results for record in result.transfers]
     content = {
         "began": began,
         "expectations": read(folder / EXPECTED)["sha256"],

@@ -56,6 +56,7 @@ class _Asked:
     largest: int = 256 << 20  # --largest: bytes of a transfer of the grid
     held: int = 16  # --held: random points to hold out
     repeat: int = 7  # --repeat: the least
+    jobs: int = 3  # --jobs: how often the ranks are started anew
 
 
 def calibrate(words: Sequence[str]) -> int:
@@ -79,8 +80,8 @@ def calibrate(words: Sequence[str]) -> int:
 
 def _asked(words: Sequence[str]) -> _Asked:
     flags = {"--from": "source", "--format": "tool", "--name": "name", "--to": "to", "--path": "path"}
-    flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat"}
-    kinds: dict[str, Any] = {"source": Path, "to": Path, "largest": parse_size, "held": int, "repeat": int}
+    flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat", "--jobs": "jobs"}
+    kinds: dict[str, Any] = {"source": Path, "to": Path, "largest": parse_size, "held": int, "repeat": int, "jobs": int}
     found: dict[str, Any] = {}
     overrides: list[str] = []
     left = iter(words)
@@ -109,7 +110,11 @@ def _said(words: Sequence[str]) -> str:
 
 
 def _measured(asked: _Asked, config: Config, command: str) -> Samples:
-    """Measure the grid with ``experiment=transfer``, keep its results as those of any run, and return the samples."""
+    """Measure the grid with ``experiment=transfer``, keep its results as those of any run, and return the samples.
+
+    It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more: a
+    sample is the median over all of them.
+    """
     from pdsim.run import compose, execute
 
     operation = str(config.experiment["operation"])
@@ -120,10 +125,13 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
-    result, folder = execute(compose(chosen), chosen)
-    rows = points.from_transfers(result.transfers, [cell.label for cell in left])
-    about = {"kind": "measured", "source": _where(config), "command": command, "results": folder.name}
-    return Samples(rows, about | ({"failures": "; ".join(result.failures)} if result.failures else {}))
+    runs = [execute(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(max(1, asked.jobs))]
+    transfers = [record for result, _ in runs for record in result.transfers]
+    rows = points.from_transfers(transfers, [cell.label for cell in left])
+    folders = ", ".join(folder.name for _, folder in runs)
+    about = {"kind": "measured", "source": _where(config), "command": command, "results": folders}
+    failures = "; ".join(failure for result, _ in runs for failure in result.failures)
+    return Samples(rows, about | ({"failures": failures} if failures else {}))
 
 
 def _where(config: Config) -> str:
