@@ -66,7 +66,8 @@ def joined(wire: Wire, nodes: int) -> Iterator[Testbed]:
     with ExitStack() as made:
         found = []
         for node in range(nodes):
-            found.append(namespaces.make(_address(node), wire.mtu, SETTINGS))
+            settings = {**SETTINGS, "ipv4/tcp_wmem": f"4096 16384 {wire.window}"}
+            found.append(namespaces.make(_address(node), wire.mtu, settings))
             made.callback(found[-1].close)
         control, other = socket.socketpair()
         made.enter_context(control)

@@ -236,25 +236,42 @@ def _errors(found: Pairs, name: str) -> list[float]:
 
 DISTURBED = [("cut", 0.1), ("cut", 0.5), ("cut", 1.0), ("stall", 0.3), ("stall", 1.0)]
 AT, SIZE = 1.0, 16 << 20
-RECOVERY = ("backend", "rate", "delay", "kind", "seconds", "size", "undisturbed", "measured", "low", "high", "load")
+RECOVERY = (
+    "backend",
+    "rate",
+    "delay",
+    "window",
+    "kind",
+    "seconds",
+    "size",
+    "undisturbed",
+    "measured",
+    "low",
+    "high",
+    "load",
+)
 
 
 def recover(path: Path, asked: Iterable[str]) -> None:
-    """Add to *path* how long a transfer takes that is disturbed 0.2 s after it began, on each of the links *asked*."""
+    """Add to *path* how long transfers take that are disturbed 0.2 s after they began, on each of the links *asked*.
+
+    Such as ``200Mbps,1ms,4MiB``: rate, delay and largest window.
+    """
     for link in asked:
-        rate, delay = link.split(",")
         for backend in BACKENDS:
-            plain = [disturbed(backend, rate, delay, "real") for _ in range(3)]
+            key = (backend, *link.split(","))
+            plain = [disturbed(key, "real") for _ in range(3)]
             for kind, seconds in DISTURBED:
-                found = [disturbed(backend, rate, delay, "real", kind, seconds) for _ in range(3)]
+                found = [disturbed(key, "real", kind, seconds) for _ in range(3)]
                 numbers = [statistics.median(plain), statistics.median(found), min(found), max(found)]
-                row = [backend, rate, delay, kind, seconds, SIZE, *(f"{number:.6g}" for number in numbers)]
+                row = [*key, kind, seconds, SIZE, *(f"{number:.6g}" for number in numbers)]
                 _append(path, [[*row, f"{os.getloadavg()[0]:.1f}"]], RECOVERY)
 
 
-def disturbed(backend: str, rate: str, delay: str, target: str, kind: str = "", seconds: float = 0.0) -> float:
+def disturbed(key: Sequence[str], target: str, kind: str = "", seconds: float = 0.0) -> float:
     """Return the seconds of one transfer that begins 1 s after the start, with what happens to it 0.2 s later."""
-    config = composed(backend, rate, delay, f"target={target}")
+    backend, rate, delay, window = key
+    config = composed(backend, rate, delay, f"target={target}", f"hw.link.window={window}")
     if kind:
         changes = (Change(kind=kind, start=AT + 0.2, end=AT + 0.2 + seconds),)
         assert config.hw.link is not None
@@ -266,14 +283,15 @@ def recovered(path: Path) -> None:
     """Print how far the model is off for disturbed transfers: of the whole time, and of what the disturbance cost."""
     table: list[list[Any]] = []
     for row in read(path):
-        key = row["backend"], row["rate"], row["delay"]
-        plain = disturbed(*key, "model")
-        predicted = disturbed(*key, "model", row["kind"], float(row["seconds"]))
+        key = row["backend"], row["rate"], row["delay"], row["window"]
+        plain = disturbed(key, "model")
+        predicted = disturbed(key, "model", row["kind"], float(row["seconds"]))
         measured, cost = float(row["measured"]), float(row["measured"]) - float(row["undisturbed"])
         errors = [predicted / measured - 1.0, (predicted - plain) / cost - 1.0]
         table.append([*key, row["kind"], row["seconds"], measured, predicted, *(round(100.0 * e, 1) for e in errors)])
     columns = {
-        "backend": "", "rate": "of the link", "delay": "one way", "what": "happens 0.2 s after the transfer began",
+        "backend": "", "rate": "of the link", "delay": "one way", "window": "largest",
+        "what": "happens 0.2 s after the transfer began",
         "for": "seconds", "measured": "seconds of the transfer, median of 3", "model": "the same",
         "error %": "of that", "of cost %": "error of what the disturbance adds",
     }  # fmt: skip

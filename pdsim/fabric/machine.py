@@ -128,7 +128,7 @@ class Wire:
     mtu: int = 9000  # bytes of a packet
     backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
     initial: int = 10  # segments that a stream sends before the first answer
-    window: Size = 4 << 20  # bytes that a stream has under way at most
+    window: Size = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
     timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
     changes: tuple[Change, ...] = ()
 

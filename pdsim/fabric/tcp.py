@@ -38,13 +38,26 @@ class Streams:
     carries at most.
     """
 
-    __slots__ = ("_answer", "_initial", "_lanes", "_most", "_rate", "_since", "_timeout", "_trip", "_used", "_window")
+    __slots__ = (
+        "_answer",
+        "_initial",
+        "_lanes",
+        "_most",
+        "_rate",
+        "_segment",
+        "_since",
+        "_timeout",
+        "_trip",
+        "_used",
+        "_window",
+    )
 
     def __init__(self, wire: Wire, trip: float, answer: float, rate: float, lanes: int) -> None:
         self._trip = trip
         self._answer = answer
         self._rate = rate
         self._lanes = lanes
+        self._segment = float(wire.segment)
         self._initial = float(wire.initial * wire.segment)
         self._most = float(wire.window)
         self._timeout = wire.timeout + trip
@@ -75,17 +88,27 @@ class Streams:
         busy = max(0.0, min(now, self._used) - self._since) if self._used > -inf else 0.0
         return self._timeout + min(self._most / self._rate, QUEUE * busy)
 
+    def restart(self) -> float:
+        """Return how long a stream waits for acknowledgements until a window of one segment has grown enough."""
+        return self._waits(self._segment, inf)[0]
+
     def _grow(self, now: float, nbytes: float, rate: float) -> float:
         """Return how long a stream that sends *nbytes* waits for acknowledgements, and keep the window it ends with."""
-        window = self._after_idle(now)
+        before = self._after_idle(now)
+        waits, window = self._waits(before, nbytes, rate)
+        # it grows only as far as it is used
+        self._window = min(self._most, max(before, min(window, 2.0 * nbytes)))
+        return waits
+
+    def _waits(self, window: float, nbytes: float, rate: float = 0.0) -> tuple[float, float]:
+        """Return how long *nbytes* wait for acknowledgements at first, and the window after them."""
+        rate = rate or self._rate
         waits, left, full = 0.0, nbytes, rate * self._trip
         while window < full and left > window:
             waits += self._trip - window / rate
             left -= window
             window *= 2.0
-        # it grows only as far as it is used
-        self._window = min(self._most, max(self._after_idle(now), min(window + left, 2.0 * nbytes)))
-        return waits
+        return waits, window + left
 
     def _after_idle(self, now: float) -> float:
         times = (now - self._used) / self._timeout
@@ -111,11 +134,11 @@ class Chain:
         """Return when streams that are cut from *now* to *end* send on.
 
         The retransmission timer fires a time-out after what was sent last, and each time takes twice as long to fire
-        again (RFC 6298); the first time it fires after the end is when the stream goes on.
+        again (RFC 6298); the first time it fires after the end is when the stream goes on, with a window of a segment.
         """
         wait = max((each.timeout(now) for each in self._streams), default=self.wire.timeout)
         fires = now + wait
         while fires < end:
             wait *= 2.0
             fires += wait
-        return fires
+        return fires + max((each.restart() for each in self._streams), default=0.0)
