@@ -220,6 +220,8 @@ def _int64s(values: npt.ArrayLike, name: str) -> Int64s:
 
 
 def _check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
+    if offset.min() >= 0 and offset.max() <= region.size - int(size.max()):  # sufficient, and makes no arrays
+        return
     # offset > region.size - size rather than offset + size > region.size: the sum may overflow
     outside = (offset < 0) | (offset > region.size - size)
     if outside.any():
@@ -230,11 +232,21 @@ def _check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> No
         )
 
 
+_PART = 1 << 13
+"""Descriptors compared at a time: what that needs stays in the cache, and is not fetched from the system each time."""
+
+
+def _ascending(offset: Int64s, size: Int64s) -> bool:
+    """Return whether each piece ends before the next begins."""
+    for first in range(0, len(offset) - 1, _PART):
+        step = np.diff(offset[first : first + _PART + 1])
+        if (step < size[first : first + len(step)]).any():
+            return False
+    return True
+
+
 def _check_disjoint(offset: Int64s, size: Int64s) -> None:
-    if len(offset) == 1:
-        return
-    step = np.diff(offset)
-    if (step >= size[:-1]).all():  # ascending, as batches mostly are: no need to sort
+    if _ascending(offset, size):  # as batches mostly are: no need to sort
         return
     order = np.argsort(offset, kind="stable")
     overlap = np.diff(offset[order]) < size[order][:-1]

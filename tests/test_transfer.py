@@ -79,6 +79,16 @@ class TestRefuses:
         with pytest.raises(InvalidBatch):
             batch(np.array([2**64 - 1], np.uint64), [0], [1])
 
+    @pytest.mark.parametrize("index", [0, (1 << 13) - 1, 1 << 13, (1 << 13) + 1, 3 << 13])
+    def test_an_overlap_wherever_it_is_among_many(self, index):
+        count = (3 << 13) + 2
+        region = Region("a", "memory", 2 * count, 0, "gpu0")
+        offset, size = 2 * np.arange(count), np.full(count, 2)
+        assert Batch(region, region, offset, offset, size).nbytes == 2 * count
+        size[index] = 3
+        with pytest.raises(InvalidBatch, match=f"targets of descriptors {index} and {index + 1} overlap"):
+            Batch(region, region, np.zeros(count, int), offset, size)
+
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
     def test_exactly_the_overlapping_targets(self, spans):

@@ -26,6 +26,7 @@ Unknown here: time, rooms, and what a refusal leads to.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -174,8 +175,9 @@ class BlockPlan:
     """The part of a rank's pool that makes up the blocks between it and one other rank.
 
     These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both have.
-    On memory without contents (*exact* false) a copy costs what its bytes cost wherever they lie, so a run of pages is
-    one descriptor a plane, of the size of its share.
+    A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So it is too
+    on memory without contents (*exact* false), of the size of its share: a copy there costs what its bytes cost
+    wherever they lie.
     """
 
     def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int, exact: bool) -> None:
@@ -184,7 +186,7 @@ class BlockPlan:
         self._layout = layout
         self._skip = first * layout.shape.head_bytes
         self._row = heads * layout.shape.head_bytes
-        self._exact = exact
+        self._runs = not exact or self._row == layout.row
 
     def nbytes(self, pages: int) -> int:
         """Return the bytes of a block of so many *pages*."""
@@ -192,28 +194,39 @@ class BlockPlan:
 
     def gather(self, pool: Region, pages: Pages, block: Region, offset: int) -> Batch:
         """Return the batch that copies *pages* into the block at *offset* of region *block*."""
-        lies, size = self._pieces(pages)
-        return Batch(pool, block, lies, offset + np.cumsum(size) - size, size)
+        lies, within, size = self._pieces(pages)
+        return Batch(pool, block, lies, within + offset if offset else within, size)
 
     def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
         """Return the batch that copies the block at *offset* of region *block* into *pages*."""
-        lies, size = self._pieces(pages)
-        return Batch(block, pool, offset + np.cumsum(size) - size, lies, size)
+        lies, within, size = self._pieces(pages)
+        return Batch(block, pool, within + offset if offset else within, lies, size)
 
-    def _pieces(self, pages: Pages) -> tuple[Int64s, Int64s]:
-        """Return offset in the pool and size of each piece.  Raise `InvalidBatch` if a page is outside the pool."""
+    def _pieces(self, pages: Pages) -> tuple[Int64s, Int64s, Int64s]:
+        """Return of each piece: offset in the pool, offset in the block, size.
+
+        Raise `InvalidBatch` if a page is outside the pool.
+        """
         layout = self._layout
         for page, count in pages:
             if page < 0 or count < 1 or page + count > layout.pages:
                 raise InvalidBatch(f"pages {page} to {page + count - 1} are not all in a pool of {layout.pages}")
-        first, counts = np.array(pages, np.int64).reshape(-1, 2).T
-        if not self._exact:
-            offsets = (self._starts[:, None] + first * layout.item).ravel()
-            return offsets, np.tile(counts * layout.page_size * self._row, len(self._starts))
+        if self._runs:
+            first, counts = np.array(pages, np.int64).reshape(-1, 2).T
+            size = np.tile(counts * layout.page_size * self._row, len(self._starts))
+            return np.add.outer(self._starts, first * layout.item).ravel(), np.cumsum(size) - size, size
         tokens = [np.arange(page * layout.page_size, (page + count) * layout.page_size) for page, count in pages]
         rows = np.concatenate(tokens) * layout.row + self._skip
-        offsets = (self._starts[:, None] + rows).ravel()
-        return offsets, np.full(len(offsets), self._row, np.int64)
+        return np.add.outer(self._starts, rows).ravel(), *_even(len(self._starts) * len(rows), self._row)
+
+
+@lru_cache(maxsize=8)
+def _even(count: int, size: int) -> tuple[Int64s, Int64s]:
+    """Return offset and size of *count* neighbours of *size* bytes, not to be written to."""
+    found = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)
+    for array in found:
+        array.flags.writeable = False
+    return found
 
 
 def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice, exact: bool) -> tuple[BlockPlan, BlockPlan]:

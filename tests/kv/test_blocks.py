@@ -51,11 +51,19 @@ def test_staging_moves_the_same_bytes_as_slicing(prefill: int, decode: int, head
 
 def test_without_contents_a_copy_has_a_descriptor_a_run_and_plane_and_as_many_bytes():
     shape = KvShape(layers=2, heads=4, head_bytes=8)
-    layouts = KvLayout(shape, 2, 2, 8, 1), KvLayout(shape, 1, 2, 6, 1)
-    exact, coarse = (block_plans(*layouts, HeadSlice(0, 2, 2), exact=exact)[0] for exact in (True, False))
+    layouts = KvLayout(shape, 1, 2, 8, 1), KvLayout(shape, 2, 2, 6, 1)
+    exact, coarse = (block_plans(*layouts, HeadSlice(2, 0, 2), exact=exact)[0] for exact in (True, False))
     batches = [plan.gather(region(1 << 20), SOURCE_PAGES, region(1 << 20), 0) for plan in (exact, coarse)]
     assert [len(batch) for batch in batches] == [4 * 6, 4 * 2]
     assert len({batch.nbytes for batch in batches}) == 1
+
+
+def test_a_side_of_which_the_block_has_all_heads_moves_runs_of_pages_and_the_other_tokens():
+    shape = KvShape(layers=2, heads=4, head_bytes=8)
+    layouts = KvLayout(shape, 2, 2, 8, 1), KvLayout(shape, 1, 2, 6, 1)
+    gather, scatter = block_plans(*layouts, HeadSlice(0, 2, 2), exact=True)
+    assert len(gather.gather(region(1 << 20), SOURCE_PAGES, region(1 << 20), 0)) == 4 * 2
+    assert len(scatter.scatter(region(1 << 20), 0, region(1 << 20), TARGET_PAGES)) == 4 * 6
 
 
 @pytest.mark.parametrize("pages", [((7, 2),), ((-1, 1),), ((0, 0),)])
