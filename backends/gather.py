@@ -32,22 +32,19 @@ NARROW = 1024
 _SHAPE = {"WIDE": WIDE, "NARROW": NARROW, "num_warps": 8}
 
 
-def tiles(batch: Batch) -> Int64s:
-    """Return the pieces of *batch*, large ones divided: source offset, target offset and bytes, shape (n, 3).
+def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
+    """Return source offset, target offset and bytes of the pieces of *batch*, large ones divided.
 
     All pieces of one descriptor but the last have a size that is a power of two, so that alignment is kept.
     """
-    whole = np.stack([batch.source_offset, batch.target_offset, batch.size], axis=1)
     piece = max(LEAST, 1 << max(0, batch.nbytes // TILES - 1).bit_length())
     if batch.size.max() <= piece:
-        return whole
+        return batch.source_offset, batch.target_offset, batch.size
     count = -(-batch.size // piece)
-    index = np.repeat(np.arange(len(whole)), count)
+    index = np.repeat(np.arange(len(batch)), count)
     done = (np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)) * piece
-    parts = whole[index]
-    parts[:, :2] += done[:, None]
-    parts[:, 2] = np.minimum(parts[:, 2] - done, piece)
-    return parts
+    left = np.minimum(batch.size[index] - done, piece)
+    return batch.source_offset[index] + done, batch.target_offset[index] + done, left
 
 
 def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
@@ -97,7 +94,10 @@ class Gather:
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
         from backends.gather_kernel import Address, copy_tiles
 
-        rows = torch.from_numpy(tiles(batch)).pin_memory()  # or the copy would wait for what the stream has to do
+        columns = tiles(batch)
+        shape = len(columns[0]), len(columns)
+        rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)  # or it would wait for what the stream has to do
+        np.stack(columns, axis=1, out=rows.numpy())
         table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
         copy_tiles[(len(rows),)](Address(source), Address(target), table, **_SHAPE)
 

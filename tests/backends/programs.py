@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from pdsim.errors import RegistrationError
@@ -44,6 +46,21 @@ def answer(rank: Rank) -> Program:
         if payload == b"stop":
             return number
         rank.channel.send(sender, number.encode())
+
+
+def use_memory_again(rank: Rank, rounds: int) -> Program:
+    """Return how often the system had to give memory while the same 12 MiB were filled and freed *rounds* times."""
+    yield rank.clock.timeout(0.0)
+    _fill_and_free()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        _fill_and_free()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def _fill_and_free() -> None:
+    held = [np.ones(1 << 19) for _ in range(3)]
+    held.clear()
 
 
 def tell_process(rank: Rank) -> Program:

@@ -46,18 +46,18 @@ def test_tiles_cover_the_same_bytes(case):
     pieces = batch(**CASES[case])
     contents, image = expected(pieces)
     found = np.zeros_like(image)
-    for start, end, size in tiles(pieces):
+    for start, end, size in zip(*tiles(pieces), strict=True):
         found[end : end + size] = contents[start : start + size]
     assert np.array_equal(found, image)
 
 
 def test_large_pieces_are_divided_evenly_and_small_ones_are_not():
-    assert len(tiles(batch(300, 16))) == 300
-    rows = tiles(batch(1, 1 << 28))
-    assert TILES / 2 <= len(rows) <= TILES
-    assert set(rows[:-1, 2].tolist()) == {rows[0, 2]}
-    assert rows[0, 2] & (rows[0, 2] - 1) == 0
-    assert rows[0, 2] >= LEAST
+    assert [len(column) for column in tiles(batch(300, 16))] == [300] * 3
+    _, _, size = tiles(batch(1, 1 << 28))
+    assert TILES / 2 <= len(size) <= TILES
+    assert set(size[:-1].tolist()) == {size[0]}
+    assert size[0] & (size[0] - 1) == 0
+    assert size[0] >= LEAST
 
 
 @pytest.mark.parametrize("case", CASES)

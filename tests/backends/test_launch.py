@@ -48,6 +48,11 @@ def test_memory_is_limited(processes):
     assert outcome.ranks["a"].error.startswith("OutOfMemory: cpu: 33554432 bytes asked for")
 
 
+def test_memory_that_a_rank_has_freed_stays_with_it(processes):
+    outcome = processes.run([spec("a", programs.use_memory_again, rounds=20)])
+    assert outcome.ranks["a"].value < 20
+
+
 def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
     target = Processes(mooncake, deadline=1.0)
     outcome = target.run([spec("a", programs.sleep, seconds=0.01), spec("b", programs.sleep, seconds=60)])
