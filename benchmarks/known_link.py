@@ -55,11 +55,13 @@ def write(rank: Rank, points: Sequence[Point]) -> Program:
     region = rank.endpoint.register(rank.device.allocate(32 << 20), "all")
     sender, address = yield rank.channel.receive()
     peer = rank.endpoint.connect(address)
+    begun = False  # what a disturbance is timed against begins at a time of the job, however long it took to connect
     for number, (blocks, size, gap, many) in enumerate(points):
         offset = np.arange(blocks, dtype=np.int64) * size
         batch = Batch(region, peer.regions["all"], offset, offset, np.full(blocks, size))
         for _ in range(many):
-            yield rank.clock.timeout(gap)
+            yield rank.clock.timeout(gap if begun else max(0.0, gap - rank.clock.now))
+            begun = True
             yield rank.endpoint.write(peer, batch, label=str(number))
     rank.channel.send(sender, b"done")
 

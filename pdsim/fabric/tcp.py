@@ -10,8 +10,8 @@ carries its bytes at a fair share says the rest.
   nothing leaves it at that.  While a stream is idle its window is halved every retransmission time-out, down to where
   it began (RFC 2861).
 - A stream never has more than `Wire.window` under way.
-- Its window goes on growing when the way is full, so that bytes wait in front of it, and the retransmission time-out,
-  which is a constant more than the round trip, grows with them.
+- Its window goes on growing when the way is full, so that bytes wait in front of it, and the times after which TCP
+  suspects that something is lost, which follow the round trip, grow with them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,34 @@ if TYPE_CHECKING:
 __all__ = ["Chain", "Streams"]
 
 
-QUEUE = 0.35
-"""Seconds of waiting bytes for each second that a stream has filled the way, as its estimate of the round trip has it.
+QUEUE = 0.4
+"""Seconds by which the estimated round trip grows for each second that a stream has filled the way.
 
-Measured: disturbed transfers at 100 and 200 Mbit/s; 0.5 if no acknowledgement came late."""
+Twice as much is under way by then, for an answer is as old as the queue was long.  Measured: cuts at 200 Mbit/s; 0.5 if
+no acknowledgement came late."""
+
+FILLED, WRITABLE = 5 / 6, 2 / 3
+"""Shares of its largest window that a stream has under way on average, and at which its engine is told to write more.
+
+Published: Linux's sk_stream_is_writeable, a third must be free; the first is halfway from there to all of it."""
+
+PROBE = 2e-3
+"""Seconds that a tail loss probe comes after two round trips.  Published: Linux's TCP_TIMEOUT_MIN_US."""
+
+TICK = 4e-3
+"""Seconds of a tick of the kernel's timers.  Measured: steps of the time-outs of cut streams; as with CONFIG_HZ=250."""
+
+
+def late(wait: float) -> float:
+    """Return how much later than after *wait* seconds a timer of the kernel fires, on average.
+
+    Published: Linux's timer wheel, whose steps are of one tick up to 64 and of eight times as much for each eight times
+    that.
+    """
+    step = TICK
+    while wait >= 64 * step:
+        step *= 8.0
+    return step / 2.0
 
 
 class Streams:
@@ -42,6 +66,7 @@ class Streams:
         "_answer",
         "_initial",
         "_lanes",
+        "_least",
         "_most",
         "_rate",
         "_segment",
@@ -60,6 +85,7 @@ class Streams:
         self._segment = float(wire.segment)
         self._initial = float(wire.initial * wire.segment)
         self._most = float(wire.window)
+        self._least = wire.timeout  # of what is waited for an answer, without the round trip
         self._timeout = wire.timeout + trip
         self._window = self._initial
         self._since = -inf  # since when bytes have been under way without a pause
@@ -83,10 +109,47 @@ class Streams:
         self._used = now + max(least, nbytes / self._rate + growing)
         return least, growing
 
-    def timeout(self, now: float) -> float:
-        """Return after how many seconds without an answer a segment is sent again."""
-        busy = max(0.0, min(now, self._used) - self._since) if self._used > -inf else 0.0
-        return self._timeout + min(self._most / self._rate, QUEUE * busy)
+    def busy(self, now: float) -> float:
+        """Return for how many seconds bytes have been under way without a pause."""
+        return max(0.0, min(now, self._used) - self._since) if self._used >= now else 0.0
+
+    def repaired(self, now: float, end: float) -> float:
+        """Return when a stream that is cut from *now* to *end* sends on, with a window of a segment that grows.
+
+        - What is under way for longer than the cut is not lost, and acknowledged, so that the rest is sent again while
+          it arrives (SACK, RFC 6675).
+        - After two round trips the last segment is sent again (RFC 8985).  If that comes through, the retransmission
+          timer runs from when the oldest was sent, a round trip before the cut.
+        - If not, it runs from then, and each time twice as long (RFC 6298), until a segment comes through.
+        - The answer to that one says that segments before the cut had arrived, so the time-out counts as spurious
+          (F-RTO, RFC 5682).  New data would show what is lost; with a buffer too full for any, nothing is sent until
+          the next probe, and that round trip has the length of the cut.
+        """
+        length, waiting, smooth, stuck = end - now, *self._queued(now)
+        if waiting > length:
+            return end + max(0.0, self.restart() - (waiting - length))
+        wait = 2.0 * smooth + PROBE
+        fires = wait + late(wait)
+        if fires >= length:
+            return now + max(fires + self._trip, self._least) + self.restart()
+        wait = self._least + smooth
+        fires += wait + late(wait)
+        while fires < length:
+            wait *= 2.0
+            fires += wait
+        if stuck:
+            fires += self._trip + 2.0 * (smooth + (fires - smooth) / 8.0) + PROBE
+        return now + fires + self.restart()
+
+    def _queued(self, now: float) -> tuple[float, float, bool]:
+        """Return seconds of bytes under way, the estimated round trip, and whether a few answers make no room for more.
+
+        What is under way grows until it is the largest window, and is less than that by turns from then on.
+        """
+        most, queue = self._most / self._rate, QUEUE * self.busy(now)
+        if 2.0 * queue < most:
+            return 2.0 * queue, self._trip + queue, False
+        return FILLED * most, self._trip + min(queue, FILLED * most), FILLED * most - self._trip > WRITABLE * most
 
     def restart(self) -> float:
         """Return how long a stream waits for acknowledgements until a window of one segment has grown enough."""
@@ -131,14 +194,6 @@ class Chain:
         return made
 
     def recovery(self, now: float, end: float) -> float:
-        """Return when streams that are cut from *now* to *end* send on.
-
-        The retransmission timer fires a time-out after what was sent last, and each time takes twice as long to fire
-        again (RFC 6298); the first time it fires after the end is when the stream goes on, with a window of a segment.
-        """
-        wait = max((each.timeout(now) for each in self._streams), default=self.wire.timeout)
-        fires = now + wait
-        while fires < end:
-            wait *= 2.0
-            fires += wait
-        return fires + max((each.restart() for each in self._streams), default=0.0)
+        """Return when streams that are cut from *now* to *end* send on: those that are busy, or any that may be."""
+        busy = [each for each in self._streams if each.busy(now) > 0.0] or self._streams
+        return max((each.repaired(now, end) for each in busy), default=max(end, now + self.wire.timeout))

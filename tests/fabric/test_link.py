@@ -85,8 +85,8 @@ def test_two_flows_share_the_hop_that_both_pass():
     [
         ({"kind": "stall"}, 4.0),
         ({"kind": "slow", "share": 0.25}, 3.0),
-        # the timer fires 1 s, the way and the queue of 1.75 s later; then 1, 2 and 4 segments wait for answers
-        ({"kind": "cut"}, 7.0 + 0.35 * 1.75 + 5.0 + 4.0 + 2.0),
+        # a probe after two round trips and their queues of 0.7 s is answered; then 1, 2 and 4 segments wait
+        ({"kind": "cut"}, 2 * (6.0 + 0.4 * 1.75) + 0.002 + 0.128 + 6.0 + 5.0 + 4.0 + 2.0),
     ],
     ids=["stall", "slow", "cut"],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from pdsim.fabric.machine import Wire
-from pdsim.fabric.tcp import QUEUE, Chain, Streams
+from pdsim.fabric.tcp import QUEUE, Chain, Streams, late
 
 
 def streams(lanes=0, answer=0.5, rate=100.0, **wire):
@@ -75,20 +75,60 @@ def test_blocks_that_have_lanes_enough_take_one_round():
 # --- what is cut
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fires"), [(0.5, 3.0), (2.9, 3.0), (3.1, 9.0), (8.9, 9.0), (9.1, 21.0)], ids=lambda value: f"{value} s"
-)
-def test_a_cut_stream_goes_on_when_its_timer_fires_after_the_end(seconds, fires):
-    chain = Chain(Wire(rate=1000.0, delay=1.0, timeout=1.0))
-    chain.streams(2.0, 0.0, 100.0, 0)
-    assert chain.recovery(10.0, 10.0 + seconds) == pytest.approx(10.0 + fires)
+def cut(seconds, busy, streams):
+    """Return how long after it is cut for *seconds* a stream sends on that has been busy until then."""
+    if busy:
+        streams.start(0.0, 1, 1e6)
+    return streams.repaired(busy, busy + seconds) - busy
 
 
-def test_the_timer_allows_for_what_a_busy_stream_keeps_waiting():
-    stream = streams()
-    stream.start(10.0, 1, 1000.0)  # for 10 s
-    assert stream.timeout(10.0) == pytest.approx(3.0)
-    assert stream.timeout(14.0) == pytest.approx(3.0 + QUEUE * 4.0)
-    stream.start(15.0, 1, 1000.0)
-    assert stream.timeout(18.0) == pytest.approx(3.0 + QUEUE * 8.0)  # without a pause
-    assert streams(window=100).timeout(0.0) == pytest.approx(3.0)
+def test_a_probe_after_two_round_trips_that_is_answered_sends_the_stream_on():
+    assert cut(0.5, 0.0, streams()) == pytest.approx(2 * 2.0 + 0.002 + 0.128 + 2.0)
+
+
+def test_the_timer_runs_from_the_oldest_segment_if_the_probe_is_answered_before_it_fires():
+    assert cut(0.5, 0.0, streams(timeout=9.0)) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(5.0, 1), (7.2, 1), (7.3, 3), (13.3, 7)], ids=lambda value: f"{value}")
+def test_a_timer_runs_from_a_lost_probe_and_twice_as_long_each_time(seconds, waits):
+    assert cut(seconds, 0.0, streams()) == pytest.approx(4.13 + waits * 3.0 + 0.128)
+
+
+def test_what_a_busy_stream_keeps_waiting_makes_both_longer():
+    queue = QUEUE * 10.0
+    assert cut(12.5, 10.0, streams()) == pytest.approx(2 * (2.0 + queue) + 0.002 + 0.128 + (3.0 + queue) + 0.128)
+
+
+def test_a_queue_that_outlasts_the_cut_says_what_is_lost_when_it_ends():
+    assert cut(7.9, 10.0, streams()) == pytest.approx(7.9)  # 8 s are under way
+    assert cut(8.1, 10.0, streams()) > 12.0
+
+
+def test_the_queue_that_is_left_hides_the_growth_of_the_new_window():
+    assert cut(7.0, 10.0, streams(initial=1, rate=1000.0)) == pytest.approx(7.0 + (1.4 + 0.8) - 1.0)
+
+
+def test_a_full_buffer_is_taken_to_be_lost_only_after_another_probe():
+    full = streams(window=2000)  # 20 s of bytes, of which 5 / 6 are under way after 30 s, and a round trip of 14 s
+    fires = 28.002 + 1.024 + 15.0 + 0.128
+    assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 + (fires - 14.0) / 8) + 0.002)
+
+
+def test_a_full_buffer_of_which_a_round_trip_frees_a_third_sends_new_data_at_once():
+    smooth = 2.0 + 1000 / 100 * 5 / 6
+    assert cut(24.0, 30.0, streams(window=1000)) == pytest.approx(2 * smooth + 0.002 + 1.024 + 1.0 + smooth + 0.128)
+
+
+@pytest.mark.parametrize(("wait", "more"), [(0.1, 0.002), (0.25, 0.002), (0.26, 0.016), (2.0, 0.016), (2.1, 0.128)])
+def test_a_timer_of_the_kernel_is_half_of_its_step_late(wait, more):
+    assert late(wait) == pytest.approx(more)
+
+
+def test_streams_that_are_idle_wait_for_none_while_others_are_busy():
+    chain = Chain(Wire(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
+    assert chain.recovery(10.0, 10.5) == 11.0  # no stream yet: what is sent then waits for a time-out
+    busy, _ = (chain.streams(2.0, 0.0, 100.0, 0) for _ in range(2))
+    assert chain.recovery(10.0, 10.5) == pytest.approx(16.13)
+    busy.start(0.0, 1, 1e6)
+    assert chain.recovery(10.0, 10.5) == pytest.approx(10.5)
