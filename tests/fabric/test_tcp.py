@@ -112,7 +112,7 @@ def test_the_queue_that_is_left_hides_the_growth_of_the_new_window():
 def test_a_full_buffer_is_taken_to_be_lost_only_after_another_probe():
     full = streams(window=2000)  # 20 s of bytes, of which 5 / 6 are under way after 30 s, and a round trip of 14 s
     fires = 28.002 + 1.024 + 15.0 + 0.128
-    assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 + (fires - 14.0) / 8) + 0.002)
+    assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 * 7 / 8 + (fires + 14.0) / 8) + 0.002)
 
 
 def test_a_full_buffer_of_which_a_round_trip_frees_a_third_sends_new_data_at_once():
