@@ -57,7 +57,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 5
+VERSION = 6
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -248,6 +248,7 @@ class Arrival(Message, frozen=True):
     started: float
     ended: float  # when the forward of the last chunk ended
     chunk: int = -1  # whose slot of the staging ring was written; -1 if pages were
+    to: str = ""  # the life of the decode instance: as a message it may find the next one
 
 
 class Metadata(Message, frozen=True):
@@ -265,6 +266,7 @@ class Ask(Message, frozen=True):
     chunk: int
     size: int  # bytes of its block
     pages: Pages  # of the decode rank, in the order of the block
+    to: str  # the life of the decode instance
 
 
 class Grant(Message, frozen=True):

@@ -151,7 +151,7 @@ class KvSender(Handoffs):
 
     def _arrival(self, chunk: Chunk, count: int) -> Arrival:
         pages, now = self._pages(chunk), self._rank.clock.now
-        return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now)
+        return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now, to=chunk.decode)
 
     def _pages(self, chunk: Chunk) -> int:
         """Return how many pages of the request of *chunk* are written in all."""
@@ -175,7 +175,7 @@ class KvSender(Handoffs):
             size = target.block(rows, self._limit)
             if size and target.peer.name not in state.refused:
                 state.asks[chunk.index, target.peer.name] = None
-                self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows)))
+                self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows), chunk.decode))
 
     def _plan(
         self, state: Room, chunk: Chunk, target: Target, rows: Runs, arrival: Arrival, finished: bool

@@ -50,12 +50,12 @@ class Worker(EngineMember):
             Fence: self._fence,
             Reserve: self._reserve,
             Abort: self._forget,
-            Arrival: lambda _, message: self.receiver.arrive(message),
-            Metadata: lambda _, message: self.receiver.store(message),
+            Arrival: self._arrive,
+            Metadata: self._store,
         }
         if self.receiver.landing is not None:
             landing = self.receiver.landing
-            self.handlers |= {Ask: landing.ask, Return: lambda _, message: landing.give_back(message)}
+            self.handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
 
     def run(self) -> Program:
         """As `EngineMember.run`, with an eye on what arrives."""
@@ -122,6 +122,18 @@ class Worker(EngineMember):
 
     def _reserve(self, _: str, message: Reserve) -> None:
         self.receiver.reserve(message)
+
+    def _arrive(self, _: str, message: Arrival) -> None:
+        if message.to == self.life:  # or it was on the way to a life that is over, whose rooms nobody ends here
+            self.receiver.arrive(message)
+
+    def _store(self, _: str, message: Metadata) -> None:
+        if message.arrival.to == self.life:
+            self.receiver.store(message)
+
+    def _ask(self, sender: str, message: Ask) -> None:
+        if message.to == self.life and self.receiver.landing is not None:
+            self.receiver.landing.ask(sender, message)
 
     def _forget(self, _: str, message: Abort) -> None:
         self.receiver.forget(message.room)

@@ -40,7 +40,7 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> P
         yield rank.clock.at(at)
         if action == "ask":
             chunk, size = rest
-            landing.ask("writer", Ask(room, 0, chunk, size, ((room, 1),)))
+            landing.ask("writer", Ask(room, 0, chunk, size, ((room, 1),), "decode0#0"))
         elif action == "arrive":
             arrival = Arrival(room, 0, 0, 1, 0.0, 0.0, 0.0, *rest)
             landing.scatter(arrival, lambda done, reason: report("scattered", done.room, reason))
