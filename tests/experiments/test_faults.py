@@ -18,6 +18,9 @@ from experiments.faults import Options, run, tries
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
+from pdsim.serving.reader import Worker
+from tests.mutants.catalog import patched
+from tests.mutants.defects import changed, mutated
 from tests.results.conftest import make_config
 
 
@@ -107,3 +110,15 @@ def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are
     assert process.returncode == 128 + signal.SIGTERM, err
     assert len(workers) == 2
     assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
+def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_next():
+    """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
+    trial = Trial(6031, 39, 0.4, frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
+
+    def takes_any(original: Any, self: Worker, sender: str, message: Any) -> None:
+        original(self, sender, changed(message, arrival=changed(message.arrival, to=self.life)))
+
+    with patched((mutated(takes_any, Worker, "_store"),)):
+        assert [violation.invariant for violation in trial.run().violations] == ["I8"]
+    assert not trial.run().violations
