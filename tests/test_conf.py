@@ -78,8 +78,9 @@ def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(
     _, link = link_of(config.hw, model.path)
     operation = samples[0].operation if len({row.operation for row in samples}) == 1 else name.split("-")[1]
     alone = [row for row in samples if row.pattern == "pair" and row.concurrency == 1 and row.operation == operation]
-    errors = [abs(model.alone(row.blocks, row.blocks * row.size, link) / row.seconds - 1.0) for row in alone]
-    assert sum(errors) <= 1.2 * file.held_out.mean * len(errors)
+    held = [row for row in alone if row.held]  # of these it says the error itself; of others that of folds
+    errors = [abs(model.alone(row.blocks, row.blocks * row.size, link) / row.seconds - 1.0) for row in held or alone]
+    assert sum(errors) <= (1.01 if held else 1.2) * file.held_out.mean * len(errors)
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES, ids=lambda word: word)
@@ -209,7 +210,9 @@ def modelled(config: Config, blocks: int, size: int) -> float:
     ],
 )
 def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, blocks, size, measured, within):
-    assert modelled(composed("hw=2xh200", f"backend={backend}"), blocks, size) == pytest.approx(measured, rel=within)
+    assert modelled(composed("hw=2xh200", f"backend={backend}", "calibration=none"), blocks, size) == pytest.approx(
+        measured, rel=within
+    )
 
 
 @pytest.mark.parametrize(
