@@ -90,7 +90,7 @@ def test_what_needs_more_gpus_than_there_are_is_left_out_and_named(within_a_node
 
 def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
     result = measure(seed("hw=2xh200", "experiment.tp=[4to2]", "experiment.placement=sides"))
-    assert list(points(result, "handoff", "2xh200 nixl")) == ["4to2 512 tokens"]
+    assert "4to2 512 tokens" in points(result, "handoff", "2xh200 nixl")
     assert "hw=2xh200 has too few GPUs for 4toDP4, left out" in result.notes
 
 
