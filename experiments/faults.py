@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import active_children
 
 from experiments._faults_scenario import KINDS, Tried
@@ -74,9 +75,14 @@ def tries(trials: Sequence[Trial], workers: int) -> Iterator[Tried]:
         if pool is None:
             yield from map(Trial.run, trials)
             return
+        left = iter(batches)
+        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}  # few: handing over takes time, too
         try:
-            for future in as_completed([pool.submit(_all, batch) for batch in batches]):
-                yield from future.result()
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
+                for future in done:
+                    yield from future.result()
         except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
