@@ -30,6 +30,7 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.clock import Clock, Mailbox
+from pdsim.descriptors import check_disjoint, check_inside, int64s
 from pdsim.errors import BackendUnavailable, InvalidBatch
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ __all__ = [
     "TransferRecord",
 ]
 
-Int64s = npt.NDArray[np.int64]
 Program = Generator[Event, Any, Any]
 
 
@@ -167,9 +167,9 @@ class Batch:
     ) -> None:
         self.source = source
         self.target = target
-        self.source_offset = _int64s(source_offset, "source_offset")
-        self.target_offset = _int64s(target_offset, "target_offset")
-        self.size = _int64s(size, "size")
+        self.source_offset = int64s(source_offset, "source_offset")
+        self.target_offset = int64s(target_offset, "target_offset")
+        self.size = int64s(size, "size")
         count = len(self.size)
         if not len(self.source_offset) == len(self.target_offset) == count:
             raise InvalidBatch(
@@ -181,9 +181,9 @@ class Batch:
         if self.size.min() <= 0:
             index = int(np.argmin(self.size))
             raise InvalidBatch(f"size[{index}]={self.size[index]}: sizes must be positive")
-        _check_inside(source, self.source_offset, self.size, "source")
-        _check_inside(target, self.target_offset, self.size, "target")
-        _check_disjoint(self.target_offset, self.size)
+        check_inside(source, self.source_offset, self.size, "source")
+        check_inside(target, self.target_offset, self.size, "target")
+        check_disjoint(self.target_offset, self.size)
         self.nbytes = int(self.size.sum())
 
     def __len__(self) -> int:
@@ -210,50 +210,6 @@ class Batch:
         batch.source, batch.target, batch.nbytes = source, target, self.nbytes
         batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
         return batch
-
-
-def _int64s(values: npt.ArrayLike, name: str) -> Int64s:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise InvalidBatch(f"{name} must be a one-dimensional array of integers, got {array.dtype} of {array.shape}")
-    return np.ascontiguousarray(array, dtype=np.int64)
-
-
-def _check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
-    if offset.min() >= 0 and offset.max() <= region.size - int(size.max()):  # sufficient, and makes no arrays
-        return
-    # offset > region.size - size rather than offset + size > region.size: the sum may overflow
-    outside = (offset < 0) | (offset > region.size - size)
-    if outside.any():
-        index = int(np.argmax(outside))
-        raise InvalidBatch(
-            f"{side} descriptor {index} covers [{offset[index]}, {int(offset[index]) + int(size[index])}) of region "
-            f"{region.owner}/{region.name}, which has {region.size} bytes"
-        )
-
-
-_PART = 1 << 13
-"""Descriptors compared at a time: what that needs stays in the cache, and is not fetched from the system each time."""
-
-
-def _ascending(offset: Int64s, size: Int64s) -> bool:
-    """Return whether each piece ends before the next begins."""
-    for first in range(0, len(offset) - 1, _PART):
-        step = np.diff(offset[first : first + _PART + 1])
-        if (step < size[first : first + len(step)]).any():
-            return False
-    return True
-
-
-def _check_disjoint(offset: Int64s, size: Int64s) -> None:
-    if _ascending(offset, size):  # as batches mostly are: no need to sort
-        return
-    order = np.argsort(offset, kind="stable")
-    overlap = np.diff(offset[order]) < size[order][:-1]
-    if overlap.any():
-        first = int(np.argmax(overlap))
-        one, other = int(order[first]), int(order[first + 1])
-        raise InvalidBatch(f"targets of descriptors {one} and {other} overlap: engines keep no order among descriptors")
 
 
 # --- moving bytes ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Room:
         return self.consensus.status is Status.FAILED
 
 
-class Holder(Worker):
+class Holder(Worker, ABC):
     """The rank that hands out pages of its group, and sees to it that they come back.
 
     The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
@@ -134,9 +135,9 @@ class Holder(Worker):
         self.send(self.followers, Stop())
         super().end()
 
+    @abstractmethod
     def _wake(self) -> None:
         """Have what has changed seen to, soon."""
-        raise NotImplementedError
 
     def _end_if_drained(self) -> None:
         if self._stopping and not self._rooms:

@@ -1,0 +1,64 @@
+"""What the arrays of a `pdsim.transfer.Batch` must be: int64, inside their regions, targets apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.errors import InvalidBatch
+
+if TYPE_CHECKING:
+    from pdsim.transfer import Region
+
+__all__ = ["Int64s", "check_disjoint", "check_inside", "int64s"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+def int64s(values: npt.ArrayLike, name: str) -> Int64s:
+    """Return *values* as int64, shape (n,).  Raise an `InvalidBatch` that names *name* for anything else."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise InvalidBatch(f"{name} must be a one-dimensional array of integers, got {array.dtype} of {array.shape}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def check_inside(region: Region, offset: Int64s, size: Int64s, side: str) -> None:
+    """Raise an `InvalidBatch` that names the first descriptor of which *region*, on *side*, does not hold all bytes."""
+    if offset.min() >= 0 and offset.max() <= region.size - int(size.max()):  # sufficient, and makes no arrays
+        return
+    # offset > region.size - size rather than offset + size > region.size: the sum may overflow
+    outside = (offset < 0) | (offset > region.size - size)
+    if outside.any():
+        index = int(np.argmax(outside))
+        raise InvalidBatch(
+            f"{side} descriptor {index} covers [{offset[index]}, {int(offset[index]) + int(size[index])}) of region "
+            f"{region.owner}/{region.name}, which has {region.size} bytes"
+        )
+
+
+_PART = 1 << 13
+"""Descriptors compared at a time: what that needs stays in the cache, and is not fetched from the system each time."""
+
+
+def _ascending(offset: Int64s, size: Int64s) -> bool:
+    """Return whether each piece ends before the next begins."""
+    for first in range(0, len(offset) - 1, _PART):
+        step = np.diff(offset[first : first + _PART + 1])
+        if (step < size[first : first + len(step)]).any():
+            return False
+    return True
+
+
+def check_disjoint(offset: Int64s, size: Int64s) -> None:
+    """Raise an `InvalidBatch` that names two descriptors if their targets overlap."""
+    if _ascending(offset, size):  # as batches mostly are: no need to sort
+        return
+    order = np.argsort(offset, kind="stable")
+    overlap = np.diff(offset[order]) < size[order][:-1]
+    if overlap.any():
+        first = int(np.argmax(overlap))
+        one, other = int(order[first]), int(order[first + 1])
+        raise InvalidBatch(f"targets of descriptors {one} and {other} overlap: engines keep no order among descriptors")
