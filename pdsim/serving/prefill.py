@@ -88,6 +88,7 @@ class Leader(Worker):
         self._queue: deque[_Room] = deque()
         self._idle: Event | None = None
         self._ready: dict[str, set[int]] = {}  # by life of a decode instance: ranks that are connected to it
+        self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
         self._stopping = False
@@ -131,6 +132,7 @@ class Leader(Worker):
     def peer_gone(self, life: str) -> None:
         """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
         super().peer_gone(life)
+        self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
         self._ready.pop(life, None)
         for room in [room for room in self._rooms.values() if room.request.decode == life]:
             self._give_up(room)
@@ -161,7 +163,9 @@ class Leader(Worker):
             self.send(ROUTER, message)
 
     def _is_over(self, life: str) -> bool:
-        """Return whether this rank has met a later life of the same instance."""
+        """Return whether *life* was lost, or this rank has met a later one of the same instance."""
+        if epoch_of(life) <= self._last_lost.get(instance_of(life), -1):
+            return True
         later = (other for other in self._met if instance_of(other) == instance_of(life))
         return any(epoch_of(other) > epoch_of(life) for other in later)
 

@@ -122,3 +122,8 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
     with patched((mutated(takes_any, Worker, "_store"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
+
+
+def test_a_rank_that_is_ready_for_a_decode_instance_that_was_lost_since_is_not_counted():
+    """D6: four of 20,000 scenarios kept what a follower had said of a life that its leader knew to be over."""
+    assert not Trial(11647, 1, 0.4, frozenset(KINDS) - {"delays", "kills", "restarts"}).run().violations
