@@ -46,9 +46,9 @@ CALIBRATIONS = sorted(set(options("calibration")) - {"none"})
 
 
 def calibration_file(name):
-    """Return what the file of calibration *name* says, or the one that it is another name of."""
+    """Return what the file of calibration *name* says, over what the one that it is taken from does."""
     file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / f"{name}.yaml")
-    return calibration_file(file.defaults[0]) if "defaults" in file else file
+    return OmegaConf.merge(calibration_file(file.pop("defaults")[0]), file) if "defaults" in file else file
 
 
 @pytest.mark.parametrize("name", CALIBRATIONS)
@@ -64,6 +64,15 @@ def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(n
         assert set(said) == {key for key, value in file.parameters.items() if not isinstance(value, bool) and value}
     samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv")
     assert samples.about["kind"] == config.calibration.kind
+
+
+@pytest.mark.parametrize("gpus", [4, 8])
+@pytest.mark.parametrize("backend", ["nvlink", "mooncake_nvlink", "nixl"])
+def test_what_was_fitted_to_two_h200_is_chosen_for_more_and_says_so(backend, gpus):
+    config = composed(f"hw={gpus}xh200", f"backend={backend}")
+    assert config.calibration.name == f"{backend}-2xh200"
+    assert f"{backend} on 2xh200, taken for {gpus}xh200" in config.backend.sources["intra.rate"]
+    assert config.backend.intra == composed("hw=2xh200", f"backend={backend}").backend.intra
 
 
 @pytest.mark.parametrize("name", CALIBRATIONS)
