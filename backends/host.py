@@ -11,6 +11,7 @@ from simpy.events import Event
 
 from backends.device import RealBuffer, RealDevice
 from pdsim.clock import WallClock
+from pdsim.descriptors import move
 from pdsim.group import SYMMETRIC
 from pdsim.transfer import Batch, Region
 
@@ -68,10 +69,7 @@ class HostDevice(RealDevice):
         def run(_: Event) -> None:
             source, target = views
             views.clear()  # a program that waits for this may free the memory, which must have no users then
-            for start, end, size in zip(
-                batch.source_offset.tolist(), batch.target_offset.tolist(), batch.size.tolist(), strict=True
-            ):
-                target[end : end + size] = source[start : start + size]
+            move(source, target, batch.source_offset, batch.target_offset, batch.size)
 
         done = self._enqueue(0.0)
         assert done.callbacks is not None

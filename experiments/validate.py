@@ -119,9 +119,7 @@ def _expect(config: Config, design: Sequence[Part], folder: Path) -> None:
     """Write what the model says of *design*, and see it safely on disk."""
 
     def predict(of: Config) -> list[Value]:
-        modelled = replace(of, target="model", memory="timing")
-        model = Model(modelled.hw, modelled.backend, seed=modelled.seed, collective=modelled.collective)
-        return [value for part in design for value in values(part, _run(part, modelled, model, _silent))]
+        return [value for part in design for value in values(part, _run(part, *_modelled(of, part), _silent))]
 
     calibration = config.calibration.name if config.calibration is not None else "none"
     content = {
@@ -134,6 +132,13 @@ def _expect(config: Config, design: Sequence[Part], folder: Path) -> None:
         "expected": [asdict(value) for value in predicted(config, predict)],
     }
     keep(folder / EXPECTED, seal(content))
+
+
+def _modelled(config: Config, part: Part) -> tuple[Config, Model]:
+    """Return what predicts *part*.  Copies of staged blocks name every piece only where memory has contents."""
+    memory = "tracked" if part.experiment == "handoff" else "timing"
+    model = Model(config.hw, config.backend, memory, config.seed, collective=config.collective)
+    return replace(config, target="model", memory=memory), model
 
 
 def _measure(

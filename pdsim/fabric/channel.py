@@ -1,7 +1,8 @@
 """Control messages on the model: a TCP socket from every rank to every other.
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
-``tcp_latency`` to arrive, and the *delay* of the links between the nodes.  That is a sum, so a message costs one event.
+``tcp_latency`` to arrive, the *delay* of the links between the nodes, and ``wake`` until the receiver acts on it.  That
+is a sum, so a message costs one event.
 A faulty network holds messages up (`pdsim.fabric.faults`), but never lets one overtake another on the same socket.
 Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a receiver
 that does not read.
@@ -70,7 +71,9 @@ class SimChannel:
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
         self._free[receiver] = sent
         message = Message(self.name, payload)
-        latency = host.tcp_latency if self._delay is None else host.tcp_latency + self._delay(self.name, receiver)
+        latency = host.tcp_latency + host.wake
+        if self._delay is not None:
+            latency += self._delay(self.name, receiver)
         job.call_at(self._arrival(receiver, sent + latency), channel._arrive, message)
 
     def receive(self) -> Event:

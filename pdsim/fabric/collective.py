@@ -298,7 +298,7 @@ class _Core:
         for request in call.requests.values():
             if request.buffers is not None and request.member.device.holds_bytes and not request.over:
                 for index, (source, _) in enumerate(pairs):
-                    request.buffers[1].contents[index * size : (index + 1) * size] = source.contents[:size]
+                    request.buffers[1].touch()[index * size : (index + 1) * size] = source.contents[:size]
 
     def _finish(self, call: _Call, error: TransferError | None = None) -> None:
         call.done = True

@@ -63,6 +63,7 @@ class Fabric:
     engine: Engine
     chance: Chance | None = None
     observer: Observer | None = None
+    wake: float = 0.0  # seconds from the arrival of a notification until its receiver acts on it
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
 
@@ -332,8 +333,19 @@ class SimEndpoint:
             self._move(flight, *buffers)
         record = self._land(posting.tag, flight, error)
         if flight.notify and error is None:
-            there._notifications.deliver(Notification(self.name, flight.notify))
+            self._notify(there, Notification(self.name, flight.notify))
         self._end(flight, record, error)
+
+    def _notify(self, there: SimEndpoint, notification: Notification) -> None:
+        clock, wake = self._fabric.clock, self._fabric.wake
+        if wake:
+            clock.call_at(clock.now + wake, there._wake_with, notification)
+        else:
+            there._notifications.deliver(notification)
+
+    def _wake_with(self, notification: Notification) -> None:
+        if self.ended is None:
+            self._notifications.deliver(notification)
 
     def _expire(self, number: int) -> None:
         flight = self._flights[number]

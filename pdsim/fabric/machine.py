@@ -18,6 +18,7 @@ __all__ = [
     "Change",
     "Collective",
     "CollectiveModel",
+    "Copies",
     "Engine",
     "EngineModel",
     "Gpu",
@@ -34,6 +35,26 @@ EVIDENCE = ("measured", "published", "datasheet", "assumed")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What `pdsim.transfer.Device.copy` costs beside the memory's bandwidth, on one kind of device.
+
+    A copy of *n* pieces keeps its rank's copies busy for ``call + n * piece`` before its first byte: the pieces are
+    planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end is
+    seen.  What a kernel loses to small pieces is part of *piece*.
+    """
+
+    call: Seconds = 0.0
+    piece: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("copies", call=self.call, piece=self.piece)
+
+    def busy(self, pieces: int) -> Seconds:
+        """Return for how long a copy of so many *pieces* keeps its rank's copies from the next one."""
+        return self.call + pieces * self.piece
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One accelerator."""
 
@@ -42,6 +63,7 @@ class Gpu:
     memory_rate: Rate  # of its memory, reads and writes together
     compute: Flops  # dense bf16
     pcie: Rate  # to the host or a NIC, each direction
+    copies: Copies = field(default_factory=Copies)
 
     def __post_init__(self) -> None:
         positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
@@ -84,10 +106,12 @@ class Host:
     memory_rate: Rate  # reads and writes together
     tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
     tcp_latency: Seconds  # one way, of a control message
+    wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
+    copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
 
     def __post_init__(self) -> None:
         positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
-        not_negative("host", tcp_latency=self.tcp_latency)
+        not_negative("host", tcp_latency=self.tcp_latency, wake=self.wake)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,13 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.clock import Clock, fire
+from pdsim.descriptors import move
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
 if TYPE_CHECKING:
+    from pdsim.fabric.machine import Copies
     from pdsim.fabric.sharing import Link, Network
     from pdsim.transfer import Batch, Buffer, Region
 
@@ -60,13 +62,14 @@ BASE = 1 << 32
 class SimBuffer:
     """A contiguous piece of a `DeviceMemory`."""
 
-    __slots__ = ("_contents", "_freed", "_held", "_memory", "address", "pool", "registered", "size")
+    __slots__ = ("_contents", "_freed", "_held", "_memory", "address", "pool", "registered", "size", "touched")
 
     def __init__(self, memory: DeviceMemory, address: int, size: int, pool: str) -> None:
         self.address = address
         self.size = size
         self.pool = pool
         self.registered = ""  # the region's name, or nothing
+        self.touched = False  # whether anything was ever written to it: else it is all zeros
         self._memory = memory
         self._freed = False
         self._held = 0
@@ -82,10 +85,16 @@ class SimBuffer:
 
     @property
     def contents(self) -> npt.NDArray[np.uint8]:
-        """The bytes themselves.  Raise a `TypeError` if the memory keeps none."""
+        """The bytes themselves, to be read.  Raise a `TypeError` if the memory keeps none."""
         if self._contents is None:
             raise TypeError(f"buffers on {self._memory.name} have no contents with memory=timing; run memory=tracked")
         return self._contents
+
+    def touch(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes themselves, to be written; the errors of `contents`."""
+        contents = self.contents
+        self.touched = True
+        return contents
 
     def read(self, offset: int, size: int) -> bytes:
         """Return a copy of *size* bytes at *offset*; the errors of `pdsim.transfer.Buffer.read`."""
@@ -94,6 +103,7 @@ class SimBuffer:
     def write(self, offset: int, data: bytes) -> None:
         """Store *data* at *offset*; the errors of `read`."""
         self._slice(offset, len(data))[:] = np.frombuffer(data, np.uint8)
+        self.touched = True
 
     def hold(self) -> None:
         """Keep the memory from being handed out again until `release` has been called as often."""
@@ -272,18 +282,30 @@ class SimDevice:
 
     Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
     everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a device
-    do not slow each other down.
+    do not slow each other down.  *copies* says what a copy costs beside bandwidth, and nobody learns of the end of a
+    computation before *wake* has passed.
     """
 
     holds_bytes: bool
 
-    def __init__(self, memory: DeviceMemory, clock: Clock, network: Network, link: Link) -> None:
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        clock: Clock,
+        network: Network,
+        link: Link,
+        copies: Copies | None = None,
+        wake: float = 0.0,
+    ) -> None:
         self.memory = memory
         self.symmetric = SymmetricPool(memory)
         self.holds_bytes = memory.tracked
         self._clock = clock
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
+        self._copies = copies
+        self._wake = wake
+        self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
         self.watch: Callable[[Batch], None] | None = None  # told of every copy at its end
@@ -327,16 +349,23 @@ class SimDevice:
         return buffer in self._buffers
 
     def copy(self, batch: Batch) -> Event:
-        """Copy within the device: twice the bytes at a fair share of the memory's bandwidth, and `LAUNCH`.
+        """Copy within the device: `Copies.busy`, twice the bytes at a fair share of the memory's bandwidth, `LAUNCH`.
 
-        Contents are read and written at the end.  Raise `InvalidBatch` if a region is not on this device, a
-        `RegistrationError` if its buffer is gone.
+        Copies of a rank are planned one after the other; their bytes do not wait for one another.  Contents are read
+        and written at the end.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its
+        buffer is gone.
         """
         source, target = self._buffer(batch.source), self._buffer(batch.target)
         done = Event(self._clock)
         source.hold()
         target.hold()
-        self._network.start(self._through, batch.nbytes, self._on_copied, (batch, source, target, done))
+        work = batch, source, target, done
+        busy = self._copies.busy(len(batch)) if self._copies is not None else 0.0
+        if busy:
+            self._planned = max(self._clock.now, self._planned) + busy
+            self._network.clock.call_at(self._planned, self._launch, work)
+        else:
+            self._launch(work)
         return done
 
     def compute(self, seconds: float) -> Event:
@@ -347,7 +376,7 @@ class SimDevice:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
-        return self._clock.at(self._free)
+        return self._clock.at(self._free + self._wake)
 
     def close(self) -> None:
         """Free everything that is left, as the end of a process does."""
@@ -356,6 +385,14 @@ class SimDevice:
             buffer.free()
         self._buffers.clear()
         self.symmetric.close()
+
+    def _launch(self, work: _Copy) -> None:
+        batch, source, target, _ = work
+        if self._clock.stopped:  # a rank that ends while it plans a copy launches none
+            source.release()
+            target.release()
+        else:
+            self._network.start(self._through, batch.nbytes, self._on_copied, work)
 
     def _on_copied(self, work: _Copy) -> None:
         clock = self._network.clock
@@ -386,10 +423,10 @@ class SimDevice:
 
 def copy_bytes(batch: Batch, source: SimBuffer, target: SimBuffer) -> None:
     """Move the contents of *batch* at once: all is read before anything is written."""
-    pieces = read_pieces(batch, source)
     if source is target:
-        pieces = [piece.copy() for piece in pieces]
-    write_pieces(batch, target, pieces)
+        write_pieces(batch, target, [piece.copy() for piece in read_pieces(batch, source)])
+    elif source.touched or target.touched:  # else zeros would be put in the place of zeros
+        move(source.contents, target.touch(), batch.source_offset, batch.target_offset, batch.size)
 
 
 def read_pieces(batch: Batch, source: SimBuffer) -> list[Bytes]:
@@ -401,7 +438,7 @@ def read_pieces(batch: Batch, source: SimBuffer) -> list[Bytes]:
 
 def write_pieces(batch: Batch, target: SimBuffer, pieces: list[Bytes]) -> None:
     """Put *pieces*, one for each descriptor of *batch*, where they belong at the target."""
-    written = target.contents
+    written = target.touch()
     for to, piece in zip(batch.target_offset.tolist(), pieces, strict=True):
         written[to : to + len(piece)] = piece
 

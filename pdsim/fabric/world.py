@@ -140,7 +140,8 @@ class _Job:
         self._clock = JobClock(self._chance.ties if self._chance is not None and shuffled else None)
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
-        self._fabric = Fabric(self._clock, self._network, self._topology, model.engine, self._chance, model.observer)
+        shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
+        self._fabric = Fabric(*shared, model.machine.host.wake)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
@@ -215,7 +216,10 @@ class _Job:
     def _member(self, spec: RankSpec) -> _Member:
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
         site = self._topology.site(spec.place)
-        device = SimDevice(self._memory(site), clock, self._network, self._topology.memory(site))
+        host, link = self._model.machine.host, self._topology.memory(site)
+        gpu = self._model.machine.gpu if site.gpu is not None else None
+        copies = host.copies if gpu is None else gpu.copies
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, host.wake)
         records = _Records()
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
@@ -223,7 +227,6 @@ class _Job:
         device.watch = observer.copied if observer is not None else None
         endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
         delay = self._delay if self._model.machine.link is not None else None
-        host = self._model.machine.host
         channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay)
         return _Member(clock, device, endpoint, channel, records)
 

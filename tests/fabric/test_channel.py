@@ -1,5 +1,7 @@
 """The modelled socket: latency and rate, order, and what becomes of messages to the dead."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdsim.clock import Clock
@@ -10,10 +12,10 @@ HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
 
 
 class Bench:
-    def __init__(self):
+    def __init__(self, host=HOST):
         self.clock = Clock()
         self.ranks = {}
-        self.a, self.b, self.c = (SimChannel(name, HOST, self.clock, self.clock, self.ranks) for name in "abc")
+        self.a, self.b, self.c = (SimChannel(name, host, self.clock, self.clock, self.ranks) for name in "abc")
         self.log = []
 
     def listen(self, channel):
@@ -38,6 +40,14 @@ def test_a_message_takes_the_latency_and_its_length(bench):
     bench.listen(bench.b)
     bench.a.send("b", b"x" * 20)
     assert bench.run() == [(2.5, "a", b"x" * 20)]
+
+
+def test_the_receiver_acts_when_it_has_woken_up():
+    bench = Bench(replace(HOST, wake=0.25))
+    bench.listen(bench.b)
+    bench.a.send("b", b"x" * 20)
+    bench.a.send("b", b"y" * 10)
+    assert [at for at, _, _ in bench.run()] == [2.75, 3.75]
 
 
 def test_messages_to_one_receiver_leave_one_after_the_other(bench):

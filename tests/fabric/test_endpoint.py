@@ -55,11 +55,11 @@ class Bench:
     complete at 2.75.
     """
 
-    def __init__(self, model=None, timeout=1000.0, tracked=True, places=SAME_NODE, inter=None):
+    def __init__(self, model=None, timeout=1000.0, tracked=True, places=SAME_NODE, inter=None, wake=0.0):
         self.clock = JobClock()
         network = Network(self.clock)
         topology = Topology(machine(), network)
-        self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout))
+        self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout), wake=wake)
         self.a, self.b = (Side(self.fabric, name, place, tracked) for name, place in zip("ab", places, strict=True))
         self.log = []
 
@@ -163,6 +163,20 @@ class TestNotification:
         bench.a.buffer.write(0, b"kv")
         bench.write(notify=b"chunk 0")
         assert bench.run()[0] == (2.75, ("a", b"chunk 0"), b"kv")
+
+    def test_is_acted_upon_when_the_receiver_has_woken_up_if_it_is_there_by_then(self):
+        for killed, notified in ((3.5, [(3.25, b"x")]), (3.0, [])):
+            bench = Bench(wake=0.5)
+            bench.connect()
+
+            def receive(bench=bench):
+                notification = yield bench.b.endpoint.notifications.get()
+                bench.log.append((bench.clock.now, notification.payload))
+
+            bench.b.clock.process(receive())
+            bench.write(notify=b"x")
+            bench.at(killed, bench.b.endpoint.kill)
+            assert bench.run() == [(2.75, "settled"), (2.75, "ok"), *notified]
 
     def test_is_not_sent_unless_asked_for(self, bench):
         bench.write()

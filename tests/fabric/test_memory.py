@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdsim.clock import Clock
 from pdsim.errors import InvalidBatch, OutOfMemory
+from pdsim.fabric.jobclock import JobClock, RankClock
+from pdsim.fabric.machine import Copies
 from pdsim.fabric.memory import LAUNCH, DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
 from pdsim.transfer import Batch, Region
@@ -19,14 +20,14 @@ class Bench:
     """A device of 1000 bytes whose memory moves 100 bytes/s."""
 
     def __init__(self, tracked=True, pools=None):
-        self.clock = Clock()
+        self.clock = JobClock()
         self.network = Network(self.clock)
         self.memory = DeviceMemory("gpu", CAPACITY, pools, tracked)
         self.link = self.network.link("memory", 100.0)
         self.device = self.new_device()
 
-    def new_device(self):
-        return SimDevice(self.memory, self.clock, self.network, self.link)
+    def new_device(self, **costs):
+        return SimDevice(self.memory, self.clock, self.network, self.link, **costs)
 
 
 @pytest.fixture
@@ -256,13 +257,74 @@ class TestCopy:
         bench.clock.run(until=bench.device.copy(Batch(region(source), region(target), [0], [0], [100])))
         assert bench.clock.now == 2.0 + LAUNCH
 
+    def test_of_zeros_over_zeros_touches_nothing_and_of_zeros_over_bytes_clears_them(self, bench, device):
+        zeros, others, used = (device.allocate(8) for _ in range(3))
+        used.write(0, b"abcdefgh")
+        for target in others, used:
+            bench.clock.run(until=device.copy(Batch(region(zeros), region(target), [0, 2], [4, 6], [2, 2])))
+        assert not others.touched
+        assert used.read(0, 8) == b"abcd\0\0\0\0"
+
     def test_to_another_device_is_refused(self, device):
         source, target = device.allocate(8), device.allocate(8)
         with pytest.raises(InvalidBatch, match="lies on other, not on gpu"):
             device.copy(Batch(region(source), region(target, device="other"), [0], [0], [8]))
 
 
+class TestPlanningACopy:
+    """A call takes 1 s and a piece 0.25 s: 100 bytes in four pieces are planned at 2 s and there at 4."""
+
+    @pytest.fixture
+    def device(self, bench):
+        return bench.new_device(copies=Copies(call=1.0, piece=0.25))
+
+    @staticmethod
+    def copy(device):
+        source, target = device.allocate(100), device.allocate(100)
+        offsets = [0, 25, 50, 75]
+        return device.copy(Batch(region(source), region(target), offsets, offsets, [25] * 4))
+
+    def test_takes_a_call_and_so_much_a_piece_before_the_first_byte(self, bench, device):
+        bench.clock.run(until=self.copy(device))
+        assert bench.clock.now == 4.0 + LAUNCH
+
+    def test_waits_for_that_of_the_rank_s_copy_before_but_not_for_its_bytes(self, bench, device):
+        ends = []
+        for _ in range(2):
+            self.copy(device).callbacks.append(lambda _: ends.append(bench.clock.now))
+        bench.clock.run()
+        assert ends == [4.0 + LAUNCH, 6.0 + LAUNCH]
+
+    def test_goes_on_at_once_for_another_rank_on_the_same_device(self, bench, device):
+        both = bench.clock.all_of([self.copy(device), self.copy(bench.new_device(copies=Copies(call=2.0)))])
+        bench.clock.run(until=both)
+        assert bench.clock.now == 6.0 + LAUNCH  # both move from 2 s on, and share the memory
+
+    def test_of_a_rank_that_ends_meanwhile_moves_nothing_and_keeps_no_memory(self):
+        bench = Bench()
+        clock = RankClock(bench.clock, "rank")
+        device = SimDevice(bench.memory, clock, bench.network, bench.link, Copies(call=1.0))
+        self.copy(device)
+        clock.stop()
+        device.close()
+        assert bench.memory.used == 200
+        bench.clock.run()
+        assert (bench.link.carried, bench.memory.used) == (0.0, 0)
+
+    def test_can_not_take_less_than_nothing(self):
+        with pytest.raises(ValueError, match=r"copies\.piece must be >= 0"):
+            Copies(piece=-1e-9)
+
+
 class TestCompute:
+    def test_is_noticed_by_whoever_waits_a_while_after_its_end(self, bench):
+        device = bench.new_device(wake=0.5)
+        log = []
+        for seconds in (2.0, 1.0):
+            device.compute(seconds).callbacks.append(lambda _: log.append(bench.clock.now))
+        bench.clock.run()
+        assert log == [2.5, 3.5]  # the second began at 2, and was not held up
+
     def test_is_served_in_order(self, bench, device):
         log = []
         for name, seconds in (("a", 2.0), ("b", 1.0)):
