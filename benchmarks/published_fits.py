@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from pdsim.calibration.command import again, table
+from pdsim.calibration.fitted import again
+from pdsim.calibration.shown import table
 from pdsim.results.report import show_table
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import numpy as np
 
 from experiments._transfer_layout import flows, names
 from experiments._transfer_points import COLUMNS, Point, read
+from pdsim.calibration import jobs
 from pdsim.calibration.validate import Value
 from pdsim.config import Config
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.units import Size
 
-__all__ = ["CLASSES", "Design", "Part", "median", "parts", "values"]
+__all__ = ["CLASSES", "Design", "Part", "mean", "parts", "values"]
 
 CLASSES = ("pair", "read", "contention", "handoff", "allgather", "serve")
 
@@ -42,7 +43,7 @@ class Design:
     repeat: int = 20
     volume: Size = 4 << 30
     placement: tuple[str, ...] = ("packed",)
-    jobs: int = 3  # of transfers and of all-gathers: how often their ranks are started anew; medians count
+    jobs: int = 9  # of transfers and of all-gathers: how often their ranks are started anew; the mean of them counts
 
 
 class Part(NamedTuple):
@@ -104,13 +105,20 @@ def _points(design: Design, gpus: int) -> list[Point]:
     return found + (read(Path(design.points)) if design.points else [])
 
 
-def median(runs: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return the median over *runs* of each quantity that all of them have."""
+def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
+    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have."""
     found: dict[tuple[str, str, str], list[Value]] = {}
     for value in (value for run in runs for value in run):
         found.setdefault((value.group, value.label, value.quantity), []).append(value)
     every = [same for same in found.values() if len(same) == len(runs)]
-    return [replace(same[0], value=float(np.median([value.value for value in same]))) for same in every]
+    return [_mean(same) for same in every]
+
+
+def _mean(same: Sequence[Value]) -> Value:
+    each = tuple(value.value for value in same)
+    if len(each) == 1 or min(each) <= 0:
+        return same[0]
+    return replace(same[0], value=jobs.mean(each), per_job=each)
 
 
 # --- what is read of a result ---------------------------------------------------------------------------------------

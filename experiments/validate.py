@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments._validate_files import EXPECTED, MEASURED, design_of, keep, read, take
-from experiments._validate_parts import CLASSES, Design, Part, median, parts, values
+from experiments._validate_parts import CLASSES, Design, Part, mean, parts, values
 from pdsim.calibration.page import page
 from pdsim.calibration.spread import predicted
 from pdsim.calibration.validate import (
     Bound,
+    Class,
     Compared,
     Value,
     by_class,
@@ -162,7 +163,7 @@ def _measure(
                 results.append(_run(part, replace(config, seed=config.seed + job), target, _silent))
             except TransferError as error:
                 failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
-        found += median([values(part, result) for result in results])
+        found += mean([values(part, result) for result in results])
         failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
         records += [record for result in results for record in result.transfers]
     content = {
@@ -204,13 +205,17 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
     keep(folder / PAGE, page(title, facts, shown, found).encode())
     beyond = [each for each in classes if each.beyond]
-    failures += [f"{each.name}: error beyond its bound, median {each.median:.1%}" for each in beyond]
+    failures += [f"{each.name}: error beyond its bound, median {each.median:.1%}{_left(each)}" for each in beyond]
     return Result(
         summary=metrics(found, classes),
         tables=shown,
         failures=failures,
         notes=[*notes, f"pictures and every point: {PAGE}; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
     )
+
+
+def _left(each: Class) -> str:
+    return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
 
 
 def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:

@@ -84,8 +84,8 @@ Options:
   --to DIR          where NAME.yaml and NAME.csv are written (default: here; conf/calibration makes them a choice)
   --largest SIZE    bytes of the largest transfer that is measured (default: 256MiB)
   --held N          points that are drawn at random and held out (default: 16)
-  --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 7)
-  --jobs N          how often the ranks are started anew to measure again; the medians count (default: 3)"""
+  --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
+  --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,10 +11,11 @@ from pdsim.calibration import points
 from pdsim.calibration.fit import Fit
 from pdsim.calibration.forms import RAMPS, model_of
 from pdsim.calibration.points import Samples
+from pdsim.calibration.reads import FREE
 from pdsim.calibration.record import Calibration
 from pdsim.fabric.machine import EngineModel, Machine
 
-__all__ = ["link_of", "parameters", "save", "text_of"]
+__all__ = ["beyond", "link_of", "parameters", "save", "text_of"]
 
 _LINKS = {
     "nvlink": (("interconnect", "rate"), 1.0),
@@ -62,6 +63,15 @@ def parameters(
     return chosen, told
 
 
+def beyond(
+    found: Fit, spans: Mapping[str, tuple[float, float]], at: str
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Return what reads cost beyond writes, as *found* by `pdsim.calibration.reads`, and its intervals."""
+    known = [name for name in FREE if name not in found.unidentified]
+    told = {f"{at}.{name}": tuple(text_of(name, value) for value in span) for name, span in spans.items()}
+    return {f"{at}.{name}": text_of(name, found.at[name]) for name in known}, told
+
+
 _OF_RAMPS = ("extra", "first")
 
 
@@ -83,7 +93,9 @@ def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> s
 
 def text_of(name: str, value: float) -> str:
     """Return *value* of the parameter *name* with its unit and five digits: ``"5.6813us"``, ``"49.557GB/s"``."""
-    return f"{value / 1e9:.5g}GB/s" if name in _RATES else f"{value * 1e6:.5g}us"
+    if name in _RATES:
+        return f"{value / 1e9:.5g}GB/s"
+    return f"{value * 1e6:.5g}us" if value else "0s"
 
 
 def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -> Path:

@@ -3,7 +3,8 @@
 Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much as
 a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is the simplest one whose error on folds
 that it has not seen is within a standard error of the best's, in pairs (after Breiman et al., "Classification and
-Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  Knows neither files nor machines.
+Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  A ramp ends at a whole number of
+descriptors, to which all else is fitted once more.  Knows neither files nor machines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdsim.calibration.record import HeldOut
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import EngineModel
 
-__all__ = ["Fit", "choose", "errors", "fit", "held_out", "intervals", "summary"]
+__all__ = ["LEAST", "Fit", "choose", "errors", "fit", "held_out", "intervals", "simplest", "summary", "told"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -45,7 +46,7 @@ DEPENDENT = 1e-3
 
 _EXPENDABLE = (
     *("first2", "extra2", "first1", "extra1"),
-    *("wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
+    *("read", "read_descriptor", "wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
 )
 """Which of several parameters that cannot be told apart is given up first."""
 
@@ -69,15 +70,27 @@ def errors(found: Fit, points: Points) -> Floats:
 
 
 def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] | None = None) -> Fit:
-    """Return the best fit of *form*, from *at* or, by default, from several starts.  Raise a `ConfigError`."""
+    """Return the best fit of *form*: from *at*, which also says what is not free, or from several starts and *base*.
+
+    Raise a `ConfigError` if there are too few samples.
+    """
     if len(points) < LEAST:
         raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
-    fixed = start_of(base, points.queues)
+    fixed = dict(at) if at is not None else start_of(base, points.queues)
+    found = _best(form, points, fixed, [at] if at is not None else list(_starts(form, points)))
+    if ends := {name: max(1.0, float(round(found[name]))) for name in form.free if name.startswith("first")}:
+        rest = replace(form, free=tuple(name for name in form.free if name not in ends))
+        found = _best(rest, points, found | ends, [found])
+    return Fit(form, found)
+
+
+def _best(
+    form: Form, points: Points, fixed: Mapping[str, float], starts: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
     if not form.free:
-        return Fit(form, fixed)
-    starts = [at] if at is not None else list(_starts(form, points))
+        return dict(fixed)
     found = min((_least(form, points, fixed, start) for start in starts), key=lambda result: float(result.cost))
-    return Fit(form, fixed | dict(zip(form.free, map(float, np.exp(found.x)), strict=True)))
+    return {**fixed, **dict(zip(form.free, map(float, np.exp(found.x)), strict=True))}
 
 
 def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mapping[str, float]) -> Any:
@@ -147,9 +160,12 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
 
 def choose(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> Fit:
     """Return the fit of the simplest of *forms* that predicts unseen samples as well as the best, within its spread."""
-    fits = _promising(
-        [_identified(fit(form, points, base), points, base) for form in candidates(points, base, forms)], points
-    )
+    every = [_identified(fit(form, points, base), points, base) for form in candidates(points, base, forms)]
+    return simplest(_promising(every, points), points, base)
+
+
+def simplest(fits: Sequence[Fit], points: Points, base: EngineModel) -> Fit:
+    """Return the simplest of *fits* that predicts unseen ones of *points* as well as the best, within its spread."""
     if len(fits) == 1:
         return fits[0]
     seen = [np.concatenate([abs(error) for error in _fold_errors(one, points, base)]) for one in fits]
@@ -199,8 +215,16 @@ def _identified(found: Fit, points: Points, base: EngineModel) -> Fit:
     given_up: list[str] = []
     while (name := _dependent(found, points)) is not None:
         given_up.append(name)
-        found = fit(found.form.without(name), points, base, found.at)
+        found = _given_up(found, (name,), points, base)
     return replace(found, unidentified=tuple(given_up))
+
+
+def _given_up(found: Fit, names: Sequence[str], points: Points, base: EngineModel) -> Fit:
+    """Return *found*, fitted again with its parameters *names* as they are in *base*."""
+    form, start = found.form, start_of(base, points.queues)
+    for name in names:
+        form = form.without(name)
+    return fit(form, points, base, {**found.at, **{name: start[name] for name in names}})
 
 
 def _dependent(found: Fit, points: Points) -> str | None:
@@ -223,6 +247,8 @@ def intervals(
     found: Fit, points: Points, base: EngineModel, resamples: int = RESAMPLES
 ) -> dict[str, tuple[float, float]]:
     """Return the 95 % interval of each free parameter, from fits to samples that were drawn with replacement."""
+    if not found.form.free:
+        return {}
     random = np.random.Generator(np.random.PCG64(1))
     drawn: list[list[float]] = []
     for _ in range(resamples):
@@ -237,11 +263,11 @@ def told(found: Fit, points: Points, base: EngineModel) -> tuple[Fit, dict[str, 
     """Return *found* and its intervals, without the parameters whose interval is wider than from x / 2 to 2 x."""
     spans = intervals(found, points, base)
     while wide := [name for name in _EXPENDABLE if name in spans and _is_wide(name, *spans[name])]:
-        form = found.form.without(wide[0])
+        gone = {wide[0]}
         if wide[0].startswith(("extra", "first")):  # neither is anything without the other
-            form = form.without(wide[0].replace("first", "extra")).without(wide[0].replace("extra", "first"))
-        gone = tuple(name for name in found.form.free if name not in form.free)
-        found = replace(fit(form, points, base, found.at), unidentified=(*found.unidentified, *gone))
+            gone |= {wide[0].replace("first", "extra"), wide[0].replace("extra", "first")}
+        lost = tuple(name for name in found.form.free if name in gone)
+        found = replace(_given_up(found, lost, points, base), unidentified=(*found.unidentified, *lost))
         spans = intervals(found, points, base)
     return found, spans
 

@@ -7,6 +7,8 @@ of ``W = n * (s / rate + wire_descriptor)``::
     maximum    max(P, W) + latency
     pipeline   max(P(1) + W, P + W / n) + latency
 
+A read has *read* more latency and *read_descriptor* more of its wire for each descriptor.
+
 Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
 all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine carries
 one after the other (`EngineModel.in_order`), it is ``max(T(1), c * P, c * W)``.
@@ -83,14 +85,14 @@ class Form:
         """Return how long a transfer of each of *points* takes with the parameters *at*."""
         n, total = points.blocks, points.blocks * points.size
         rate = min(at["rate"], at["queue_rate"])
-        posting, wire = _posting(at, n), total / rate + n * at["wire_descriptor"]
+        posting, wire = _posting(at, n), total / rate + n * (at["wire_descriptor"] + at["read_descriptor"])
         if self.stages == "sum":
             alone = posting + wire
         elif self.stages == "maximum":
             alone = np.maximum(posting, wire)
         else:
             alone = np.maximum(_posting(at, np.ones(1)) + wire, posting + wire / n)
-        alone = alone + at["latency"]
+        alone = alone + at["latency"] + at["read"]
         shared = wire if at["in_order"] else total / at["queue_rate"]
         crowded = points.concurrency * np.maximum(posting, shared)
         busy: Floats = np.where(points.concurrency > 1, np.maximum(alone, crowded), alone)
@@ -144,9 +146,10 @@ def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
 def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     """Return the parameters that stay what they are unless a form frees them.
 
-    A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.
+    A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.  A transfer is a write.
     """
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)
     fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
+    fixed |= {"read": 0.0, "read_descriptor": 0.0}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

@@ -2,7 +2,8 @@
 
 A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight; and points drawn
 at random between them, which no fit sees.  With one count alone the cost of a call and of a descriptor are one number,
-with one size alone the cost of a descriptor and of its bytes.
+with one size alone the cost of a descriptor and of its bytes.  Beside writes, a thinner cross of reads, each of which
+has a write of its own configuration there.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Cell", "grid", "repeats", "write"]
+__all__ = ["Cell", "grid", "reads", "repeats", "write"]
 
 SMALLEST, LARGEST = 4 << 10, 256 << 20
 COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
 AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
+READ_SIZES = tuple(SMALLEST << power for power in range(0, 17, 2))
+READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), (4 << 10, 64 << 10, 1 << 20)
 CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
 
 MOST, CHEAP = 50, 20e-3
@@ -56,6 +59,13 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
         if cell.size >= SMALLEST and blocks * cell.size <= largest and cell not in cells:
             left[cell] = None
     return list(cells), list(left)
+
+
+def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads."""
+    found = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
+    cells = [Cell("pair", n, size, 1, "read") for n, size in found if n * size <= largest]
+    return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
 
 
 def repeats(cell: Cell, least: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pdsim.calibration import jobs
 from pdsim.errors import ConfigError
 from pdsim.ranges import positive
 from pdsim.transfer import TransferRecord
@@ -25,7 +26,10 @@ __all__ = ["Sample", "Samples", "from_transfers", "read", "write"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One point and the median of its repeats, in seconds; the quartiles are the median where nobody told them."""
+    """One point and the median of its repeats, in seconds; the quartiles are the median where nobody told them.
+
+    Of several jobs it is the mean of their medians that counts: `pdsim.calibration.jobs`.
+    """
 
     pattern: str = "pair"
     blocks: int  # descriptors of a transfer
@@ -41,11 +45,13 @@ class Sample:
     high: float  # third quartile
     repeats: int = 0  # transfers; 0 if unknown
     per_flow: tuple[float, ...] = ()  # the median of each flow, where there are several
+    per_job: tuple[float, ...] = ()  # the median of each job, where there were several
     held: bool = False  # left out of the fit, by design
 
     def __post_init__(self) -> None:
         positive("sample", blocks=self.blocks, size=self.size, concurrency=self.concurrency, flows=self.flows)
         positive("sample", seconds=self.seconds, low=self.low, high=self.high)
+        positive("sample", **{f"per_job[{index}]": seconds for index, seconds in enumerate(self.per_job)})
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -66,37 +72,47 @@ _LABEL = re.compile(r"(\S+) (\d+)x(\d+) c(\d+)((?: \S+)*)")
 _WORDS = {"read": "operation", "scattered": "layout"}
 
 
-def from_transfers(transfers: Iterable[TransferRecord], held: Sequence[str] = ()) -> list[Sample]:
-    """Return a sample for each point of a run of ``experiment=transfer``; *held* are labels of points to hold out.
+def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str] = ()) -> list[Sample]:
+    """Return a sample for each point of *runs* of ``experiment=transfer``, a job each, from their transfers.
 
-    Transfers that failed, and those of warm-up, count for nothing; a point of which all failed has no sample.
+    *held* are labels of points to hold out.  Transfers that failed, and those of warm-up, count for nothing; a point of
+    which all failed has no sample.
     """
     points: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for record in transfers:
-        if record.status == "ok" and _LABEL.fullmatch(record.label):
-            flows = points.setdefault(record.label, {})
-            flows.setdefault((record.source, record.target), []).append(record.seen - record.submitted)
-    return [_sample(label, list(flows.values()), label in held) for label, flows in points.items()]
+    by_job: dict[str, dict[int, list[float]]] = {}
+    for job, transfers in enumerate(runs):
+        for record in transfers:
+            if record.status == "ok" and _LABEL.fullmatch(record.label):
+                seconds = record.seen - record.submitted
+                flows = points.setdefault(record.label, {})
+                flows.setdefault((record.source, record.target), []).append(seconds)
+                by_job.setdefault(record.label, {}).setdefault(job, []).append(seconds)
+    return [
+        _sample(label, list(flows.values()), list(by_job[label].values()), label in held)
+        for label, flows in points.items()
+    ]
 
 
-def _sample(label: str, flows: Sequence[Sequence[float]], held: bool) -> Sample:
+def _sample(label: str, flows: Sequence[Sequence[float]], by_job: Sequence[Sequence[float]], held: bool) -> Sample:
     match = _LABEL.fullmatch(label)
     assert match is not None
     pattern, blocks, size, concurrency, words = match.groups()
     unusual: dict[str, Any] = {_WORDS.get(word, "schedule"): word for word in words.split()}
     every = [seconds for flow in flows for seconds in flow]
-    low, median, high = (float(value) for value in np.percentile(every, (25.0, 50.0, 75.0)))
+    low, high = (float(value) for value in np.percentile(every, (25.0, 75.0)))
+    medians = tuple(float(np.median(job)) for job in by_job)
     return Sample(
         pattern=pattern,
         blocks=int(blocks),
         size=int(size),
         concurrency=int(concurrency),
         flows=len(flows),
-        seconds=median,
+        seconds=jobs.mean(medians) if len(medians) > 1 else medians[0],
         low=low,
         high=high,
         repeats=len(every),
         per_flow=tuple(float(np.median(flow)) for flow in flows) if len(flows) > 1 else (),
+        per_job=medians if len(medians) > 1 else (),
         held=held,
         **unusual,
     )

@@ -29,10 +29,14 @@ class HeldOut:
     median: float
     p95: float
     bias: float  # mean of the signed error, model minus sample
+    jobs: int = 1  # whose mean each sample is
+    floor: float | None = None  # of the median: what jobs that differ leave for any model, `pdsim.calibration.jobs`
+    floor_p95: float | None = None
 
     def __post_init__(self) -> None:
-        positive("held_out", points=self.points)
+        positive("held_out", points=self.points, jobs=self.jobs)
         not_negative("held_out", mean=self.mean, median=self.median, p95=self.p95)
+        not_negative("held_out", floor=self.floor or 0.0, floor_p95=self.floor_p95 or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class Calibration:
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 %, from a bootstrap over the samples
     unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
     held_out: HeldOut | None = None
+    held_out_reads: HeldOut | None = None  # of a calibration of writes: the same for reads
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

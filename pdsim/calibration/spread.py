@@ -1,7 +1,8 @@
 """What a calibration's uncertainty does to predictions: the same prediction at both ends of every interval.
 
 Deviations of several parameters add in quadrature, as if they were independent.  Fitted parameters are not quite: those
-that trade against each other make these intervals too wide rather than too narrow.
+that trade against each other make these intervals too wide rather than too narrow.  So do the ends of a ramp: where it
+ends and what it costs, which trade most, go to their lower ends together, and to their upper ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from pdsim.calibration.validate import Value
 from pdsim.config import Config
+from pdsim.fabric.machine import Ramp
 from pdsim.units import parse_rate, parse_time
 
 __all__ = ["predicted", "variants"]
@@ -22,9 +24,8 @@ __all__ = ["predicted", "variants"]
 def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
     """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it."""
     intervals = config.calibration.intervals if config.calibration is not None else {}
-    numbers = {key: span for key, span in intervals.items() if len(span) == 2 and " x " not in span[0]}
-    for key, (low, high) in sorted(numbers.items()):  # the ends of a ramp's steps move together, so they are left out
-        yield key, _with(config, key.split("."), _number(low)), _with(config, key.split("."), _number(high))
+    for key, (low, high) in sorted(intervals.items()):
+        yield key, _with(config, key.split("."), _value(low)), _with(config, key.split("."), _value(high))
 
 
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
@@ -44,14 +45,17 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
     return [replace(value, low=value.value - below, high=value.value + above) for value, below, above in spans]
 
 
-def _number(text: str) -> float:
+def _value(text: str) -> float | tuple[Ramp, ...]:
+    if " x " in text:
+        steps = (step.split(" x ") for step in text.split(" and "))
+        return tuple(Ramp(first=max(1, int(first)), extra=parse_time(extra)) for first, extra in steps)
     for parse in (parse_time, parse_rate):
         with suppress(ValueError):
             return parse(text)
-    raise ValueError(f"calibration.intervals: {text!r} is neither a time nor a rate nor a number")
+    raise ValueError(f"calibration.intervals: {text!r} is neither a time nor a rate nor the steps of a ramp")
 
 
-def _with(owner: Any, path: Sequence[str], value: float) -> Any:
+def _with(owner: Any, path: Sequence[str], value: float | tuple[Ramp, ...]) -> Any:
     """Return a copy of *owner* with *value* at *path*."""
     head, *rest = path
     below = getattr(owner, head)

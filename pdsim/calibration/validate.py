@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.calibration.jobs import Floor, floor
 from pdsim.errors import ConfigError
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
@@ -49,6 +50,7 @@ class Value:
     value: float
     low: float | None = None  # of a prediction: 95 %, from the calibration's uncertainty
     high: float | None = None
+    per_job: tuple[float, ...] = ()  # of a measurement: that of each job, whose geometric mean *value* is
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -62,6 +64,7 @@ class Compared:
 
     predicted: Value
     measured: float
+    per_job: tuple[float, ...] = ()  # what was measured in each job, where there were several
 
     @property
     def error(self) -> float:
@@ -76,7 +79,8 @@ class Compared:
 
     def row(self) -> dict[str, Any]:
         """Return the row of ``validation.parquet``."""
-        return asdict(self.predicted) | {"measured": self.measured, "error": self.error, "covered": self.covered}
+        found = {"measured": self.measured, "error": self.error, "covered": self.covered}
+        return asdict(self.predicted) | {"per_job": list(self.per_job)} | found
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Class:
     p95_interval: tuple[float, float] | None
     worst: str  # label of the point with the largest error
     bound: Bound | None = None
+    floor: Floor | None = None  # what jobs that differ leave of the error; None if there was one job
 
     @property
     def beyond(self) -> bool:
@@ -113,8 +118,12 @@ class Class:
 
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
     """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing."""
-    have = {value.key: value.value for value in measured if value.value > 0 and math.isfinite(value.value)}
-    found = [Compared(value, have[value.key]) for value in predicted if value.key in have]
+    have = {value.key: value for value in measured if value.value > 0 and math.isfinite(value.value)}
+    found = [
+        Compared(value, have[value.key].value, tuple(have[value.key].per_job))
+        for value in predicted
+        if value.key in have
+    ]
     if not found:
         raise ConfigError("nothing to compare: no point is both predicted and measured; take files of the same design")
     return found
@@ -159,6 +168,7 @@ def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int)
         p95_interval=None if p95 is None else _interval(np.percentile(samples, 95.0, axis=1)),
         worst=found[int(np.argmax(errors))].predicted.label,
         bound=bound,
+        floor=floor(each.per_job for each in found),
     )
 
 
@@ -207,20 +217,28 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
         "CI": "of that",
         "worst": "the point with the largest error",
     }
+    if any(each.floor for each in (*classes, *decades)):
+        columns |= {
+            "floor %": "median error left to a model that knows what every point takes: its jobs differ so much",
+            "floor p95 %": "95th percentile of that",
+        }
     judged = {"class": "of points"} | columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
-    whole = [[*_cells(each), _limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
-    parts = [_cells(each) for each in decades]
+    several = "floor %" in columns
+    verdicts = [[_limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
+    whole = [[*_cells(each, several), *verdict] for each, verdict in zip(classes, verdicts, strict=True)]
+    parts = [_cells(each, several) for each in decades]
     return [
         Table("Error of each class", judged, whole),
         Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts),
     ]
 
 
-def _cells(each: Class) -> list[Any]:
+def _cells(each: Class, several: bool) -> list[Any]:
     interval = _range(each.p95_interval) if each.p95_interval else "-"
     p95 = None if each.p95 is None else each.p95 * 100
     median = [each.bias * 100, each.median * 100, _range(each.median_interval)]
-    return [each.name, each.points, *median, p95, interval, each.worst]
+    left = [each.floor.median * 100, each.floor.p95 * 100] if each.floor else [None, None]
+    return [each.name, each.points, *median, p95, interval, each.worst, *(left if several else [])]
 
 
 def _range(interval: tuple[float, float]) -> str:

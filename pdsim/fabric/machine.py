@@ -235,6 +235,9 @@ class EngineModel:
     it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its posting.
     The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for
     UCX and verbs: LogGP with g = *descriptor*.)
+
+    A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
+    asking for the bytes costs, once and every time.
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -244,6 +247,8 @@ class EngineModel:
     latency: Seconds
     rate: Rate = math.inf  # of one transfer
     wire_descriptor: Seconds = 0.0
+    read: Seconds = 0.0  # latency of a read beyond that of a write
+    read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
     queues: int = 1  # queue pairs or TCP streams to one peer
     lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `Wire`; 0: all of a batch
     queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
@@ -262,6 +267,8 @@ class EngineModel:
             descriptor=self.descriptor,
             latency=self.latency,
             wire_descriptor=self.wire_descriptor,
+            read=self.read,
+            read_descriptor=self.read_descriptor,
             depth=self.depth,
             lanes=self.lanes,
         )
@@ -276,20 +283,28 @@ class EngineModel:
             seconds += min(descriptors, ramp.first) * ramp.extra
         return seconds
 
-    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf) -> Seconds:
-        """Return how long a transfer takes with nothing in its way, over links that carry *narrowest* or more.
+    def held_up(self, narrowest: Rate, *, read: bool) -> float:
+        """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
+
+        Without a rate of its own, the engine holds up what the narrowest link would have carried.
+        """
+        seconds = self.wire_descriptor + (self.read_descriptor if read else 0.0)
+        return seconds * (self.rate if math.isfinite(self.rate) else narrowest) if seconds else 0.0
+
+    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
+        """Return how long a write, or a *read*, takes with nothing in its way, over links of *narrowest* or more.
 
         It is what the simulator gives for an idle endpoint, less the latency of the way.
         """
         narrowest = min(narrowest, self.queues * self.queue_rate)
-        held_up = self.wire_descriptor * (self.rate if math.isfinite(self.rate) else narrowest)
-        wire = (nbytes + descriptors * held_up) / min(self.rate, narrowest)
+        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.rate, narrowest)
         posting = self.posting(descriptors)
+        latency = self.latency + (self.read if read else 0.0)
         if not self.overlap:
-            return posting + wire + self.latency
+            return posting + wire + latency
         if not self.pipelined:
-            return max(posting, wire) + self.latency
-        return max(self.posting(1) + wire, posting + wire / descriptors) + self.latency
+            return max(posting, wire) + latency
+        return max(self.posting(1) + wire, posting + wire / descriptors) + latency
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,10 +139,12 @@ def spread(calibration: Mapping[str, Any]) -> str:
     held_out = calibration["held_out"]
     if not held_out:
         return f"{begin}; it was compared with no samples but its own"
-    return (
+    text = (
         f"{begin}; transfer times of {held_out['points']} samples left out of the fit ({held_out['how']}) are met "
         f"within {held_out['mean']:.1%} in the mean and {held_out['p95']:.1%} at the 95th percentile"
     )
+    floor = held_out.get("floor_p95")
+    return text if floor is None else f"{text}, where what its {held_out['jobs']} jobs differ by makes {floor:.1%}"
 
 
 def cell(value: Any) -> str:

@@ -7,8 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.calibration.command import again, calibrate
-from pdsim.calibration.grid import Cell, grid, repeats, write
+from pdsim.calibration.command import calibrate
+from pdsim.calibration.fitted import again
+from pdsim.calibration.grid import Cell, grid, reads, repeats, write
 from pdsim.calibration.record import Calibration
 from pdsim.cli import main
 from pdsim.configure import build
@@ -20,17 +21,24 @@ OUTPUTS = Path(__file__).parent / "outputs"
 def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     words = ["hw=2xh200", "backend=mooncake_nvlink", "backend.intra.overlap=false", "backend.intra.pipelined=false"]
     words += ["backend.intra.call=11us", "backend.intra.descriptor=2us", "backend.intra.rate=200GB/s", "--held", "4"]
+    words += ["backend.intra.read=3us", "--jobs", "2"]
     assert calibrate([*words, "--largest", "4MiB", "--to", str(tmp_path), f"output={tmp_path}/runs"]) == 0
     file = OmegaConf.to_container(OmegaConf.load(tmp_path / "mooncake_nvlink-2xh200.yaml"))
     found = build(Calibration, file, "calibration")
     assert found.parameters["backend.intra.descriptor"] == "2us"
     assert found.parameters["backend.intra.call"] == "11us"
     assert found.parameters["backend.intra.rate"] == "200GB/s"
-    assert found.held_out.points == 4
+    assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == ("3us", "0s")
+    assert (found.held_out.points, found.held_out_reads.points) == (4, 2)
+    assert found.held_out.jobs == 2
+    assert found.held_out.floor_p95 < 1e-9
+    assert found.held_out_reads.p95 < 1e-6
     assert found.held_out.p95 < 1e-6
     rows = list(csv.DictReader(line for line in (tmp_path / "mooncake_nvlink-2xh200.csv").open() if line[0] != "#"))
-    assert sum(row["held"] == "1" for row in rows) == 4
-    assert "Held-out error" in capsys.readouterr().out
+    assert [sum((row["held"], row["operation"]) == ("1", kind) for row in rows) for kind in ("write", "read")] == [4, 2]
+    out = capsys.readouterr().out
+    assert "Held-out error" in out
+    assert "jobs differ by 0.0% in the median" in out
 
 
 def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed_as_numbers(tmp_path, capsys):
@@ -71,6 +79,15 @@ def test_the_grid_crosses_counts_and_sizes_and_holds_random_points_out():
     assert len(left) == 16
     assert not set(cells) & set(left)
     assert max(cell.blocks * cell.size * cell.concurrency for cell in (*cells, *left)) <= 256 << 20
+
+
+def test_reads_are_a_few_dozen_each_beside_a_write_of_its_configuration():
+    cells, left = grid("write", 256 << 20, 16, seed=0)
+    beside, unseen = reads(256 << 20, left)
+    assert 20 <= len(beside) <= 40
+    assert {cell._replace(operation="write") for cell in beside} <= set(cells)
+    assert {cell._replace(operation="write") for cell in unseen} <= set(left)
+    assert {cell.operation for cell in (*beside, *unseen)} == {"read"}
 
 
 def test_quick_points_are_repeated_more_often_than_long_ones():

@@ -1,5 +1,7 @@
 """A fit finds the form and the parameters that made its samples, and does not name what they cannot tell."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,16 @@ def test_a_batch_whose_first_descriptors_cost_more_shows_its_ramp():
     chosen = fit.choose(made_by(model, cells, noise=0.005), BASE)
     assert chosen.at["first1"] == pytest.approx(16.0, rel=0.1)
     assert chosen.at["extra1"] == pytest.approx(7e-7, rel=0.1)
+
+
+def test_a_ramp_ends_at_a_whole_number_of_descriptors():
+    step = replace(KINDS["sum"], descriptor=0.5e-6, ramp=(Ramp(first=2, extra=5e-6),))
+    cells = [(1 << power, size) for power in range(12) for size in (4096, 65536)]
+    chosen = fit.choose(made_by(step, cells, noise=0.01), BASE)
+    assert chosen.at["first1"] == 2.0
+    assert chosen.at["extra1"] == pytest.approx(5e-6, rel=0.1)
+    said = made_by(model_of(chosen.form, chosen.at, BASE), cells)  # whose ramps have whole numbers only
+    assert chosen.seconds(said) == pytest.approx(said.seconds, rel=1e-12)
 
 
 def test_of_single_descriptors_neither_the_stages_nor_the_descriptor_are_told():

@@ -18,27 +18,34 @@ def record(seconds, label="pair 4x1024 c1", status="ok", target="rank1"):
 
 
 def test_a_sample_is_the_median_of_its_transfers_with_its_quartiles():
-    (sample,) = from_transfers([record(seconds) for seconds in (1.0, 2.0, 3.0, 4.0, 9.0)])
+    (sample,) = from_transfers([[record(seconds) for seconds in (1.0, 2.0, 3.0, 4.0, 9.0)]])
     assert (sample.low, sample.seconds, sample.high, sample.repeats) == (2.0, 3.0, 4.0, 5)
     assert (sample.pattern, sample.blocks, sample.size, sample.concurrency) == ("pair", 4, 1024, 1)
 
 
+def test_of_several_jobs_the_geometric_mean_of_their_medians_counts():
+    (sample,) = from_transfers([[record(1.0), record(1.0), record(9.0)], [record(4.0)]])
+    assert sample.per_job == (1.0, 4.0)
+    assert sample.seconds == pytest.approx(2.0)
+
+
 def test_what_failed_and_what_warmed_up_count_for_nothing():
-    assert from_transfers([record(1.0, status="PeerLost"), record(1.0, label="warmup")]) == []
+    assert from_transfers([[record(1.0, status="PeerLost"), record(1.0, label="warmup")]]) == []
 
 
 def test_several_flows_have_a_median_each():
-    (sample,) = from_transfers([record(s, "fanout 1x8 c1", target=t) for s, t in ((1.0, "a"), (3.0, "a"), (4.0, "b"))])
+    records = [record(s, "fanout 1x8 c1", target=t) for s, t in ((1.0, "a"), (3.0, "a"), (4.0, "b"))]
+    (sample,) = from_transfers([records])
     assert (sample.flows, sample.per_flow) == (2, (2.0, 4.0))
 
 
 def test_labels_say_what_is_unusual():
-    (sample,) = from_transfers([record(1.0, "cross:2x2 1x8 c2 read scattered rounds-rotated")])
+    (sample,) = from_transfers([[record(1.0, "cross:2x2 1x8 c2 read scattered rounds-rotated")]])
     assert (sample.operation, sample.layout, sample.schedule) == ("read", "scattered", "rounds-rotated")
 
 
 def test_points_that_are_held_out_are_marked():
-    samples = from_transfers([record(1.0), record(1.0, "pair 1x8 c1")], held=["pair 1x8 c1"])
+    samples = from_transfers([[record(1.0), record(1.0, "pair 1x8 c1")]], held=["pair 1x8 c1"])
     assert [sample.held for sample in samples] == [False, True]
 
 
@@ -54,6 +61,7 @@ SAMPLES = Samples(
             low=1.0,
             high=3.0,
             per_flow=(1.5, 2.5),
+            per_job=(1.0, 4.0),
             held=True,
         ),
     ],

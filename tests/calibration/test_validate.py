@@ -13,6 +13,7 @@ from pdsim.calibration.spread import predicted, variants
 from pdsim.calibration.validate import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Ramp
 from tests.results.conftest import make_config
 
 
@@ -70,6 +71,15 @@ def test_sizes_are_put_into_decades():
     ]
 
 
+def test_what_jobs_differ_by_stands_beside_the_error():
+    measured = [replace(value(2.0, "a"), per_job=(1.0, 4.0)), replace(value(3.0, "b"), per_job=(3.0, 3.0))]
+    found = by_class(compare([value(2.0, "a"), value(3.0, "b")], measured), {}, 0)
+    assert found[0].floor is not None
+    assert found[0].floor.median == pytest.approx(0.3466, rel=1e-3)  # ln 2 of one point, 0 of the other
+    assert dict(zip(tables(found, [])[0].columns, tables(found, [])[0].rows[0], strict=True))["floor %"] > 34
+    assert "floor %" not in tables(by_class(errors([1]), {}, 0), [])[0].columns
+
+
 def test_what_was_sealed_and_changed_is_refused():
     text = seal({"expected": [1.5]})
     assert unseal(text, "expectations.json")["expected"] == [1.5]
@@ -104,6 +114,14 @@ def test_every_interval_is_tried_at_both_ends(tmp_path: Path):
     low, high = found["backend.intra.call"]
     assert (low.backend.intra.call, high.backend.intra.call) == (4e-6, 8e-6)
     assert low.backend.intra.descriptor == 1e-6
+
+
+def test_the_steps_of_a_ramp_go_to_their_ends_together(tmp_path: Path):
+    ends = ("2 x 1us and 64 x 0.1us", "4 x 2us and 100 x 0.2us")
+    calibration = Calibration(name="fit", hw=("toy",), backend=("fast",), intervals={"backend.intra.ramp": ends})
+    ((_, low, high),) = variants(replace(make_config(tmp_path), calibration=calibration))
+    assert low.backend.intra.ramp == (Ramp(first=2, extra=1e-6), Ramp(first=64, extra=1e-7))
+    assert high.backend.intra.ramp == (Ramp(first=4, extra=2e-6), Ramp(first=100, extra=2e-7))
 
 
 def test_deviations_add_in_quadrature(tmp_path: Path):

@@ -77,11 +77,22 @@ def test_the_first_descriptors_of_a_batch_may_cost_more():
 @pytest.mark.parametrize("nbytes", [1, 100, 7777])
 @pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
 @pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
-def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire):
-    bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire)
-    bench.post("a", nbytes=nbytes, descriptors=descriptors)
+@pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
+def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire, read):
+    more = {"read": 0.6, "read_descriptor": 0.02}
+    bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire, **more)
+    bench.post("a", nbytes=nbytes, descriptors=descriptors, inward=read)
     ((seconds, _),) = bench.run()
-    assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0), rel=1e-14)
+    assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0, read=read), rel=1e-14)
+
+
+def test_a_read_takes_longer_than_a_write_once_and_for_each_descriptor():
+    bench = Bench(read=0.25, read_descriptor=0.125)
+    bench.post("write")
+    assert bench.run() == [(3.5, "write")]
+    bench = Bench(read=0.25, read_descriptor=0.125)
+    bench.post("read", inward=True)  # 4 * 0.125 * 100 = 50 bytes more on the wire
+    assert bench.run() == [(4.25, "read")]
 
 
 def test_posting_ends_when_the_descriptors_are_taken():

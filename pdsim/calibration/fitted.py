@@ -1,0 +1,190 @@
+"""From samples to a calibration: which are fitted, what is held out, and what is said of the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from pdsim.calibration import files, fit, jobs, points, reads
+from pdsim.calibration.fit import Fit
+from pdsim.calibration.forms import FORMS, points_of
+from pdsim.calibration.points import Sample, Samples
+from pdsim.calibration.record import Calibration, HeldOut
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.machine import Engine, EngineModel
+from pdsim.results.environment import environment
+
+__all__ = ["Fitted", "again", "fitted"]
+
+DRAWN = "drawn at random, and held out from the start"
+
+ALONE = 40
+"""Up to so many samples, each is left out in turn; more are left out in ten folds."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A calibration and the samples that it was fitted to."""
+
+    calibration: Calibration
+    samples: Samples
+    found: Fit
+    errors: Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]  # at what was left out, by decade of bytes
+
+
+def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -> Fitted:
+    """Return the calibration of the model *at* ("intra" or "inter") of the engine of *config*, fitted to *samples*.
+
+    Only pairs are fitted, of the configuration's operation, and what reads cost beyond writes where there are both:
+    what flows do to each other is the machine's.  Raise a `ConfigError` if there is no such model, or too few samples.
+    """
+    base = _base(config.backend, at)
+    _, link = files.link_of(config.hw, base.path)
+    base = replace(base, rate=min(base.rate, link))
+    operation = str(config.experiment["operation"])
+    every = [row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")]
+    pairs = [row for row in every if row.operation == operation]
+    if not pairs:
+        raise ConfigError(
+            f"the file has no {operation} of a pair; set experiment.operation to what it has: "
+            f"{', '.join(sorted({row.operation for row in samples.rows}))}"
+        )
+    kept, left = [row for row in pairs if not row.held], [row for row in pairs if row.held]
+    seen = points_of(kept)
+    chosen = fit.choose(seen, base)
+    found, spans = fit.told(chosen, seen, base)
+    held_out, errors = _errors(found, chosen, kept, left, base)
+    chosen_parameters, told = files.parameters(found, spans, base, config.hw, f"backend.{at}")
+    of_reads = _beyond(found, every, base, f"backend.{at}", operation)
+    calibration = Calibration(
+        name=name,
+        kind=samples.about.get("kind", "published"),
+        hw=(config.hw.name,),
+        backend=(config.backend.name,),
+        form=found.form.name,
+        date=samples.about.get("date", datetime.now(UTC).strftime("%Y-%m-%d")),
+        source=samples.about.get("source", "not said"),
+        parameters={**chosen_parameters, **of_reads.parameters},
+        intervals={**told, **of_reads.intervals},
+        unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}"),
+        held_out=held_out,
+        held_out_reads=of_reads.held_out,
+        provenance=_provenance(samples.about, command),
+    )
+    return Fitted(calibration, samples, found, errors)
+
+
+def _base(backend: Engine, at: str) -> EngineModel:
+    found: EngineModel | None = getattr(backend, at, None)
+    if found is None:
+        raise ConfigError(f"backend={backend.name} has no {at}; set --path to the one that the samples are about")
+    return found
+
+
+@dataclass(frozen=True)
+class _OfReads:
+    """What a calibration says of reads."""
+
+    parameters: Mapping[str, Any]
+    intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unidentified: tuple[str, ...] = ()
+    held_out: HeldOut | None = None
+
+
+def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
+    """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were."""
+    if operation == "read":
+        return _OfReads({f"{at}.{name}": "0s" for name in reads.FREE if getattr(base, name)})
+    more = reads.beyond(found, [row for row in every if not row.held], base)
+    if more is None:
+        return _OfReads({})
+    fitted_reads, spans = more
+    left = [row for row in every if row.held and row.operation == "read"]
+    held_out = _summary(fit.errors(fitted_reads, points_of(left)), left, DRAWN) if left else None
+    return _OfReads(*files.beyond(fitted_reads, spans, at), fitted_reads.unidentified, held_out)
+
+
+def _unidentified(parameters: Sequence[str], at: str) -> tuple[str, ...]:
+    fields_of = ["ramp" if name[:-1] in ("extra", "first") else name for name in parameters]
+    return tuple(dict.fromkeys(f"{at}.{name}" for name in fields_of))
+
+
+def _errors(
+    found: Fit, chosen: Fit, kept: Sequence[Sample], left: Sequence[Sample], base: EngineModel
+) -> tuple[HeldOut, dict[str, Any]]:
+    """Return the errors at what was held out or, where nothing was, at what is left out in turn."""
+    if left:
+        errors, rows, how = fit.errors(found, points_of(left)), left, DRAWN
+    else:
+        forms = FORMS if found.form == chosen.form else (found.form,)
+        parts = 0 if len(kept) <= ALONE else 10
+        errors, rows = fit.held_out(points_of(kept), base, forms, parts), kept
+        how = "each left out in turn" if not parts else f"left out in {parts} folds"
+        how += ", the form chosen anew" if len(forms) > 1 else ", the form given"
+    return _summary(errors, rows, how), _by_decade(rows, errors)
+
+
+def _summary(errors: Any, rows: Sequence[Sample], how: str) -> HeldOut:
+    """Return what *errors* amount to, beside what jobs that differ make of them."""
+    least = jobs.floor(row.per_job for row in rows)
+    found = fit.summary(errors, how)
+    if least is None:
+        return found
+    return replace(found, jobs=least.jobs, floor=least.median, floor_p95=least.p95)
+
+
+def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
+    found: dict[str, list[float]] = {}
+    for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: pair[0].blocks * pair[0].size):
+        decade = 10 ** (len(str(row.blocks * row.size)) - 1)
+        found.setdefault(f"{decade:.0e} B", []).append(float(error))
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
+    where = environment()
+    git, host = where["git"] or {}, where["host"]
+    found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
+    found |= {"fit": command, "commit": str(git.get("commit")) + (" and changes" if git.get("dirty") else "")}
+    if about.get("kind") == "measured":
+        found |= {"host": f"{host['cpu']}, {host['cores']} cores, {host['kernel']}", **_gpus()}
+        found["versions"] = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
+    return found
+
+
+def _gpus() -> dict[str, str]:
+    """Return the GPUs of this host and their driver, as nvidia-smi says, or nothing."""
+    import shutil
+    import subprocess
+
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
+    lines = sorted(set(done.stdout.split("\n")) - {""})
+    return {"gpus": f"{len(done.stdout.split(chr(10))) - 1} x {'; '.join(lines)}"} if lines else {}
+
+
+def again(names: Sequence[str] = ()) -> list[Fitted]:
+    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples."""
+    from omegaconf import OmegaConf
+
+    from pdsim.overrides import conf
+    from pdsim.run import compose
+
+    found = []
+    for path in sorted((conf() / "calibration").glob("*.yaml")):
+        file: Any = OmegaConf.load(path)
+        if file.get("kind") != "published" or (names and file.name not in names):
+            continue
+        at = next(iter(file.intervals)).split(".")[1]
+        operation = "read" if "-read" in file.name else "write"
+        words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
+        config = compose([*words, "experiment=transfer", "calibration=none"])
+        found.append(fitted(points.read(path.with_suffix(".csv")), config, at, file.name, "again"))
+    return found

@@ -1,0 +1,67 @@
+"""What a read costs beyond a write is told by reads with writes beside them, and by nothing else."""
+
+import numpy as np
+import pytest
+
+from pdsim.calibration import fit, reads
+from pdsim.calibration.forms import Form, points_of
+from pdsim.calibration.points import Sample
+from pdsim.fabric.machine import EngineModel
+
+BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
+SUM = {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}
+CELLS = [(1, 4096 << power) for power in range(0, 16, 2)]
+CELLS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (65536, 1 << 20)]
+
+
+def samples(more, noise=0.0, misfit=0.0, **where):
+    """Return writes and reads of one engine whose reads cost *more*; a *misfit* is of a configuration, so of both."""
+    random = np.random.default_rng(3)
+    found = []
+    for n, size in CELLS:
+        both = np.exp(random.normal(0.0, misfit))
+        for operation, extra in (("write", {}), ("read", more)):
+            model = EngineModel(path="nvlink", overlap=False, latency=0.0, **SUM, **extra)
+            seconds = model.alone(n, n * size, read=operation == "read") * both * np.exp(random.normal(0.0, noise))
+            found.append(Sample(blocks=n, size=size, operation=operation, seconds=seconds, low=seconds, high=seconds))
+    return found
+
+
+def told(rows):
+    """Return what the reads of *rows* tell, beside a fit of their writes."""
+    writes = points_of([row for row in rows if row.operation == "write"])
+    return reads.beyond(fit.fit(Form("sum", tuple(SUM)), writes, BASE), rows, BASE)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read": 5e-6, "read_descriptor": 1e-6}],
+    ids=lambda more: " and ".join(more),
+)
+def test_what_makes_reads_longer_is_found_with_an_interval(more):
+    found, spans = told(samples(more, noise=0.01, misfit=0.1))
+    assert found.form.free == tuple(more) == tuple(spans)
+    for name, seconds in more.items():
+        assert found.at[name] == pytest.approx(seconds, rel=0.1)
+        assert spans[name][0] < seconds < spans[name][1]
+
+
+def test_reads_that_cost_what_writes_do_cost_nothing_more():
+    found, spans = told(samples({}, noise=0.02, misfit=0.1))
+    assert (found.form.free, spans) == ((), {})
+    assert (found.at["read"], found.at["read_descriptor"]) == (0.0, 0.0)
+
+
+def test_reads_that_are_faster_cost_nothing_more():
+    rows = samples({}, noise=0.01)
+    faster = [
+        row if row.operation == "write" else Sample(**{**vars(row), "seconds": row.seconds / 1.2}) for row in rows
+    ]
+    found, _ = told(faster)
+    assert found.form.free == ()
+
+
+def test_reads_without_writes_beside_them_tell_nothing():
+    rows = samples({"read": 5e-6})
+    other = [row if row.operation == "write" else Sample(**{**vars(row), "blocks": row.blocks + 1}) for row in rows]
+    assert told(other) is None
