@@ -57,7 +57,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 6
+VERSION = 7
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -140,8 +140,8 @@ class Gone(Message, frozen=True):
 class Fence(Message, frozen=True):
     """A decode leader to its ranks: say when it is proven that nothing of this life moves here any more."""
 
-    number: int
-    life: str
+    number: int  # never that of another life of the leader
+    life: str  # of a prefill instance
 
 
 class Fenced(Message, frozen=True):
@@ -202,6 +202,7 @@ class Destination(Message, frozen=True):
 class Reserve(Message, frozen=True):
     """A decode leader to its followers, where memory has contents: this room owns these pages of yours."""
 
+    life: str  # of the instance: this may find the next one
     room: int
     input: int  # tokens
     pages: Pages  # without the first *held* ones, as of `Destination`
@@ -230,6 +231,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Forward(Message, frozen=True):
     """A prefill leader to its followers: compute for so long, then write these chunks."""
 
+    life: str  # of the instance: this may find the next one
     seconds: float
     chunks: tuple[Chunk, ...]
 

@@ -189,7 +189,7 @@ class Leader(Holder):
             self._rooms[request.room] = Room(request, self.clock.now, Consensus(self.job.decode.size))
             self._timers.add(request.room)
             if self.rank.device.holds_bytes:
-                reserve = Reserve(request.room, request.input, pages, slot, state, held)
+                reserve = Reserve(self.life, request.room, request.input, pages, slot, state, held)
                 self.send(self.followers, reserve)
                 self.receiver.reserve(reserve)
             self.send(leader(request.prefill), Destination(request.room, pages, slot, state, held))

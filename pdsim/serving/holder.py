@@ -69,7 +69,7 @@ class Holder(Worker, ABC):
         self._rooms: dict[int, Room] = {}
         self._complete: list[Room] = []  # arrived, not noticed
         self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
-        self._fence_number = 0
+        self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
         handlers: dict[type[Message], Handler] = {
@@ -204,7 +204,11 @@ class Holder(Worker, ABC):
         self._wake()
 
     def _fenced(self, rank: int, message: Fenced) -> None:
-        rooms, missing = self._fences[message.number]
+        fence = self._fences.get(message.number)
+        if fence is None:
+            self.ignore()
+            return
+        rooms, missing = fence
         missing.discard(rank)
         if not missing:
             del self._fences[message.number]

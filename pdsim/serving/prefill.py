@@ -18,6 +18,7 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Forward,
+    Meet,
     Message,
     Prefilled,
     Ready,
@@ -87,7 +88,7 @@ class Leader(Worker):
         self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
         self._queue: deque[_Room] = deque()
         self._idle: Event | None = None
-        self._ready: dict[str, set[int]] = {}  # by life of a decode instance: ranks that are connected to it
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
         self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
@@ -133,9 +134,14 @@ class Leader(Worker):
         """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
         super().peer_gone(life)
         self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
-        self._ready.pop(life, None)
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
         for room in [room for room in self._rooms.values() if room.request.decode == life]:
             self._give_up(room)
+
+    def _meet(self, sender: str, message: Meet) -> None:
+        """As a `Worker`, and forget what ranks of an earlier life were ready for."""
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == message.life}
+        super()._meet(sender, message)
 
     def stop(self, sender: str, message: Stop) -> None:
         """End once no room is left: those that failed have `Job.deadline` seconds to settle."""
@@ -154,10 +160,10 @@ class Leader(Worker):
 
     def _count_ready(self, rank: int, message: Ready) -> None:
         """Tell the router once all ranks are connected to a decode instance, whichever of them was told of it first."""
-        if self._is_over(message.peer):
+        if self._is_over(message.peer) or (self.life and message.life != self.life):
             self.ignore()
             return
-        ranks = self._ready.setdefault(message.peer, set())
+        ranks = self._ready.setdefault((message.life, message.peer), set())
         ranks.add(rank)
         if len(ranks) == self.job.prefill.size:
             self.send(ROUTER, message)
@@ -309,7 +315,7 @@ class Leader(Worker):
             budget -= tokens
             if room.done == room.request.input:
                 self._queue.popleft()
-        return Forward(self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
+        return Forward(self.life, self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
 
     def _begin(self, room: _Room) -> bool:
         """Give *room* its pages and its slot; return whether there were any."""

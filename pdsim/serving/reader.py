@@ -121,7 +121,8 @@ class Worker(EngineMember):
                 self.receiver.sever(rank_name(instance, writer))
 
     def _reserve(self, _: str, message: Reserve) -> None:
-        self.receiver.reserve(message)
+        if message.life == self.life:
+            self.receiver.reserve(message)
 
     def _arrive(self, _: str, message: Arrival) -> None:
         if message.to == self.life:  # or it was on the way to a life that is over, whose rooms nobody ends here

@@ -117,7 +117,10 @@ class Worker(EngineMember):
             self.ready(Ready(self.life, life))
 
     def _forward(self, _: str, message: Forward) -> None:
-        self.compute(message)
+        if message.life == self.life:  # or its leader is gone, and nobody would end what this begins
+            self.compute(message)
+        else:
+            self.ignore()
 
     def _abort(self, _: str, message: Abort) -> None:
         self.sender.abort(message.room)

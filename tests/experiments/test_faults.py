@@ -19,6 +19,7 @@ from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
 from pdsim.serving.reader import Worker
+from pdsim.serving.writer import Worker as Follower
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.results.conftest import make_config
@@ -127,3 +128,15 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
 def test_a_rank_that_is_ready_for_a_decode_instance_that_was_lost_since_is_not_counted():
     """D6: four of 20,000 scenarios kept what a follower had said of a life that its leader knew to be over."""
     assert not Trial(11647, 1, 0.4, frozenset(KINDS) - {"delays", "kills", "restarts"}).run().violations
+
+
+def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_started_again():
+    """D7: three of 20,000 scenarios kept a room whose leader was gone before its follower had been told of it."""
+    trial = Trial(14487, 50, 0.4, frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
+
+    def takes_any(original: Any, self: Follower, sender: str, message: Any) -> None:
+        original(self, sender, changed(message, life=self.life))
+
+    with patched((mutated(takes_any, Follower, "_forward"),)):
+        assert [violation.invariant for violation in trial.run().violations] == ["I8"]
+    assert not trial.run().violations

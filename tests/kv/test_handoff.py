@@ -76,7 +76,7 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
 
     rank.clock.process(notice())
     yield rank.clock.at(reserve_at)
-    receiver.reserve(Reserve(7, 10, ((2, 3),), 1))
+    receiver.reserve(Reserve("decode0@1", 7, 10, ((2, 3),), 1))
     yield rank.clock.timeout(seconds)
     return {"reports": reports, "open": len(receiver)}
 

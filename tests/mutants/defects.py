@@ -252,7 +252,7 @@ class Unraised(Exception):
 
 def counts_messages(self: Any, _: int, message: Any) -> None:
     """A rank that says twice that it is ready stands for another one that is not."""
-    ready = self._ready.setdefault(message.peer, set())
+    ready = self._ready.setdefault((message.life, message.peer), set())
     ready.add(len(ready))
     if len(ready) == self.job.prefill.size:
         self.send(ROUTER, message)
@@ -261,7 +261,7 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
 def gone_by_prefix(self: prefill.Leader, life: str) -> None:
     """Give up the rooms of every instance whose name begins like that of *life*."""
     prefill.Worker.peer_gone(self, life)
-    self._ready.pop(life, None)
+    self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
     for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
         self._give_up(room)
 
