@@ -1,14 +1,16 @@
 """Write the generated part of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
 A validation is a folder of `conf/calibration/validation` with the ``expectations.json`` and ``measurements.json`` of a
-run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept.
+run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept.  Where there
+is an ``again.json``, what the model said later (``experiment.predict=now``), its classes are shown beside.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments._validate_files import EXPECTED, MEASURED, read
 from experiments.validate import Options, bounds
@@ -16,6 +18,7 @@ from pdsim.calibration.validate import Value, by_class, by_decade, compare, tabl
 from pdsim.results.record import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+AGAIN = "again.json"
 STORED = ROOT / "conf" / "calibration" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
 BEGIN, END = "<!-- generated: python -m benchmarks.validation -->", "<!-- end -->"
@@ -36,6 +39,17 @@ def section(folder: Path) -> Iterator[str]:
     yield ""
     for table in tables(by_class(found, bounds(Options()), expected["seed"]), by_decade(found, expected["seed"])):
         yield from _markdown(table)
+    if (folder / AGAIN).is_file():
+        yield from _again(read(folder / AGAIN), measured)
+
+
+def _again(later: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the classes of predictions that were made *later* than what was *measured*."""
+    found = compare([Value(**row) for row in later["expected"]], [Value(**row) for row in measured["measured"]])
+    written, sha256 = later["written"][:16], later["sha256"][:16]
+    yield f"The same, predicted **after** the measurements with the model of {written} (SHA-256 `{sha256}`):"
+    yield ""
+    yield from _markdown(tables(by_class(found, bounds(Options()), later["seed"]), [])[0])
 
 
 def _markdown(table: Table) -> Iterator[str]:
