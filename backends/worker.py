@@ -25,7 +25,7 @@ from pdsim.errors import ConfigError, PdsimError
 from pdsim.fabric.machine import Engine, EngineModel
 from pdsim.transfer import Rank, TransferRecord
 
-__all__ = ["main"]
+__all__ = ["keep_memory", "main"]
 
 SPIN_ON_GPU = 2e-3
 """Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
@@ -89,7 +89,7 @@ class Moves:
 def main() -> None:
     """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil."""
     _nap_as_told()
-    _keep_memory()
+    keep_memory()
     _die_with(os.getppid())
     connection = socket.socket(fileno=int(sys.argv[1]))
     start = wire.receive(connection, wire.Start)
@@ -132,7 +132,7 @@ def _nap_as_told() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Have free memory stay with this process: planning 100,000 descriptors took longer to fault it in than to do.
 
     By glibc's own rules blocks of 128 KiB and more go back to the system at once, or as soon as a few are free.
