@@ -126,5 +126,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        plain = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {name: item for name, item in plain.items() if item is not None}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from pdsim.calibration import jobs
+from benchmarks.jobs import fitted
+from pdsim.calibration import fit, jobs
+from pdsim.calibration.forms import points_of
 
 
 def medians(spread, count, points=4000):
@@ -33,3 +35,13 @@ def test_more_jobs_lower_the_floor_by_their_root_and_not_how_far_they_are_apart(
 def test_one_job_tells_nothing():
     assert jobs.floor([[1e-5], [2e-5], []]) is None
     assert jobs.floor([[1e-5], [1e-5, 1e-5]]).median == 0.0
+
+
+def test_what_is_left_of_nvlinks_error_in_the_quickest_jobs_is_within_the_bounds():
+    found, classes = fitted("nvlink", min)
+    assert found.form.stages == "sum"
+    assert found.at["first1"] == 2.0  # two copies are another call of CUDA than one
+    for rows in classes.values():
+        size = np.abs(fit.errors(found, points_of(rows)))
+        assert (np.median(size) < 0.05, np.percentile(size, 95) < 0.15) == (True, True)
+        assert all(len(row.per_job) == 3 for row in rows)
