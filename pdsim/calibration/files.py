@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ _LINKS = {
     "shm": (("host", "memory_rate"), 2.0),  # read and written
 }
 _RATES = ("rate", "queue_rate")
+_IN_BYTES = (*_RATES, "read_rate")
 
 
 def link_of(machine: Machine, path: str) -> tuple[str, float]:
@@ -67,9 +69,10 @@ def beyond(
     found: Fit, spans: Mapping[str, tuple[float, float]], at: str
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Return what reads cost beyond writes, as *found* by `pdsim.calibration.reads`, and its intervals."""
-    known = [name for name in FREE if name not in found.unidentified]
+    known = {name: found.at[name] for name in FREE if name not in found.unidentified}
+    known = {name: value for name, value in known.items() if math.isfinite(value)}  # a rate that does not limit
     told = {f"{at}.{name}": tuple(text_of(name, value) for value in span) for name, span in spans.items()}
-    return {f"{at}.{name}": text_of(name, found.at[name]) for name in known}, told
+    return {f"{at}.{name}": text_of(name, value) for name, value in known.items()}, told
 
 
 _OF_RAMPS = ("extra", "first")
@@ -93,7 +96,7 @@ def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> s
 
 def text_of(name: str, value: float) -> str:
     """Return *value* of the parameter *name* with its unit and five digits: ``"5.6813us"``, ``"49.557GB/s"``."""
-    if name in _RATES:
+    if name in _IN_BYTES:
         return f"{value / 1e9:.5g}GB/s"
     return f"{value * 1e6:.5g}us" if value else "0s"
 

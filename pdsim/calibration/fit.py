@@ -46,7 +46,7 @@ DEPENDENT = 1e-3
 
 _EXPENDABLE = (
     *("first2", "extra2", "first1", "extra1"),
-    *("read", "read_descriptor", "wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
+    *("read", "read_descriptor", "read_rate", "wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
 )
 """Which of several parameters that cannot be told apart is given up first."""
 

@@ -99,7 +99,7 @@ class _OfReads:
 def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
     """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were."""
     if operation == "read":
-        return _OfReads({f"{at}.{name}": "0s" for name in reads.FREE if getattr(base, name)})
+        return _OfReads({f"{at}.{name}": "0s" for name in reads.FREE[:2] if getattr(base, name)})
     more = reads.beyond(found, [row for row in every if not row.held], base)
     if more is None:
         return _OfReads({})

@@ -7,7 +7,7 @@ of ``W = n * (s / rate + wire_descriptor)``::
     maximum    max(P, W) + latency
     pipeline   max(P(1) + W, P + W / n) + latency
 
-A read has *read* more latency and *read_descriptor* more of its wire for each descriptor.
+A read has *read* more latency, *read_descriptor* more of its wire for each descriptor, and *read_rate* at most.
 
 Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
 all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine carries
@@ -16,6 +16,7 @@ one after the other (`EngineModel.in_order`), it is ``max(T(1), c * P, c * W)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -84,7 +85,7 @@ class Form:
     def seconds(self, at: Parameters, points: Points) -> Floats:
         """Return how long a transfer of each of *points* takes with the parameters *at*."""
         n, total = points.blocks, points.blocks * points.size
-        rate = min(at["rate"], at["queue_rate"])
+        rate = min(at["rate"], at["queue_rate"], at["read_rate"])
         posting, wire = _posting(at, n), total / rate + n * (at["wire_descriptor"] + at["read_descriptor"])
         if self.stages == "sum":
             alone = posting + wire
@@ -151,5 +152,5 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)
     fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
-    fixed |= {"read": 0.0, "read_descriptor": 0.0}
+    fixed |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": math.inf}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

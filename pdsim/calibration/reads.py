@@ -2,14 +2,16 @@
 
 A read is told by its ratio to the write beside it: what the fit has wrong of a configuration it has wrong of both, and
 an engine's own misfit is then not taken for what reading costs.  Forms are that a read costs nothing more, more once
-(`read`), more for each descriptor on the wire (`read_descriptor`), and both; the simplest that predicts unseen reads
-as well as the best is taken, as for writes.  What is free is positive: where reads are faster, they cost nothing more.
+(`read`), more for each descriptor on the wire (`read_descriptor`), more for each byte (`read_rate`), and two of these;
+the simplest that predicts unseen reads as well as the best is taken, as for writes.  What is free is positive: where
+reads are faster, they cost nothing more.  Intervals are those that the fit of the writes leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,10 @@ from pdsim.fabric.machine import EngineModel
 
 __all__ = ["FREE", "beyond"]
 
-FREE = ("read", "read_descriptor")
+FREE = ("read", "read_descriptor", "read_rate")
 """What may be fitted: parameters of `EngineModel`."""
 
-_FORMS: tuple[tuple[str, ...], ...] = ((), FREE[:1], FREE[1:], FREE)
+_FORMS = tuple(free for count in range(3) for free in combinations(FREE, count))
 
 
 def beyond(
@@ -65,4 +67,5 @@ def _start(writes: Fit, points: Points) -> dict[str, float]:
     """Return where to start: with all that reads take longer in either parameter, or next to nothing."""
     more = points.seconds - writes.seconds(points)
     once, each = float(np.median(more)), float(np.median(more / points.blocks))
-    return {"read": max(once, 1e-8), "read_descriptor": max(each, 1e-9)}
+    rate = float((points.blocks * points.size / points.seconds).max())
+    return {"read": max(once, 1e-8), "read_descriptor": max(each, 1e-9), "read_rate": rate}

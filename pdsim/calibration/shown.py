@@ -29,7 +29,7 @@ def parameters(done: Fitted) -> Table:
 
 def _why(key: str) -> str:
     if key.rpartition(".")[2] in reads.FREE:
-        return "reads cost no more"
+        return "reads cost no more, as far as they tell"
     return "as fast as the engine was" if key.startswith("hw.") else "follows from the form"
 
 

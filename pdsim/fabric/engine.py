@@ -9,7 +9,7 @@ A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineMode
 The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
 *In order*, the wire takes the next transfer of a GPU when it is done with the one before: see `CopyEngine`.
-A read has *read* more latency, and ``n * read_descriptor * rate`` more bytes for its wire.
+A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
 work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, one
@@ -110,7 +110,7 @@ class _Wire:
         self.path = path
         self.latency = model.latency + route.latency + (model.read if read else 0.0)
         narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
-        self.rate = min(model.rate, narrowest)  # of a transfer that is alone
+        self.rate = min(model.fastest(read=read), narrowest)  # of a transfer that is alone
         self.occupancy = model.held_up(narrowest, read=read)
 
         self.streams: Streams | None = None  # of TCP, where the way takes time
@@ -153,7 +153,7 @@ class Lane:
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
         self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward, read=False)
-        self._inward = _Wire(network.path((*inward.links, *queues), model.rate), model, inward, read=True)
+        self._inward = _Wire(network.path((*inward.links, *queues), model.fastest(read=True)), model, inward, read=True)
 
     def post(
         self,

@@ -237,7 +237,7 @@ class EngineModel:
     UCX and verbs: LogGP with g = *descriptor*.)
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
-    asking for the bytes costs, once and every time.
+    asking for the bytes costs, once and every time.  It has at most *read_rate*.
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -249,6 +249,7 @@ class EngineModel:
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
+    read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
     queues: int = 1  # queue pairs or TCP streams to one peer
     lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `Wire`; 0: all of a batch
     queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
@@ -272,7 +273,7 @@ class EngineModel:
             depth=self.depth,
             lanes=self.lanes,
         )
-        positive("engine", rate=self.rate, queues=self.queues, queue_rate=self.queue_rate)
+        positive("engine", rate=self.rate, read_rate=self.read_rate, queues=self.queues, queue_rate=self.queue_rate)
         if self.pipelined and not self.overlap:
             raise ValueError("engine.pipelined must be false where overlap is, got True")
 
@@ -283,13 +284,17 @@ class EngineModel:
             seconds += min(descriptors, ramp.first) * ramp.extra
         return seconds
 
+    def fastest(self, *, read: bool) -> Rate:
+        """Return the rate of one write, or of one *read*."""
+        return min(self.rate, self.read_rate) if read else self.rate
+
     def held_up(self, narrowest: Rate, *, read: bool) -> float:
         """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
 
         Without a rate of its own, the engine holds up what the narrowest link would have carried.
         """
-        seconds = self.wire_descriptor + (self.read_descriptor if read else 0.0)
-        return seconds * (self.rate if math.isfinite(self.rate) else narrowest) if seconds else 0.0
+        seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
+        return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
 
     def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
         """Return how long a write, or a *read*, takes with nothing in its way, over links of *narrowest* or more.
@@ -297,7 +302,7 @@ class EngineModel:
         It is what the simulator gives for an idle endpoint, less the latency of the way.
         """
         narrowest = min(narrowest, self.queues * self.queue_rate)
-        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.rate, narrowest)
+        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
         posting = self.posting(descriptors)
         latency = self.latency + (self.read if read else 0.0)
         if not self.overlap:

@@ -29,6 +29,7 @@ def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     assert found.parameters["backend.intra.call"] == "11us"
     assert found.parameters["backend.intra.rate"] == "200GB/s"
     assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == ("3us", "0s")
+    assert "backend.intra.read_rate" not in found.parameters  # no limit
     assert (found.held_out.points, found.held_out_reads.points) == (4, 2)
     assert found.held_out.jobs == 2
     assert found.held_out.floor_p95 < 1e-9

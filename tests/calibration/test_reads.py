@@ -11,7 +11,7 @@ from pdsim.fabric.machine import EngineModel
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
 SUM = {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}
 CELLS = [(1, 4096 << power) for power in range(0, 16, 2)]
-CELLS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (65536, 1 << 20)]
+CELLS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (4096, 65536, 1 << 20)]
 
 
 def samples(more, noise=0.0, misfit=0.0, **where):
@@ -35,21 +35,35 @@ def told(rows):
 
 @pytest.mark.parametrize(
     "more",
-    [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read": 5e-6, "read_descriptor": 1e-6}],
+    [
+        {"read": 5e-6},
+        {"read_descriptor": 1e-6},
+        {"read_rate": 150e9},
+        {"read": 5e-6, "read_descriptor": 1e-6},
+        {"read": 5e-6, "read_rate": 150e9},
+    ],
     ids=lambda more: " and ".join(more),
 )
 def test_what_makes_reads_longer_is_found_with_an_interval(more):
-    found, spans = told(samples(more, noise=0.01, misfit=0.1))
+    found, spans = told(samples(more, noise=0.02))
     assert found.form.free == tuple(more) == tuple(spans)
-    for name, seconds in more.items():
-        assert found.at[name] == pytest.approx(seconds, rel=0.1)
-        assert spans[name][0] < seconds < spans[name][1]
+    for name, value in more.items():
+        assert found.at[name] == pytest.approx(value, rel=0.1)
+        assert spans[name][0] < value < spans[name][1]
+
+
+@pytest.mark.parametrize("more", [{"read": 5e-6}, {"read_descriptor": 1e-6}, {"read_rate": 150e9}], ids=list)
+def test_what_is_wrong_of_a_configuration_is_not_taken_for_what_reading_costs(more):
+    found, _ = told(samples(more, noise=0.01, misfit=0.1))
+    ((name, value),) = more.items()
+    assert found.form.free == (name,)
+    assert found.at[name] == pytest.approx(value, rel=0.15)
 
 
 def test_reads_that_cost_what_writes_do_cost_nothing_more():
     found, spans = told(samples({}, noise=0.02, misfit=0.1))
     assert (found.form.free, spans) == ((), {})
-    assert (found.at["read"], found.at["read_descriptor"]) == (0.0, 0.0)
+    assert [found.at[name] for name in reads.FREE] == [0.0, 0.0, float("inf")]
 
 
 def test_reads_that_are_faster_cost_nothing_more():

@@ -79,7 +79,7 @@ def test_the_first_descriptors_of_a_batch_may_cost_more():
 @pytest.mark.parametrize("wire", [{}, {"rate": 60.0}, {"wire_descriptor": 0.3}, {"queues": 3, "queue_rate": 25.0}])
 @pytest.mark.parametrize("read", [False, True], ids=["write", "read"])
 def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(descriptors, nbytes, stages, wire, read):
-    more = {"read": 0.6, "read_descriptor": 0.02}
+    more = {"read": 0.6, "read_descriptor": 0.02, "read_rate": 45.0}
     bench = Bench(ramp=(Ramp(first=16, extra=0.7),), call=1 / 3, descriptor=0.01, **stages, **wire, **more)
     bench.post("a", nbytes=nbytes, descriptors=descriptors, inward=read)
     ((seconds, _),) = bench.run()
@@ -93,6 +93,15 @@ def test_a_read_takes_longer_than_a_write_once_and_for_each_descriptor():
     bench = Bench(read=0.25, read_descriptor=0.125)
     bench.post("read", inward=True)  # 4 * 0.125 * 100 = 50 bytes more on the wire
     assert bench.run() == [(4.25, "read")]
+
+
+def test_a_read_may_have_a_lower_rate_than_a_write():
+    bench = Bench(read_rate=50.0)
+    bench.post("write")
+    assert bench.run() == [(3.5, "write")]
+    bench = Bench(read_rate=50.0)
+    bench.post("read", inward=True)
+    assert bench.run() == [(4.5, "read")]
 
 
 def test_posting_ends_when_the_descriptors_are_taken():
