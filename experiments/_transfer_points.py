@@ -13,7 +13,7 @@ from experiments._exchange import SCHEDULES, Task
 from experiments._transfer_layout import Flow, check_pattern, flows
 from pdsim.units import parse_size
 
-__all__ = ["COLUMNS", "Point", "read", "shuffled"]
+__all__ = ["COLUMNS", "Point", "read", "shuffled", "write"]
 
 OPERATIONS = ("write", "read")
 LAYOUTS = ("contiguous", "scattered")
@@ -88,6 +88,12 @@ def read(path: Path) -> list[Point]:
     if not found:
         raise ValueError(f"experiment.points={path} has no points; it needs the columns {', '.join(COLUMNS)}")
     return found
+
+
+def write(path: Path, points: Sequence[Point]) -> None:
+    """Write *points* to the CSV file *path*, as `read` takes it."""
+    lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _point(row: dict[str, str], where: str) -> Point:

@@ -9,15 +9,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments._validate_parts import Part, values
+from experiments._transfer_points import Point
+from experiments._transfer_points import read as read_points
+from experiments._transfer_points import write as write_points
+from experiments._validate_parts import POINTS, Part
+from experiments._validate_values import values
 from pdsim.calibration.validate import seal, unseal
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
+from pdsim.results.store import plain
 from pdsim.transfer import TransferRecord
 
-__all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take"]
+__all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take", "written"]
 
-EXPECTED, MEASURED, POINTS, TRANSFERS = "expectations.json", "measurements.json", "points.csv", "transfers.parquet"
+EXPECTED, MEASURED, TRANSFERS = "expectations.json", "measurements.json", "transfers.parquet"
 
 
 def keep(path: Path, content: bytes) -> None:
@@ -55,15 +60,23 @@ def take(source: Path, folder: Path) -> None:
             f"name a folder with {MEASURED}, or with {TRANSFERS} of such a run"
         )
     records = _records(source / TRANSFERS)
-    found = values(Part("transfer", {}), Result((), transfers=records))
+    found = values("transfer", Result((), transfers=records))
     began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
     engines = sorted({record.engine for record in records})
     content = {"began": began, "expectations": "", "engines": engines, "measured": [asdict(value) for value in found]}
     keep(folder / MEASURED, seal(content))
 
 
+def written(part: Part) -> dict[str, Any]:
+    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it."""
+    options = plain(part.options)
+    if options.get("points"):
+        options["points"] = [list(point) for point in read_points(Path(options["points"]))]
+    return {"experiment": part.experiment, "options": options}
+
+
 def design_of(source: Path, folder: Path) -> list[Part]:
-    """Return what was run in *source*, whose points, if it has a file of them, are in *folder* by now."""
+    """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
         return [Part(part["experiment"], _typed(part["options"], folder)) for part in read(source / EXPECTED)["design"]]
     options = {key: value for key, value in _config(source)["experiment"].items() if key != "name"}
@@ -71,9 +84,12 @@ def design_of(source: Path, folder: Path) -> list[Part]:
 
 
 def _typed(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return *options* as they were before they were JSON or YAML, with the file of points that is in *folder*."""
+    """Return *options* as they were before they were JSON or YAML, with their points in a file in *folder*."""
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    if found.get("points") and (folder / POINTS).is_file():
+    points = options.get("points", "")
+    if isinstance(points, list):
+        write_points(folder / POINTS, [Point(*point) for point in points])
+    if isinstance(points, list) or (points and (folder / POINTS).is_file()):
         found["points"] = str(folder / POINTS)
     return found
 

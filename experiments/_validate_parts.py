@@ -1,28 +1,36 @@
-"""What `experiments.validate` runs: other experiments, on points that no calibration has seen; and their quantities."""
+"""What `experiments.validate` runs: other experiments, on points that no calibration has seen.
+
+What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four prefill ranks,
+patterns of up to eight ranks, and all-gathers over two, four and eight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from experiments._transfer_layout import flows, names
-from experiments._transfer_points import COLUMNS, Point, read
-from pdsim.calibration import jobs
-from pdsim.calibration.validate import Value
+from experiments._exchange import region_bytes
+from experiments._transfer_layout import names, places, shortage
+from experiments._transfer_points import Point, read, write
 from pdsim.config import Config
 from pdsim.results.record import Result
-from pdsim.transfer import TransferRecord
+from pdsim.transfer import Target
 from pdsim.units import Size
 
-__all__ = ["CLASSES", "Design", "Part", "mean", "parts", "values"]
+__all__ = ["CLASSES", "POINTS", "Design", "Part", "parts"]
 
-CLASSES = ("pair", "read", "contention", "handoff", "allgather", "serve")
+CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
+POINTS = "points.csv"
+"""The file of a validation that its transfers are read from."""
+
+HOSTED = 4
+"""How many ranks a point has at most where there are no GPUs to count."""
+
+MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
+"""Ranks of prefill and decode that hand over: with eight ranks and more, and with fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +45,11 @@ class Design:
     contended: tuple[Size, ...] = (98304, 6291456)
     contended_blocks: tuple[int, ...] = (1, 37)
     tokens: tuple[int, ...] = (512, 2048, 8192)
-    tp: tuple[str, ...] = ("1to2", "2to1", "2to2")
+    tp: tuple[str, ...] = ()  # ranks of prefill, ranks of decode; () is `MANY` or `FEW`
+    slices: int = 1 << 19  # descriptors from a rank to another of a sliced handoff, most
+    short: tuple[int, ...] = (128, 1024)  # tokens of handoffs whose metadata goes either way
     pieces: tuple[Size, ...] = (12288, 786432, 50331648)
+    ranks: int = 0  # of a point, most; 0 is one for each GPU, or `HOSTED`
     points: str = ""
     repeat: int = 20
     volume: Size = 4 << 30
@@ -61,125 +72,117 @@ class Part(NamedTuple):
         check = getattr(import_module(f"experiments.{self.experiment}"), "check", None)
         return list(check(self.config(config))) if check else []
 
+    def run(self, config: Config, target: Target) -> Result:
+        """Run it on *target*."""
+        measure = import_module(f"experiments.{self.experiment}").run
+        result: Result = measure(self.config(config), target, _silent)
+        return result
 
-def parts(config: Config, design: Design, folder: Path) -> Iterator[Part]:
-    """Yield the parts of *design* that *config* has ranks for; their points are written to *folder*."""
+
+def _silent(fraction: float, text: str) -> None:
+    """Show nothing: the bar is about all parts."""
+
+
+def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[Part]:
+    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*; add what it has not.
+
+    What is left out is a line of *notes*.
+    """
     gpus = config.hw.gpus * config.hw.nodes
-    if points := _points(design, gpus if design.placement[0] in ("packed", "spread") else 0):
-        path = folder / "points.csv"
-        lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ranks = design.ranks or gpus or HOSTED
+    if points := _points(config, design, ranks, notes):
+        write(folder / POINTS, points)
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
         # take longer to fill and to compare than to transfer
-        options = {"points": str(path), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
+        options = {"points": str(folder / POINTS), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
         yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
-    if "handoff" in design.classes:
-        tokens = tuple(count for count in design.tokens if count < config.model.context)
-        paths = ("sliced", "staged") if config.policy.staging else ("sliced",)
-        ranks = max(sum(map(int, tp.split("to"))) for tp in design.tp)
-        placement = "packed" if not gpus or gpus >= ranks else "sides"
-        options = {"tokens": tokens, "tp": design.tp, "paths": paths, "repeat": max(4, design.repeat // 4)}
-        yield Part("handoff", options | {"placement": placement, "verify": False})
-    if "allgather" in design.classes and config.collective is not None and find_spec("experiments.allgather"):
-        ranks_of = tuple(count for count in (2, 4, 8) if count <= (gpus or 2))
-        options = {"ranks": ranks_of, "size": design.pieces, "growth": False, "repeat": design.repeat}
-        yield Part("allgather", options | {"verify": False})
+    yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
+    if "allgather" in design.classes and config.collective is not None:
+        yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
     if "serve" in design.classes:
         yield Part("serve", {})
 
 
-def _points(design: Design, gpus: int) -> list[Point]:
-    found = []
+def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[Part]:
+    """Yield the handoffs between *ways*, and those between equal ones with their metadata by the engine and by TCP."""
+    gpus = config.hw.gpus * config.hw.nodes
+    most = max(sum(map(int, way.split("to"))) for way in ways)
+    options = {"placement": "packed" if not gpus or gpus >= most else "sides", "verify": False}
+    equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
+    if "handoff" in design.classes:
+        few = options | {"repeat": max(4, design.repeat // 4)}
+        tokens = tuple(count for count in design.tokens if count < config.model.context)
+        if whole := tuple(ways) if config.policy.staging else equal:
+            yield Part("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
+        unequal, sliced = tuple(way for way in ways if way not in equal), _sliced(config, design, tokens, notes)
+        if unequal and sliced:
+            yield Part("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
+    if "metadata" in design.classes:
+        both = {"tp": (*equal, *ways)[:1], "paths": ("sliced",), "metadata": ("data", "control")}
+        yield Part("handoff", {"tokens": design.short, "repeat": max(4, design.repeat)} | both | options)
+
+
+def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
+    """Return those of *tokens* whose slices, one a token and plane of each layer, are few enough to wait for."""
+    planes = config.model.layers * (1 if config.model.attention == "mla" else 2)
+    if left := [str(count) for count in tokens if count * planes > design.slices]:
+        notes.append(f"left out, with more than {design.slices} slices: sliced handoffs of {', '.join(left)} tokens")
+    return tuple(count for count in tokens if count * planes <= design.slices)
+
+
+def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> Part:
+    """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
+    options = {"ranks": ranks, "growth": False, "repeat": design.repeat, "verify": False}
+    pieces = sorted(design.pieces)
+    for count in range(len(pieces), 0, -1):
+        part = Part("allgather", options | {"size": tuple(pieces[:count])})
+        if not part.problems(config):
+            left = ", ".join(map(str, pieces[count:]))
+            notes += [f"left out, for they do not fit into memory: all-gathers of {left} bytes"] if left else []
+            return part
+    return Part("allgather", options | {"size": design.pieces})  # which says itself what it lacks
+
+
+# --- the points of transfers ----------------------------------------------------------------------------------------
+
+
+def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[Point]:
+    most = len(design.placement) if design.placement[0].isdecimal() else ranks
+    contention = design.patterns if "contention" in design.classes else ()
+    small = [pattern for pattern in contention if len(names(Point(pattern, 1, 1, 1).flows(HOSTED))) <= most]
+    if left := [pattern for pattern in contention if pattern not in small]:
+        notes.append(f"left out, with more than {most} ranks: {', '.join(left)}")
+    found = [*_pairs(design), *_contended(design, small)]
+    return _fitting(config, design, found + (read(Path(design.points)) if design.points else []), notes)
+
+
+def _pairs(design: Design) -> Iterator[Point]:
     for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
-        found += [
-            Point("pair", blocks, size, 1, operation)
-            for size in design.size
-            for blocks in design.blocks
-            if blocks * size <= design.limit
-        ]
-    for pattern in design.patterns if "contention" in design.classes else ():
-        if gpus and len(names(flows(pattern, 4))) > gpus:
-            continue
-        sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
-        found += [Point(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit]
-    return found + (read(Path(design.points)) if design.points else [])
+        for size in design.size:
+            few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
+            yield from (Point("pair", blocks, size, 1, operation) for blocks in few)
 
 
-def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have."""
-    found: dict[tuple[str, str, str], list[Value]] = {}
-    for value in (value for run in runs for value in run):
-        found.setdefault((value.group, value.label, value.quantity), []).append(value)
-    every = [same for same in found.values() if len(same) == len(runs)]
-    return [_mean(same) for same in every]
+def _contended(design: Design, patterns: Sequence[str]) -> Iterator[Point]:
+    sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
+    for pattern in patterns:
+        yield from (Point(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)
 
 
-def _mean(same: Sequence[Value]) -> Value:
-    each = tuple(value.value for value in same)
-    if len(each) == 1 or min(each) <= 0:
-        return same[0]
-    return replace(same[0], value=jobs.mean(each), per_job=each)
-
-
-# --- what is read of a result ---------------------------------------------------------------------------------------
-
-
-def values(part: Part, result: Result) -> list[Value]:
-    """Return the quantities of *result*, those of a point in which something failed left out."""
-    if part.experiment == "transfer":
-        return list(_of_transfers(result.transfers))
-    if part.experiment == "handoff":
-        return list(_of_handoffs(result))
-    if part.experiment == "allgather":
-        return list(_of_gathers(result))
-    found = {metric.name: metric.value for metric in result.summary}
-    wanted = [(name, found.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
-    return [Value("serve", f"median {name}", "time", 0, float(value)) for name, value in wanted if value]
-
-
-def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
-    """Yield the median time of every flow and, where a point has several, the rate of all together."""
-    by_point: dict[str, dict[tuple[str, str], list[TransferRecord]]] = {}
-    for record in records:
-        by_point.setdefault(record.label, {}).setdefault((record.source, record.target), []).append(record)
-    for label, by_flow in by_point.items():
-        every = [record for flow in by_flow.values() for record in flow]
-        if any(record.status != "ok" for record in every):
-            continue
-        group = label.split(":")[0].split(" ")[0] + (", read" if every[0].operation == "read" else "")
-        for (source, target), mine in by_flow.items():
-            name = f"{label}, {source} to {target}" if len(by_flow) > 1 else label
-            time = float(np.median([record.seen - record.submitted for record in mine]))
-            yield Value(group, name, "time", mine[0].nbytes, time)
-        if len(by_flow) > 1:
-            rate = sum(_rate(mine) for mine in by_flow.values())
-            yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate)
-
-
-def _rate(flow: Sequence[TransferRecord]) -> float:
-    """Return bytes/s of *flow* from its own first call to its own end: warm-ups end at times of their own."""
-    seconds = max(record.seen for record in flow) - min(record.submitted for record in flow)
-    return sum(record.nbytes for record in flow) / seconds
-
-
-def _of_handoffs(result: Result) -> Iterator[Value]:
-    for row in _rows(result, "Handoffs"):
-        if row["status"] == "ok" and row["p50"]:
-            group = f"handoff, {row['way'].split(' ')[1]}"
-            yield Value(group, f"{row['way']} {row['tokens']} tokens", "time", int(row["bytes"]), row["p50"] * 1e-6)
-
-
-def _of_gathers(result: Result) -> Iterator[Value]:
-    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    for row in _rows(result, "All-gathers"):
-        if row["status"] == "ok" and row["med us"]:
-            number, unit = str(row["piece"]).split(" ")
-            label = f"{row['ranks']} ranks {row['piece']} {row['batch']} {row['pool']}"
-            nbytes = int(float(number) * units[unit])
-            yield Value(f"allgather, {row['pool']}", label, "time", nbytes, row["med us"] * 1e-6)
-
-
-def _rows(result: Result, title: str) -> Iterator[dict[str, Any]]:
-    for table in result.tables:
-        if table.title == title:
-            yield from (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+def _fitting(config: Config, design: Design, points: Sequence[Point], notes: list[str]) -> list[Point]:
+    """Return those of *points* whose ranks have the memory for all of them, for which the largest are left out."""
+    ranks = {name for point in points for name in names(point.flows(HOSTED))}
+    if design.placement[0].isdecimal() and len(ranks) > len(design.placement):
+        return list(points)  # which the experiment refuses: they have no place
+    needs: dict[str, int] = {}
+    kept = set()
+    for point in sorted(points, key=lambda point: point.blocks * point.size * len(point.flows(HOSTED))):
+        own = {name: region_bytes(name, [point.task(HOSTED)]) for name in names(point.flows(HOSTED))}
+        wanted = needs | {name: max(need, needs.get(name, 0)) for name, need in own.items()}
+        where = places(config.hw, sorted(wanted, key=lambda name: int(name.removeprefix("rank"))), design.placement)
+        if not shortage(config.hw, where, wanted, here=config.target == "real")[0]:
+            needs = wanted
+            kept.add(point)
+    if left := [point.label for point in points if point not in kept]:
+        notes.append(f"left out, for they do not fit into memory: {', '.join(left)}")
+    return [point for point in points if point in kept]

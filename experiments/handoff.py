@@ -26,7 +26,13 @@ from pdsim.units import Seconds
 __all__ = ["Options", "Way", "check", "run"]
 
 PATHS = ("sliced", "staged")
-METADATA = ("policy", "data", "control")
+METADATA: dict[str, dict[str, str]] = {
+    "policy": {},
+    "data": {"metadata": "batch", "metadata_memory": "device"},
+    "control": {"metadata": "control", "metadata_memory": "host"},
+}
+"""How first-token metadata goes, and which memory its rows lie in: as the backend's policy says; in device memory, with
+the last batch of KV; in host memory, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class Options:
     tokens: tuple[int, ...] = (512, 2048, 8192)
     tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
     paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
-    metadata: tuple[str, ...] = ("policy",)  # as the backend's policy says; or with the data; or over "control"
+    metadata: tuple[str, ...] = ("policy",)  # of `METADATA`
     repeat: int = 5  # measured handoffs of each shape
     warmup: int = 1  # before them, of each shape
     verify: bool = True  # compare the contents of those before, where memory has any
@@ -44,7 +50,7 @@ class Options:
     deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
-        for name, allowed in (("paths", PATHS), ("metadata", METADATA)):
+        for name, allowed in (("paths", PATHS), ("metadata", tuple(METADATA))):
             for value in getattr(self, name):
                 if value not in allowed:
                     raise ValueError(f"experiment.{name} must be of {', '.join(allowed)}, got {value!r}")
@@ -170,7 +176,7 @@ def _side(rank: str, gpus: int) -> Place:
 
 def _as(config: Config, options: Options, way: Way) -> Config:
     """Return the configuration of one job."""
-    metadata = {"policy": config.policy.metadata, "data": "batch", "control": "control"}[way.metadata]
+    metadata = METADATA[way.metadata]
     tokens = max(options.tokens) + 2 * config.kv.page_size
     largest = tokens * kv_shape(config.model).token_bytes(min(way.prefill, way.decode))
     kv = replace(
@@ -184,7 +190,7 @@ def _as(config: Config, options: Options, way: Way) -> Config:
         config,
         kv=kv,
         parallel=Parallel(prefill=Side(tp=way.prefill), decode=Side(tp=way.decode)),
-        policy=replace(config.policy, metadata=metadata),
+        policy=replace(config.policy, **metadata),
         compute=replace(config.compute, scale=0.0),
     )
 

@@ -2,22 +2,23 @@
 
 The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``, the
 predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
-``validation.parquet``, both side by side; ``validation.html``, for people.
+``validation.parquet``, both side by side; ``validation.html``, for people.  Predictions may be made long before, and
+elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from experiments._validate_ahead import adopt, ahead, check_same, expect, now
 from experiments._validate_files import EXPECTED, MEASURED, design_of, keep, read, take
-from experiments._validate_parts import CLASSES, Design, Part, mean, parts, values
+from experiments._validate_parts import CLASSES, Design, Part, parts
+from experiments._validate_values import mean, values
 from pdsim.calibration.page import page
-from pdsim.calibration.spread import predicted
 from pdsim.calibration.validate import (
     Bound,
     Class,
@@ -26,15 +27,14 @@ from pdsim.calibration.validate import (
     by_class,
     by_decade,
     compare,
+    foretold,
     metrics,
     seal,
     tables,
 )
 from pdsim.config import Config
 from pdsim.errors import ConfigError, TransferError
-from pdsim.fabric.world import Model
-from pdsim.results.record import Result
-from pdsim.results.store import plain
+from pdsim.results.record import Metric, Result
 from pdsim.transfer import Target, TransferRecord
 
 __all__ = ["Options", "bounds", "run"]
@@ -48,15 +48,27 @@ class Options(Design):
     """What is run, and how far off it may be: `conf/experiment/validate.yaml`."""
 
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
-    predict: str = "before"  # or "now": what is stored is predicted anew
+    predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
+    expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
     bounds: Mapping[str, float] = field(default_factory=lambda: {"pair": 0.05, "pair_p95": 0.15, "other": 0.1})
 
     def __post_init__(self) -> None:
         for name in self.classes:
             if name not in CLASSES:
                 raise ValueError(f"experiment.classes must be of {', '.join(CLASSES)}, got {name!r}")
-        if self.predict not in ("before", "now"):
-            raise ValueError(f"experiment.predict must be one of before, now, got {self.predict!r}")
+        if self.predict not in ("before", "only", "now"):
+            raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
+        if self.expected and (self.stored or self.predict != "before"):
+            raise ValueError(
+                f"experiment.expected must be left out with experiment.stored and with experiment.predict="
+                f"{self.predict}, for it is of a run that measures, got {self.expected!r}"
+            )
+        if self.stored and self.predict == "only":
+            raise ValueError(
+                f"experiment.predict must be now, not only, with experiment.stored, got stored={self.stored!r}"
+            )
+        if self.ranks < 0 or self.ranks == 1:
+            raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
         if set(self.bounds) != {"pair", "pair_p95", "other"} or min(self.bounds.values()) <= 0:
             raise ValueError(f"experiment.bounds must have pair, pair_p95 and other, all > 0, got {dict(self.bounds)}")
 
@@ -71,17 +83,14 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
     notes: list[str] = []
     failures: list[str] = []
     records: list[TransferRecord] = []
+    progress(0.0, "predicting")
     if options.stored:
-        source = Path(options.stored)
-        take(source, folder)
-        if options.predict == "now" or not (source / EXPECTED).is_file():
-            progress(0.0, "predicting")
-            _expect(config, design_of(source, folder), folder)
+        _take(config, options, folder)
+    elif options.predict == "only":
+        expect(config, _design(config, parts(config, options, folder, notes), notes), folder)
+        return _foretold(folder, notes)
     else:
-        _check_real(config)
-        design = _design(config, options, folder, notes)
-        progress(0.0, "predicting")
-        _expect(config, design, folder)
+        design = _expected(config, options, folder, notes)
         failures += _measure(config, design, options.jobs, target, folder, progress, records)
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
@@ -92,17 +101,36 @@ def bounds(options: Options) -> dict[str, Bound]:
     return {"pair": pair, "": Bound(options.bounds["other"])}
 
 
-def _check_real(config: Config) -> None:
+def _take(config: Config, options: Options, folder: Path) -> None:
+    """Take what is stored to *folder*, and predict it if that was not done, or is to be done anew."""
+    source = Path(options.stored)
+    take(source, folder)
+    made = (source / EXPECTED).is_file()
+    if made and options.predict != "now":
+        return
+    if made:
+        check_same(config, read(source / EXPECTED), source / EXPECTED)
+    expect(config, design_of(source, folder), folder)
+
+
+def _expected(config: Config, options: Options, folder: Path, notes: list[str]) -> list[Part]:
+    """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
     if config.target != "real":
         raise ConfigError(
-            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was measured"
+            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was measured, "
+            "or experiment.predict=only for predictions alone"
         )
+    if options.expected:
+        return _design(config, adopt(config, Path(options.expected), folder), notes)
+    design = _design(config, parts(config, options, folder, notes), notes)
+    expect(config, design, folder)
+    return design
 
 
-def _design(config: Config, options: Options, folder: Path, notes: list[str]) -> list[Part]:
-    """Return the parts that can be run; a note says what cannot."""
+def _design(config: Config, asked: Iterable[Part], notes: list[str]) -> list[Part]:
+    """Return those of the parts *asked* for that can be run; a note says what cannot."""
     found = []
-    for part in parts(config, options, folder):
+    for part in asked:
         problems = part.problems(config)
         if problems:
             notes.append(f"{part.experiment} is left out: {problems[0]}")
@@ -111,35 +139,6 @@ def _design(config: Config, options: Options, folder: Path, notes: list[str]) ->
     if not found:
         raise ConfigError("nothing can be run: " + "; ".join(notes or ["experiment.classes is empty"]))
     return found
-
-
-# --- predictions and measurements -----------------------------------------------------------------------------------
-
-
-def _expect(config: Config, design: Sequence[Part], folder: Path) -> None:
-    """Write what the model says of *design*, and see it safely on disk."""
-
-    def predict(of: Config) -> list[Value]:
-        return [value for part in design for value in values(part, _run(part, *_modelled(of, part), _silent))]
-
-    calibration = config.calibration.name if config.calibration is not None else "none"
-    content = {
-        "written": _now(),
-        "hw": config.hw.name,
-        "backend": config.backend.name,
-        "calibration": calibration,
-        "seed": config.seed,
-        "design": [{"experiment": part.experiment, "options": plain(part.options)} for part in design],
-        "expected": [asdict(value) for value in predicted(config, predict)],
-    }
-    keep(folder / EXPECTED, seal(content))
-
-
-def _modelled(config: Config, part: Part) -> tuple[Config, Model]:
-    """Return what predicts *part*.  Copies of staged blocks name every piece only where memory has contents."""
-    memory = "tracked" if part.experiment == "handoff" else "timing"
-    model = Model(config.hw, config.backend, memory, config.seed, collective=config.collective)
-    return replace(config, target="model", memory=memory), model
 
 
 def _measure(
@@ -151,38 +150,42 @@ def _measure(
     progress: Progress,
     records: list[TransferRecord],
 ) -> list[str]:
-    """Run *design* for real, write what was measured, add to *records*, and return what failed."""
+    """Run *design* for real, write what was measured, add to *records*, and return what failed.
+
+    The file is written anew after each part, so that a run that is ended early leaves what it had.
+    """
     found: list[Value] = []
     failures: list[str] = []
-    began = _now()
+    took: list[dict[str, Any]] = []
+    began, expectations = now(), read(folder / EXPECTED)["sha256"]
     for number, part in enumerate(design):
         progress((number + 1) / (len(design) + 1), part.experiment)
-        results: list[Result] = []
-        for job in range(jobs if part.experiment in ("transfer", "allgather") else 1):
-            try:
-                results.append(_run(part, replace(config, seed=config.seed + job), target, _silent))
-            except TransferError as error:
-                failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
-        found += mean([values(part, result) for result in results])
+        start = time.monotonic()
+        results = _jobs(config, part, jobs, target, failures)
+        found += mean([values(part.experiment, result) for result in results])
         failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
         records += [record for result in results for record in result.transfers]
-    content = {
-        "began": began,
-        "expectations": read(folder / EXPECTED)["sha256"],
-        "engines": sorted({record.engine for record in records}),
-        "measured": [asdict(value) for value in found],
-    }
-    keep(folder / MEASURED, seal(content))
+        took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
+        content = {
+            "began": began,
+            "expectations": expectations,
+            "engines": sorted({record.engine for record in records}),
+            "took": list(took),
+            "measured": [asdict(value) for value in found],
+        }
+        keep(folder / MEASURED, seal(content))
     return failures
 
 
-def _run(part: Part, config: Config, target: Target, progress: Progress) -> Result:
-    result: Result = import_module(f"experiments.{part.experiment}").run(part.config(config), target, progress)
-    return result
-
-
-def _silent(fraction: float, text: str) -> None:
-    """Show nothing: the bar is about all parts."""
+def _jobs(config: Config, part: Part, jobs: int, target: Target, failures: list[str]) -> list[Result]:
+    """Run *part* as often as its kind is, and return what came of it; an error is one of *failures*."""
+    results: list[Result] = []
+    for job in range(jobs if part.experiment in ("transfer", "allgather") else 1):
+        try:
+            results.append(part.run(replace(config, seed=config.seed + job), target))
+        except (ConfigError, TransferError) as error:
+            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
+    return results
 
 
 # --- the comparison -------------------------------------------------------------------------------------------------
@@ -196,12 +199,15 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     shown = tables(classes, by_decade(found, config.seed))
     before = measured["expectations"] == expected["sha256"]
     notes += [] if before else ["the predictions were made after these measurements"]
+    notes += [_since(expected, measured)] if options.expected else []
     missing = len(expected["expected"]) - len(found)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
     _write_parquet(folder / TABLE, found)
-    facts = [(key, str(expected[key])) for key in ("hw", "backend", "calibration", "seed", "written", "sha256")]
+    kept = ("hw", "backend", "calibration", "seed", "written", "commit", "sha256")
+    facts = [(key, str(expected[key])) for key in kept if key in expected]
     facts += [("measured from", measured["began"]), ("by", ", ".join(measured["engines"]))]
-    facts += [("predicted before the first transfer", "yes" if before else "no")]
+    when = f"yes, by {ahead(expected, measured['began'])}" if before else "no"
+    facts += [("predicted before the first transfer", when)]
     title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
     keep(folder / PAGE, page(title, facts, shown, found).encode())
     beyond = [each for each in classes if each.beyond]
@@ -218,6 +224,26 @@ def _left(each: Class) -> str:
     return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
 
 
+def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Return when predictions that were made elsewhere were made, and of what."""
+    span = ahead(expected, measured["began"])
+    return (
+        f"predicted at {expected['written']}, {span} before the first transfer, at commit {expected['commit']} with "
+        f"calibration {expected['calibration']}"
+    )
+
+
+def _foretold(folder: Path, notes: Sequence[str]) -> Result:
+    """Return what the predictions in *folder* say, read back from there."""
+    expected = read(folder / EXPECTED)
+    found = _values(expected["expected"])
+    return Result(
+        summary=[Metric("points", len(found), "quantities that are predicted")],
+        tables=[foretold(found)],
+        notes=[*notes, f"nothing was measured; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+    )
+
+
 def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:
     return [Value(**row) for row in rows]
 
@@ -227,7 +253,3 @@ def _write_parquet(path: Path, found: Sequence[Compared]) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist([each.row() for each in found]), path, compression="zstd")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -17,7 +17,7 @@ from pdsim.calibration.record import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import Engine, EngineModel
-from pdsim.results.environment import environment
+from pdsim.results.environment import commit, environment
 
 __all__ = ["Fitted", "again", "fitted"]
 
@@ -148,9 +148,9 @@ def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
 
 def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
     where = environment()
-    git, host = where["git"] or {}, where["host"]
+    host = where["host"]
     found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
-    found |= {"fit": command, "commit": str(git.get("commit")) + (" and changes" if git.get("dirty") else "")}
+    found |= {"fit": command, "commit": commit()}
     if about.get("kind") == "measured":
         found |= {"host": f"{host['cpu']}, {host['cores']} cores, {host['kernel']}", **_gpus()}
         found["versions"] = ", ".join(f"{name} {version}" for name, version in where["packages"].items())

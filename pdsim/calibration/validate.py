@@ -29,6 +29,7 @@ __all__ = [
     "by_class",
     "by_decade",
     "compare",
+    "foretold",
     "metrics",
     "seal",
     "tables",
@@ -188,9 +189,12 @@ def seal(content: Mapping[str, Any]) -> bytes:
 def unseal(text: bytes, name: str) -> dict[str, Any]:
     """Return what `seal` was given and, as ``sha256``, the hash.
 
-    Raise a `ConfigError` that names the file *name* if it was changed since.
+    Raise a `ConfigError` that names the file *name* if it is no such file, or was changed since.
     """
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: dict[str, Any] = dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} is no file of a validation: {error}; name one that pdsim validate wrote") from error
     digest = content.pop("sha256", "")
     if digest != _digest(content):
         raise ConfigError(
@@ -231,6 +235,33 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
         Table("Error of each class", judged, whole),
         Table("Error of times by size", {"class": "and decade of bytes of a transfer"} | columns, parts),
     ]
+
+
+def foretold(values: Sequence[Value]) -> Table:
+    """Return the table of predictions alone, by class: times in us, rates in GB/s."""
+    columns = {
+        "class": "of points",
+        "quantity": "time in us, rate in GB/s",
+        "points": "that are predicted",
+        "least": "of them",
+        "median": "",
+        "most": "",
+        "within %": "median of half the 95 % interval that the calibration's uncertainty leaves, of the prediction",
+    }
+    groups: dict[tuple[str, str], list[Value]] = {}
+    for value in values:
+        groups.setdefault((value.group, value.quantity), []).append(value)
+    return Table("Predicted", columns, [_predicted(group) for group in groups.values()])
+
+
+def _predicted(group: Sequence[Value]) -> list[Any]:
+    name, quantity = group[0].group, group[0].quantity
+    numbers = np.array([value.value for value in group]) * (1e6 if quantity == "time" else 1e-9)
+    ends = [(value.low, value.high, value.value) for value in group]
+    spans = [(high - low) / at for low, high, at in ends if low is not None and high is not None]
+    within = float(np.median(spans)) * 50.0 if spans else None
+    told = [float(of(numbers)) for of in (np.min, np.median, np.max)]
+    return [name, quantity, len(group), *told, within]
 
 
 def _cells(each: Class, several: bool) -> list[Any]:

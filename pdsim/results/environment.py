@@ -12,7 +12,7 @@ from typing import Any
 
 import pdsim
 
-__all__ = ["environment"]
+__all__ = ["commit", "environment"]
 
 _PACKAGES = (
     "hydra-core", "msgspec", "numpy", "pyarrow", "pyzmq", "simpy", "torch", "amd-mori",
@@ -25,6 +25,12 @@ _PACKAGES = (
 def environment() -> dict[str, Any]:
     """Return pdsim's version, those of the packages that matter, the commit it was run from, and the host."""
     return {"pdsim": pdsim.__version__, "packages": _packages(), "git": _git(), "host": _host()}
+
+
+def commit() -> str:
+    """Return the commit that pdsim's files are of, such as ``"1a2b3c and changes"``, or ``"unknown"``."""
+    git = environment()["git"] or {"commit": "unknown", "dirty": False}
+    return str(git["commit"]) + (" and changes" if git["dirty"] else "")
 
 
 def _packages() -> dict[str, str]:

@@ -164,7 +164,11 @@ def test_a_model_alone_is_refused(tmp_path: Path):
     ("options", "message"),
     [
         ({"classes": ("speed",)}, "experiment.classes must be of pair, .*, got 'speed'"),
-        ({"predict": "later"}, "experiment.predict must be one of before, now, got 'later'"),
+        ({"predict": "later"}, "experiment.predict must be one of before, only, now, got 'later'"),
+        ({"ranks": 1}, "experiment.ranks must be >= 2, or 0 for a rank a GPU, got 1"),
+        ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
+        ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* of a run that measures"),
+        ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
         ({"bounds": {"pair": 0.1}}, "experiment.bounds must have pair, pair_p95 and other"),
     ],
 )
