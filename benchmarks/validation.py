@@ -1,8 +1,9 @@
-"""Write the generated part of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
+"""Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
 A validation is a folder of `conf/calibration/validation` with the ``expectations.json`` and ``measurements.json`` of a
 run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept.  Where there
-is an ``again.json``, what the model said later (``experiment.predict=now``), its classes are shown beside.
+is an ``again.json``, what the model said later (``experiment.predict=now``), its classes are shown beside.  Of a folder
+with expectations only, which were written ahead of a machine to measure on, the predictions are shown.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from experiments._validate_files import EXPECTED, MEASURED, read
 from experiments.validate import Options, bounds
-from pdsim.calibration.validate import Value, by_class, by_decade, compare, tables
+from pdsim.calibration.validate import Value, by_class, by_decade, compare, foretold, tables
 from pdsim.results.record import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,7 @@ AGAIN = "again.json"
 STORED = ROOT / "conf" / "calibration" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
 BEGIN, END = "<!-- generated: python -m benchmarks.validation -->", "<!-- end -->"
+AHEAD, END_AHEAD = "<!-- generated, predictions: python -m benchmarks.validation -->", "<!-- end of predictions -->"
 
 
 def section(folder: Path) -> Iterator[str]:
@@ -52,6 +54,44 @@ def _again(later: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[st
     yield from _markdown(tables(by_class(found, bounds(Options()), later["seed"]), [])[0])
 
 
+def predictions(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the lines about the predictions in *folders* that were made ahead, machine by machine."""
+    made = [read(folder / EXPECTED) for folder in folders]
+    for hw in sorted({expected["hw"] for expected in made}):
+        engines = [expected for expected in made if expected["hw"] == hw]
+        yield f"### {hw}"
+        yield ""
+        for expected in engines:
+            yield (
+                f"- `{expected['backend']}`: calibration {expected['calibration']}, "
+                f"{expected['system']['model']['name']}, written {expected['written']} at commit "
+                f"`{expected['commit'][:12]}`, SHA-256 `{expected['sha256'][:16]}`"
+            )
+        yield ""
+        yield from _markdown(_medians(engines))
+
+
+def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the median of each class on all of *engines*, with what the calibration's uncertainty leaves of it."""
+    rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    for expected in engines:
+        for row in foretold([Value(**value) for value in expected["expected"]]).rows:
+            rows.setdefault((row[0], row[1]), {})[expected["backend"]] = row
+    names = [expected["backend"] for expected in engines]
+    columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
+    cells = []
+    for (group, quantity), found in rows.items():
+        unit = "µs" if quantity == "time" else "GB/s"
+        told = [_median(found[name]) if name in found else "-" for name in names]
+        cells.append([group, unit, max(row[2] for row in found.values()), *told])
+    return Table("Predicted", columns, cells)
+
+
+def _median(row: Sequence[Any]) -> str:
+    value = f"{row[4]:,.0f}" if row[4] >= 1000.0 else f"{row[4]:.4g}"
+    return value + (f" ± {row[6]:.1f} %" if row[6] else "")
+
+
 def _markdown(table: Table) -> Iterator[str]:
     yield f"| {' | '.join(table.columns)} |"
     yield f"|{'---|' * len(table.columns)}"
@@ -65,9 +105,16 @@ def main(folders: Sequence[str]) -> None:
     """Rewrite the page from *folders*, by default from all that are committed."""
     found = [Path(folder) for folder in folders] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
     lines = [line for folder in found for line in section(folder)] or ["No validation is committed yet."]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines).strip() + f"\n\n{END}{after}", encoding="utf-8")
+    _rewrite(BEGIN, END, lines)
+    ahead = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file())
+    _rewrite(AHEAD, END_AHEAD, list(predictions(ahead)) or ["None is committed."])
+
+
+def _rewrite(begin: str, end: str, lines: Sequence[str]) -> None:
+    """Put *lines* between the marks *begin* and *end* of the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(f"{before}{begin}\n\n" + "\n".join(lines).strip() + f"\n\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

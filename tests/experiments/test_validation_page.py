@@ -1,0 +1,38 @@
+"""What `benchmarks.validation` writes into docs/validation.md."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import validation
+from tests.experiments.test_validate_ahead import predict
+
+
+def test_the_page_is_what_the_committed_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = Path(shutil.copy(validation.PAGE, tmp_path))
+    monkeypatch.setattr(validation, "PAGE", page)
+    validation.main([])
+    assert page.read_text() == (validation.ROOT / "docs" / "validation.md").read_text()
+
+
+def test_predictions_made_ahead_are_shown_by_machine_and_class_with_their_hash(tmp_path: Path):
+    predict(tmp_path / "a")
+    lines = list(validation.predictions([tmp_path / "a"]))
+    sealed = validation.read(tmp_path / "a" / "expectations.json")
+    assert lines[0] == "### toy"
+    assert lines[2].startswith("- `fast`: calibration none, tiny, written ")
+    assert lines[2].endswith(f"SHA-256 `{sealed['sha256'][:16]}`")
+    assert "| class | median | points | `fast` |" in lines
+    assert "| pair | µs | 4 | 10.89 |" in lines  # of 6.4096, 9.2288, 12.5536 and 27.6608 us
+
+
+def test_an_engine_that_was_not_predicted_for_a_class_has_a_dash(tmp_path: Path):
+    predict(tmp_path / "a")
+    predict(tmp_path / "b", classes=("pair",))
+    first, second = (validation.read(tmp_path / name / "expectations.json") for name in "ab")
+    rows = validation._medians([first, {**second, "backend": "other"}]).rows
+    assert {row[0] for row in rows if row[-1] == "-"} >= {"incast", "handoff, staged"}
+    assert [row[-1] for row in rows if row[0] == "pair"] == [row[-2] for row in rows if row[0] == "pair"]
