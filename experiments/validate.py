@@ -60,8 +60,8 @@ class Options(Design):
             raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
         if self.expected and (self.stored or self.predict != "before"):
             raise ValueError(
-                f"experiment.expected must be left out with experiment.stored and with experiment.predict="
-                f"{self.predict}, for it is of a run that measures, got {self.expected!r}"
+                "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it is "
+                f"of a run that measures, got {self.expected!r}"
             )
         if self.stored and self.predict == "only":
             raise ValueError(
