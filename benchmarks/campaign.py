@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", default=",".join(LIMITS), help=f"which kinds (default: {','.join(LIMITS)})")
     parser.add_argument("--anew", action="store_true", help="predict here, and not as is committed for this machine")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_intermixed_args(arguments)  # words and options in any order
     chosen = dict(word.split("=", 1) for word in asked.words if word.startswith(("hw=", "backend=")))
     if "hw" not in chosen:
         parser.error("hw is missing; add hw=NAME, such as hw=8xh200")

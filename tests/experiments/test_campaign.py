@@ -57,6 +57,12 @@ def test_words_are_for_all_steps_or_for_one(capsys: pytest.CaptureFixture[str]):
     assert [name for name, command in found.items() if "experiment.ranks=8" in command] == ["validate nixl_shm"]
 
 
+def test_words_and_options_come_in_any_order(capsys: pytest.CaptureFixture[str]):
+    found = listed(capsys, "hw=loopback", "--steps", "validate", "backend=nixl_shm", "--limit", "600", "seed=3")
+    assert list(found) == ["validate nixl_shm"]
+    assert "seed=3" in found["validate nixl_shm"]
+
+
 def test_steps_can_be_chosen(capsys: pytest.CaptureFixture[str]):
     assert list(listed(capsys, "hw=8xh200", "--steps", "calibrate,allgather")) == [
         "calibrate nvlink", "calibrate mooncake_nvlink", "calibrate nixl", "allgather",
