@@ -8,6 +8,8 @@ memory is bounded.  What a device itself holds is bounded by TCP's windows.
 A hop is *slow* for a while (it carries a share), *stalled* (it carries nothing, and goes on where it was) or *cut*
 (what is on the wire then is lost, as is what is sent; what recovers it is TCP).
 
+It needs a processor at once whenever a packet is due, so it counts those that it passed on too late.
+
 Nothing but the standard library is imported: the process is to be up at once, and to do nothing but this.
 """
 
@@ -34,6 +36,12 @@ HEADER = 10
 
 BURST = 64
 """Packets that are read from a device before those that are due are looked at again."""
+
+ASKED = b"late"
+"""What the supervisor says to be told how many packets were carried, how many of them late, and how late at most."""
+
+LATE = 1e-3
+"""Seconds after its time from which on a packet counts as late."""
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 
@@ -101,18 +109,28 @@ class Chain:
     def __init__(self, tuns: Sequence[int], up: Sequence[Hop], down: Sequence[Hop]) -> None:
         self._tuns = tuns
         self._up, self._down = up, down
+        self._to = [*enumerate(up, 1), *enumerate(down)]  # where each hop ends
+        self.packets = self.late = 0  # passed on by a hop, and later than `LATE` of them
+        self.worst = 0.0  # seconds
 
     def deliver(self) -> float:
         """Pass on what is due; return when the next packet is."""
         after = inf
-        for node, hop in [*enumerate(self._up, 1), *enumerate(self._down)]:
+        for node, hop in self._to:
             flight = hop.flight
             if flight and flight[0][0] <= time.monotonic():
                 for at, packet in hop.due(time.monotonic()):
+                    self._note(time.monotonic() - at)
                     self._send(node, packet, at)
             if flight:
                 after = min(after, flight[0][0])
         return after
+
+    def _note(self, late: float) -> None:
+        self.packets += 1
+        if late > LATE:
+            self.late += 1
+            self.worst = max(self.worst, late)
 
     def readable(self) -> list[int]:
         """Return the devices that may be read: every hop in a direction that they feed has room."""
@@ -167,7 +185,10 @@ def _carry(control: socket.socket, chain: Chain, hops: Sequence[tuple[Hop, Hop]]
             said = control.recv(64)
             if not said:
                 return
-            _plan(hops, changes, float(said))
+            if said == ASKED:
+                control.sendall(json.dumps([chain.packets, chain.late, chain.worst]).encode())
+            else:
+                _plan(hops, changes, float(said))
 
 
 def _plan(hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any], origin: float) -> None:

@@ -25,7 +25,7 @@ from typing import IO, Any
 from backends import namespaces, wire
 from backends.collective import Settings
 from backends.processors import shares
-from backends.testbed import Testbed, joined
+from backends.testbed import Lateness, Testbed, joined
 from pdsim import errors
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
 from pdsim.fabric.machine import Collective, Engine, Wire
@@ -95,6 +95,12 @@ class Processes:
         self.gpu_capacity = gpu_capacity
         self.link = link
         self.nodes = nodes
+        self.lateness: list[Lateness] = []  # of the link's carrier, in each job so far
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the results of the jobs so far must know."""
+        return [late.complaint for late in self.lateness if late.complaint]
 
     def run(
         self,
@@ -127,6 +133,8 @@ class Processes:
             if network is not None:
                 network.go(origin)
             job.until_done(self.deadline, dict(kill or {}), dict(restart or {}))
+            if network is not None:
+                self.lateness.append(network.lateness())
             return job.outcome()
 
     def _network(self) -> AbstractContextManager[Testbed | None]:

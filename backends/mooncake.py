@@ -9,7 +9,8 @@ What it does about the engine's ways:
   at nothing but its address, so memory that was registered is used again and never given back.
 - Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
-  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
+  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).  With
+  few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
 - Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There the
   clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it is idle,
   so that an answer about the first block is one about all that were posted before.  Small batches are done in the
@@ -42,6 +43,7 @@ from backends.cuda import CudaBuffer, CudaDevice
 from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
 from backends.environment import captured_stderr, installed, prepare
+from backends.processors import keep_for
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
@@ -63,6 +65,8 @@ DISTRIBUTIONS = (
 PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
 
+SLICE = 10e-3
+"""Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms."""
 
 SMALL, FEW = 1 << 16, 16
 """Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as long
@@ -285,6 +289,7 @@ class MooncakeEndpoint(RealEndpoint):
     def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
         """Post batches and wait for them, one after the other; runs in a thread of its own."""
         self.device.enter()
+        keep_for(SLICE)
         while (flight := work.get()) is not None:
             posted = time.monotonic()
             if flight.triggered:  # failed while it waited: nothing has moved, and nothing will

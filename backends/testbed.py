@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from backends import namespaces
+from backends.carrier import ASKED, LATE
 from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.fabric.machine import Wire
 
-__all__ = ["Testbed", "joined", "lacking"]
+__all__ = ["Lateness", "Testbed", "joined", "lacking"]
 
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # whose window, where nothing is lost, only grows
@@ -26,7 +28,29 @@ SETTINGS = {
 }
 CARRIER = Path(__file__).with_name("carrier.py")
 PATIENCE = 20.0
-"""Seconds for the carrier to start."""
+"""Seconds for the carrier to start, and to answer."""
+
+MANY = 0.01
+"""Share of late packets from which on what was measured is not of the link that was asked for."""
+
+
+class Lateness(NamedTuple):
+    """What the carrier says of itself, over one job."""
+
+    packets: int  # that it passed on, counted at every hop
+    late: int  # of them, by more than `LATE`
+    worst: float  # seconds
+
+    @property
+    def complaint(self) -> str:
+        """What a reader of the measurements must know, or nothing."""
+        if self.late <= MANY * self.packets:
+            return ""
+        return (
+            f"the link was late: {self.late / self.packets:.1%} of {self.packets} packets by more than {LATE * 1e3:g} "
+            f"ms, {self.worst * 1e3:.1f} ms at most, for want of a processor; measure on an idle machine or lower "
+            f"hw.link.rate"
+        )
 
 
 class Testbed:
@@ -51,10 +75,16 @@ class Testbed:
         """Let changes happen at their times after *origin*, on the monotonic clock."""
         self._control.sendall(repr(origin).encode())
 
-    def check(self) -> None:
-        """Raise a `TransferError` if nothing carries packets any more."""
-        if self._carrier.poll() is not None:
-            raise TransferError(f"the link's carrier ended with exit code {self._carrier.returncode}")
+    def lateness(self) -> Lateness:
+        """Return how punctual the carrier has been.  Raise a `TransferError` if nothing carries packets any more."""
+        said = b""
+        with suppress(OSError):
+            self._control.sendall(ASKED)
+            said = self._control.recv(256)
+        if not said:
+            self._carrier.kill()
+            raise TransferError(f"the link's carrier ended with exit code {self._carrier.wait()}, or said nothing")
+        return Lateness(*json.loads(said))
 
 
 @contextmanager
@@ -69,7 +99,7 @@ def joined(wire: Wire, nodes: int) -> Iterator[Testbed]:
             settings = {**SETTINGS, "ipv4/tcp_wmem": f"4096 16384 {wire.window}"}
             found.append(namespaces.make(_address(node), wire.mtu, settings))
             made.callback(found[-1].close)
-        control, other = socket.socketpair()
+        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.enter_context(control)
         with other:
             carrier = _start(wire, [node.tun for node in found], other)

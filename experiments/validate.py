@@ -42,6 +42,10 @@ __all__ = ["Options", "bounds", "run"]
 TABLE, PAGE = "validation.parquet", "validation.html"
 Progress = Callable[[float, str], None]
 
+BOUNDS = {"pair": 0.05, "pair_p95": 0.15, "other": 0.1, "small": 3e-4, "large": 0.0}
+"""Of absolute errors: medians and, of pairs, the 95th percentile.  Pairs of less than *large* bytes are a class of
+their own, whose median is to be *small* seconds: what adds a little to every transfer is much of a short one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Design):
@@ -50,7 +54,7 @@ class Options(Design):
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
     predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
-    bounds: Mapping[str, float] = field(default_factory=lambda: {"pair": 0.05, "pair_p95": 0.15, "other": 0.1})
+    bounds: Mapping[str, float] = field(default_factory=lambda: dict(BOUNDS))
 
     def __post_init__(self) -> None:
         for name in self.classes:
@@ -69,8 +73,11 @@ class Options(Design):
             )
         if self.ranks < 0 or self.ranks == 1:
             raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
-        if set(self.bounds) != {"pair", "pair_p95", "other"} or min(self.bounds.values()) <= 0:
-            raise ValueError(f"experiment.bounds must have pair, pair_p95 and other, all > 0, got {dict(self.bounds)}")
+        judged = [self.bounds.get(name, 0.0) for name in BOUNDS if name != "large"]
+        if set(self.bounds) != set(BOUNDS) or min(judged) <= 0 or self.bounds["large"] < 0:
+            raise ValueError(
+                f"experiment.bounds must have {', '.join(BOUNDS)}, all > 0 (large: >= 0), got {dict(self.bounds)}"
+            )
 
 
 def run(config: Config, target: Target, progress: Progress, folder: Path) -> Result:
@@ -98,7 +105,15 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
 def bounds(options: Options) -> dict[str, Bound]:
     """Return what the errors of each class may be."""
     pair = Bound(options.bounds["pair"], options.bounds["pair_p95"])
-    return {"pair": pair, "": Bound(options.bounds["other"])}
+    return {"pair": pair, "small": Bound(seconds=options.bounds["small"]), "": Bound(options.bounds["other"])}
+
+
+def _small(each: Compared, large: float) -> Compared:
+    """Return *each* in the class that it is judged in: one of its own for pairs of less than *large* bytes."""
+    value = each.predicted
+    if not value.group.startswith("pair") or value.nbytes >= large:
+        return each
+    return replace(each, predicted=replace(value, group=f"small {value.group}"))
 
 
 def _take(config: Config, options: Options, folder: Path) -> None:
@@ -195,6 +210,7 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     """Return what the files in *folder* say, read back from there."""
     expected, measured = (read(folder / name) for name in (EXPECTED, MEASURED))
     found = compare(_values(expected["expected"]), _values(measured["measured"]))
+    found = [_small(each, options.bounds["large"]) for each in found]
     classes = by_class(found, bounds(options), config.seed)
     shown = tables(classes, by_decade(found, config.seed))
     before = measured["expectations"] == expected["sha256"]
@@ -211,7 +227,7 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
     keep(folder / PAGE, page(title, facts, shown, found).encode())
     beyond = [each for each in classes if each.beyond]
-    failures += [f"{each.name}: error beyond its bound, median {each.median:.1%}{_left(each)}" for each in beyond]
+    failures += [f"{each.name}: error beyond its bound, median {_judged(each)}{_left(each)}" for each in beyond]
     return Result(
         summary=metrics(found, classes),
         tables=shown,
@@ -242,6 +258,12 @@ def _foretold(folder: Path, notes: Sequence[str]) -> Result:
         tables=[foretold(found)],
         notes=[*notes, f"nothing was measured; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
     )
+
+
+def _judged(each: Class) -> str:
+    if each.bound is None or each.bound.seconds is None or each.seconds is None:
+        return f"{each.median:.1%}"
+    return f"{each.seconds * 1e3:.2f} ms"
 
 
 def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:

@@ -205,7 +205,9 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
         with kept, report.Progress(f"{name} on {config.hw.name}") as bar:
             meter = _Meter(None if _state.quiet else bar)
             own = {"folder": kept.folder} if name in _OWN_FILES else {}
-            result = measure(config, _target(config, meter), meter, **own)
+            target = _target(config, meter)
+            result = measure(config, target, meter, **own)
+            result = replace(result, notes=[*result.notes, *getattr(target, "notes", ())])  # of a real one
             return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)

@@ -88,8 +88,9 @@ class Compared:
 class Bound:
     """What the absolute error of a class may be."""
 
-    median: float
+    median: float = math.inf
     p95: float | None = None
+    seconds: float | None = None  # of the median error of times, not relative
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,15 @@ class Class:
     worst: str  # label of the point with the largest error
     bound: Bound | None = None
     floor: Floor | None = None  # what jobs that differ leave of the error; None if there was one job
+    seconds: float | None = None  # median of the absolute error of times, not relative
 
     @property
     def beyond(self) -> bool:
         """Whether it exceeds its bound."""
         if self.bound is None:
             return False
-        return self.median > self.bound.median or (
-            self.p95 is not None and self.bound.p95 is not None and self.p95 > self.bound.p95
-        )
+        limits = (self.median, self.bound.median), (self.p95, self.bound.p95), (self.seconds, self.bound.seconds)
+        return any(value is not None and limit is not None and value > limit for value, limit in limits)
 
 
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
@@ -159,6 +160,7 @@ def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int)
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
     samples = errors[draw.integers(0, len(errors), (RESAMPLES, len(errors)))]  # shape (resample, point)
     p95 = percentile(errors, 95.0)
+    times = [abs(each.predicted.value - each.measured) for each in found if each.predicted.quantity == "time"]
     return Class(
         name=name,
         points=len(found),
@@ -170,6 +172,7 @@ def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int)
         worst=found[int(np.argmax(errors))].predicted.label,
         bound=bound,
         floor=floor(each.per_job for each in found),
+        seconds=float(np.median(times)) if times else None,
     )
 
 
@@ -230,6 +233,9 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
     several = "floor %" in columns
     verdicts = [[_limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
     whole = [[*_cells(each, several), *verdict] for each, verdict in zip(classes, verdicts, strict=True)]
+    if any(each.bound is not None and each.bound.seconds is not None for each in classes):
+        judged |= {"median ms": "of the absolute error of times, not relative", "bound ms": "of that"}
+        whole = [[*row, *_milliseconds(each)] for row, each in zip(whole, classes, strict=True)]
     parts = [_cells(each, several) for each in decades]
     return [
         Table("Error of each class", judged, whole),
@@ -277,9 +283,14 @@ def _range(interval: tuple[float, float]) -> str:
 
 
 def _limits(bound: Bound | None) -> str:
-    if bound is None:
+    if bound is None or bound.median == math.inf:
         return "-"
     return f"{bound.median * 100:g}" + (f" and {bound.p95 * 100:g}" if bound.p95 is not None else "")
+
+
+def _milliseconds(each: Class) -> list[Any]:
+    limit = each.bound.seconds if each.bound is not None else None
+    return ["-" if seconds is None else seconds * 1e3 for seconds in (each.seconds, limit)]
 
 
 def metrics(found: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:

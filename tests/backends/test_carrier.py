@@ -1,8 +1,11 @@
 """When a hop of the link delivers a packet, worked out by hand: 1000 bytes/s, 0.5 s of delay."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
-from backends.carrier import HEADER, Hop
+from backends.carrier import HEADER, LATE, Chain, Hop
 
 PACKET = bytes(HEADER + 100)  # 0.1 s on the wire
 
@@ -63,3 +66,20 @@ def test_a_hop_is_full_at_its_backlog_and_what_is_on_its_way_and_takes_again_wha
     assert taken == 2 + -(-500 // len(PACKET))
     one.due(10.65)
     assert not one.full
+
+
+def test_what_is_passed_on_later_than_a_millisecond_after_its_time_is_counted(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("backends.carrier.time", SimpleNamespace(monotonic=lambda: now[0]))
+    reader, writer = os.pipe()
+    packet = PACKET[: HEADER + 19] + b"\x02" + PACKET[HEADER + 20 :]  # to the second node
+    up = hop()
+    chain = Chain([-1, writer], [up], [hop()])
+    for lateness in (0.9 * LATE, 0.25, 1.1 * LATE):
+        up.take(packet, now[0])
+        assert chain.deliver() == pytest.approx(now[0] + 0.6)
+        now[0] += 0.6 + lateness
+        chain.deliver()
+    assert (chain.packets, chain.late, chain.worst) == (3, 2, pytest.approx(0.25))
+    for end in (reader, writer):
+        os.close(end)

@@ -14,8 +14,8 @@ import pytest
 
 from backends.launch import Processes
 from backends.namespaces import DEVICE
-from backends.testbed import joined, lacking
-from pdsim.errors import BackendUnavailable
+from backends.testbed import Lateness, joined, lacking
+from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.fabric.machine import Change, Wire
 from pdsim.transfer import Place
 from tests.backends import programs
@@ -97,6 +97,31 @@ def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
     records = run(mooncake, *ranks, link=link).ranks["a"].transfers
     assert len(records) == 200
     assert max(record.seen for record in records) > 0.3
+
+
+def test_a_link_says_how_many_packets_it_passed_on_too_late(mooncake):
+    target = Processes(mooncake, deadline=60, device_capacity=1 << 24, link=LINK, nodes=2)
+    ranks = at(0, "a", programs.write_many, to="b", count=10), at(1, "b", programs.be_written, by="a")
+    target.run(ranks)
+    (found,) = target.lateness
+    assert found.packets > 10
+    assert found.late <= found.packets
+    assert target.notes == ([found.complaint] if found.complaint else [])
+
+
+def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
+    assert Lateness(1000, 10, 0.02).complaint == ""
+    assert Lateness(1000, 11, 0.02).complaint.startswith(
+        "the link was late: 1.1% of 1000 packets by more than 1 ms, 20.0 ms at most"
+    )
+
+
+def test_a_carrier_that_has_died_is_an_error():
+    with joined(LINK, 2) as testbed:
+        (carrier,) = [child for child in psutil.Process().children() if "carrier.py" in " ".join(child.cmdline())]
+        carrier.kill()
+        with pytest.raises(TransferError, match="the link's carrier ended with exit code -9"):
+            testbed.lateness()
 
 
 def test_nothing_is_left_when_all_goes_well(mooncake):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments.validate import Options, run
+from experiments.validate import BOUNDS, Options, run
 from pdsim.calibration.validate import unseal
 from pdsim.config import Config
 from pdsim.errors import ConfigError
@@ -100,6 +100,14 @@ def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
     assert any(failure.startswith("pair: error beyond its bound") for failure in result.failures)
 
 
+@pytest.mark.parametrize(("small", "verdict"), [(4e-6, "beyond"), (6e-6, "ok")])
+def test_small_pairs_are_judged_by_seconds_if_that_is_asked_for(tmp_path: Path, small: float, verdict: str):
+    bounds = BOUNDS | {"large": float(1 << 30), "small": small}  # each transfer takes 5 us longer than predicted
+    result, _ = validate(tmp_path, classes=("pair",), bounds=bounds)
+    (pair,) = result.tables[0].rows
+    assert (pair[0], pair[-3], round(pair[-2], 9), round(pair[-1], 9)) == ("small pair", verdict, 5e-3, small * 1e3)
+
+
 def test_what_was_kept_can_be_compared_again_without_an_engine(tmp_path: Path):
     first, _ = validate(tmp_path / "a")
     (tmp_path / "b").mkdir()
@@ -169,7 +177,7 @@ def test_a_model_alone_is_refused(tmp_path: Path):
         ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
         ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* of a run that measures"),
         ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
-        ({"bounds": {"pair": 0.1}}, "experiment.bounds must have pair, pair_p95 and other"),
+        ({"bounds": {"pair": 0.1}}, "experiment.bounds must have pair, pair_p95, other, small, large"),
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
