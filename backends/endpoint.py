@@ -70,6 +70,7 @@ class RealEndpoint(ABC):
     """
 
     kind = ""  # endpoints of different kinds cannot connect
+    options: tuple[str, ...] = ()  # of `Engine.options`, those that are no environment variables
 
     def __init__(
         self,

@@ -44,24 +44,12 @@ from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
 from backends.environment import captured_stderr, installed, prepare
 from backends.processors import keep_for
+from backends.registry import MOONCAKE, MOONCAKE_CUDA
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
 
-INSTALL = (
-    "pip install 'pdsim[mooncake]' and, on Debian, "
-    "apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4"
-)
-CUDA_INSTALL = (
-    "pip install mooncake-transfer-engine-cuda13==0.3.14 in its place (mooncake-transfer-engine for CUDA 12) and, on "
-    "Debian, apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4"
-)
-DISTRIBUTIONS = (
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine",
-)
 PATIENCE = 30.0
 """Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
 
@@ -117,6 +105,7 @@ class MooncakeEndpoint(RealEndpoint):
     """
 
     kind = "mooncake"
+    options = ("threads", "device")
 
     def _attach(self) -> str:
         if self.settings.name not in _WAYS:
@@ -154,7 +143,7 @@ class MooncakeEndpoint(RealEndpoint):
         if self._way.gpu_only:
             self.clock.watch(self)
         devices = found if self._way.name == "rdma" else []
-        return " ".join(["mooncake", installed(*DISTRIBUTIONS), self._way.name, *devices])
+        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._way.name, *devices])
 
     def _drained(self) -> bool:
         """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
@@ -165,12 +154,12 @@ class MooncakeEndpoint(RealEndpoint):
         try:
             from mooncake import engine
         except ImportError as error:
-            raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {INSTALL}") from error
+            raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {MOONCAKE.install}") from error
         flag = self._way.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
         if flag and not getattr(engine, flag, False):
             raise BackendUnavailable(
                 f"backend {self.settings.name!r} on a GPU needs Mooncake built with CUDA, and "
-                f"{installed(*DISTRIBUTIONS)} has {flag}=False; {CUDA_INSTALL}"
+                f"{installed(*MOONCAKE.distributions)} has {flag}=False; {MOONCAKE_CUDA.install}"
             )
         return engine
 

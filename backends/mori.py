@@ -35,13 +35,13 @@ from simpy.events import Event
 from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
 from backends.environment import prepare
+from backends.registry import MORI
 from backends.rocm import missing
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
 __all__ = ["MoriEndpoint"]
 
-INSTALL = "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38 and ROCm 7"
 TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI")}
 """The option ``transport``, and the engine's backends.  With two, the engine takes xGMI wherever it reaches."""
 QUEUE_PAIRS, WORKERS = 4, 4
@@ -75,6 +75,7 @@ class MoriEndpoint(RealEndpoint):
     """
 
     kind = "mori"
+    options = ("transport",)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +107,7 @@ class MoriEndpoint(RealEndpoint):
                 engine.create_backend(getattr(io.BackendType, name), self._settings_of(name))
         except (ImportError, OSError, RuntimeError) as error:
             lacking = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
-            raise BackendUnavailable(f"MORI does not work here ({error}): {lacking}; {INSTALL}") from error
+            raise BackendUnavailable(f"MORI does not work here ({error}): {lacking}; {MORI.install}") from error
         return engine
 
     def _settings_of(self, backend: str) -> Any:

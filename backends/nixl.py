@@ -38,13 +38,13 @@ from backends.device import RealBuffer
 from backends.endpoint import RealEndpoint
 from backends.environment import captured_stderr, installed, prepare
 from backends.link import Line
+from backends.registry import NIXL
 from backends.state import Entry, Flight, PeerState
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
 __all__ = ["NixlEndpoint"]
 
-INSTALL = "pip install 'pdsim[nixl]'"
 BEAT = 0.02
 """Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
 
@@ -109,7 +109,7 @@ class NixlEndpoint(RealEndpoint):
         try:
             from nixl_cu13 import _api, _bindings  # type: ignore[attr-defined]
         except ImportError as error:
-            raise BackendUnavailable(f"NIXL cannot be imported ({error}): {INSTALL}") from error
+            raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
         self._errors = _bindings
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])

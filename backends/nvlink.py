@@ -66,6 +66,7 @@ class NvlinkEndpoint(RealEndpoint):
     """
 
     kind = "nvlink"
+    options = ("copy",)
 
     def _attach(self) -> str:
         options = dict(self.settings.options)

@@ -17,7 +17,10 @@ from typing import Any
 
 from pdsim.errors import BackendUnavailable, ConfigError
 
-__all__ = ["GROUP", "Diagnosis", "devices", "diagnose", "engines", "gpu_count", "load", "names"]
+__all__ = [
+    "GROUP", "MOONCAKE", "MOONCAKE_CUDA", "MORI", "NIXL", "Diagnosis", "Library", "devices", "diagnose",
+    "engines", "gpu_count", "load", "names",
+]  # fmt: skip
 
 GROUP = "pdsim.backends"
 
@@ -60,28 +63,31 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class _Library:
-    """How an engine's library is probed: in a process of its own, for native libraries do not always fail politely."""
+class Library:
+    """What an engine's library is called and how it is installed.
+
+    It is probed in a process of its own, for native libraries do not always fail politely.
+    """
 
     probe: str  # a statement that works if the library does
     distributions: tuple[str, ...]
     install: str
 
 
-_MOONCAKE = _Library(
+MOONCAKE = Library(
     "import mooncake.engine",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
     "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
 )
-_MOONCAKE_CUDA = _Library(
+MOONCAKE_CUDA = Library(
     "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
-    _MOONCAKE.distributions,
+    MOONCAKE.distributions,
     "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "
     "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
 )
-_NIXL = _Library("import nixl_cu13", ("nixl-cu13",), "pip install 'pdsim[nixl]'")
-_CUDA = _Library("from backends.cudart import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
-_MORI = _Library(
+NIXL = Library("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+_CUDA = Library("from backends.cudart import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
+MORI = Library(
     "from backends.rocm import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
     ("amd-mori", "amd-mori-nightly"),
     "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
@@ -92,20 +98,20 @@ _MORI = _Library(
 class _Engine:
     """What an engine needs: its library, and one of these `devices`."""
 
-    library: _Library
+    library: Library
     devices: tuple[str, ...] = ()
 
 
 _ENGINES = {
-    "mooncake_tcp": _Engine(_MOONCAKE),
-    "mooncake_nvlink": _Engine(_MOONCAKE_CUDA, ("gpu",)),
-    "mooncake": _Engine(_MOONCAKE, ("rdma",)),
-    "nixl_tcp": _Engine(_NIXL),
-    "nixl_shm": _Engine(_NIXL),
-    "nixl": _Engine(_NIXL, ("gpu", "rdma")),
+    "mooncake_tcp": _Engine(MOONCAKE),
+    "mooncake_nvlink": _Engine(MOONCAKE_CUDA, ("gpu",)),
+    "mooncake": _Engine(MOONCAKE, ("rdma",)),
+    "nixl_tcp": _Engine(NIXL),
+    "nixl_shm": _Engine(NIXL),
+    "nixl": _Engine(NIXL, ("gpu", "rdma")),
     "nvlink": _Engine(_CUDA, ("gpu",)),
-    "mori": _Engine(_MORI),
-    "mori_inline": _Engine(_MORI),
+    "mori": _Engine(MORI),
+    "mori_inline": _Engine(MORI),
 }
 _OTHERS = "use target=model, or a backend that moves host memory: mooncake_tcp, nixl_tcp, nixl_shm"
 
@@ -147,7 +153,7 @@ def gpu_count() -> int:
     return len(_nvidia().splitlines())
 
 
-def _installed(library: _Library) -> str:
+def _installed(library: Library) -> str:
     for distribution in library.distributions:
         try:
             return f"{distribution} {version(distribution)}"

@@ -6,14 +6,16 @@ A rule is a function that yields one line for each violation: what was asked for
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import Engine, Machine
+from pdsim.overrides import near
 from pdsim.serving.placement import places
-from pdsim.serving.settings import Side
+from pdsim.serving.settings import Side, Workload
 from pdsim.transfer import Place
 from pdsim.units import format_size
 
@@ -41,6 +43,7 @@ def _general(config: Config) -> Iterator[str]:
 
 def _serving(config: Config) -> Iterator[str]:
     """Yield what a serving run cannot do: its placement, the shape of its model and the memory for it."""
+    yield from _workload(config.workload)
     yield from _placement(config)
     yield from _staging(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
@@ -88,6 +91,7 @@ def _real(config: Config) -> Iterator[str]:
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
     yield from _force_tcp(backend)
     yield from _engine(backend)
+    yield from _options(backend)
     if hw.link is not None:
         yield from _link()
     if hw.gpus:
@@ -129,6 +133,21 @@ def _engine(backend: Engine) -> Iterator[str]:
         )
 
 
+def _options(backend: Engine) -> Iterator[str]:
+    """Yield for each option that is neither one of the implementation's nor named as environment variables are."""
+    from backends import registry
+
+    if not backend.options or backend.implementation not in registry.names():
+        return
+    own = getattr(registry.load(backend.implementation), "options", ())
+    for name in backend.options:
+        if name not in own and not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+            yield (
+                f"backend.options.{name} is no option of backend={backend.name}; {near(name, own)}there are "
+                f"{', '.join((*own, 'environment variables'))}, whose names are capitals"
+            )
+
+
 def _link() -> Iterator[str]:
     """Yield if this process may not make the link between nodes."""
     from backends.testbed import lacking
@@ -144,6 +163,34 @@ def _gpus_here(vendor: str) -> int:
         return gpu_count()
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     return sum(node.read_text().strip() not in ("", "0") for node in nodes)
+
+
+# --- the workload ---------------------------------------------------------------------------------------------------
+
+_GENERATED = ("poisson", "gamma", "bursty")
+_USES = {
+    "rate": _GENERATED,
+    "cv": ("gamma",),
+    "burst": ("bursty",),
+    "burst_length": ("bursty",),
+    "speed": ("embedded",),
+    **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv"), _GENERATED),
+}
+"""Which arrivals a key of the workload is for; the others do not look at it."""
+
+
+def _workload(workload: Workload) -> Iterator[str]:
+    """Yield for each key that was set and changes nothing: who asks for a rate must not be shown a trace's times."""
+    arrivals = "embedded" if workload.trace is not None else workload.arrivals
+    unset = Workload()
+    for name, uses in _USES.items():
+        value = getattr(workload, name)
+        if arrivals not in uses and value != getattr(unset, name):
+            if workload.trace is not None:
+                yield f"workload.{name}={value} changes nothing of a trace; leave it out, and any workload=NAME too"
+                continue
+            other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
+            yield f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
 
 
 # --- placement ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line: ``pdsim run``, ``calibrate``, ``validate``, ``list`` and ``doctor``, in front of Hydra.
+"""The command line: what each command of `pdsim.usage` does; ``run`` and what builds on it, in front of Hydra.
 
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C.
 What a command needs is imported when it is given, so that ``--help`` answers at once.
@@ -10,82 +10,20 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from json import dumps
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import pdsim
+from pdsim import usage
 from pdsim.errors import ConfigError, PdsimError
-from pdsim.overrides import describe, explain, groups, near, options
+from pdsim.overrides import describe, explain, groups, instead, options
 
 __all__ = ["main"]
-
-_COMMANDS = {
-    "run": "run an experiment, on the model or on a real engine, and keep and print its results",
-    "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
-    "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
-    "list": "what there is to choose from: pdsim list, pdsim list hw",
-    "doctor": "which engines and devices work on this machine, and what the others need",
-}
-
-_HELP = """\
-{about}
-
-usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
-
-{commands}
-
-  pdsim run                                           serve the default trace on a modelled 8 x H20 node
-  pdsim run hw=2x8xh20 workload.trace=trace.jsonl     another machine, a trace of your own
-  pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
-  pdsim run --help                                    everything that `run` takes
-
-  --help  --version"""
-
-_RUN_HELP = """\
-usage: pdsim run [KEY=VALUE ...] [OPTION ...]
-
-Choose one of each (pdsim list says what each is):
-{groups}
-
-Set any key below them, sizes, rates and times with their units:
-  hw.nic.rate=400Gbps  kv.pool=20GiB  backend.timeout=5s  parallel.prefill.tp=2  workload.rate=4
-  target=model|real    on the SimPy model, or on the real engine (default: model)
-  memory=tracked       simulated memory keeps contents, so that transfers are checked (default: timing)
-  seed=0               one seed gives one run, bit for bit, on the model
-  output=results       folder for the results
-
-Options:
-  --cfg job            print the composed configuration, with every key there is, and stop
-  -m, --multirun       run every combination of values with commas: pdsim run -m hw=8xh20,8xh200 workload.rate=1,2
-                       (in parallel: hydra/launcher=joblib)
-  --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
-  --json               print one JSON object instead of tables
-  --quiet, -q          print nothing but errors
-  --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
-
-
-_CALIBRATE_HELP = """\
-usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
-
-  pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
-  pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit what nixlbench printed
-
-KEY=VALUE as in pdsim run: hw, backend, target, experiment.operation=read, output, seed.
-
-Options:
-  --from FILE       fit these samples instead of measuring: a calibration's CSV, a published table, a tool's output
-  --format NAME     of that file, if it does not show: {formats}
-  --path NAME       intra or inter: which of the engine's models the samples are about (default: intra on one node)
-  --name NAME       of the calibration (default: BACKEND-HW, the name that is chosen by itself)
-  --to DIR          where NAME.yaml and NAME.csv are written (default: here; conf/calibration makes them a choice)
-  --largest SIZE    bytes of the largest transfer that is measured (default: 256MiB)
-  --held N          points that are drawn at random and held out (default: 16)
-  --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
-  --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,32 +52,15 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG0
 
 def _command(words: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        return _say(_help())
+        return _say(usage.overview())
     command, *rest = words
     if command in ("--version", "-V"):
         return _say(f"pdsim {pdsim.__version__}")
-    if command not in _COMMANDS:
+    if command not in _DO:
         raise ConfigError(_unknown(command, words))
     if "--help" in rest or "-h" in rest:
-        return _say({"run": _run_help, "validate": _run_help, "calibrate": _calibrate_help}.get(command, _help)())
-    return {"run": _run, "calibrate": _calibrate, "validate": _validate, "list": _list, "doctor": _doctor}[command](
-        rest
-    )
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:<11}{text}" for name, text in _COMMANDS.items())
-    return _HELP.format(about=pdsim.__doc__, commands=commands)
-
-
-def _run_help() -> str:
-    return _RUN_HELP.format(groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups()))
-
-
-def _calibrate_help() -> str:
-    from pdsim.calibration.tools import FORMATS
-
-    return _CALIBRATE_HELP.format(formats=", ".join(FORMATS))
+        return _say(usage.of(command))
+    return _DO[command](rest)
 
 
 def _unknown(command: str, words: Sequence[str]) -> str:
@@ -148,7 +69,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     for group in ("experiment", "hw"):
         if command in options(group):
             return f"{command!r} is no command; did you mean pdsim run {group}={command}?"
-    return f"unknown command {command!r}; {near(command, _COMMANDS)}There are {', '.join(_COMMANDS)}; see pdsim --help"
+    return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -160,6 +81,47 @@ def _run(words: Sequence[str]) -> int:
     own = {"--json", "--quiet", "-q"}
     rest = [word for word in words if word not in own]
     return run(rest, json="--json" in words, quiet=bool({"--quiet", "-q"} & set(words)))
+
+
+def _report(words: Sequence[str]) -> int:
+    from pdsim.results import report
+
+    for folder in _folders("report", words):
+        if _is_sweep(folder):
+            report.show_sweep(folder, json="--json" in words)
+        elif "--json" in words:
+            _say(report.as_json(folder))
+        else:
+            report.show(folder)
+    return 0
+
+
+def _compare(words: Sequence[str]) -> int:
+    from pdsim.results import compare, report
+
+    folders = _folders("compare", words)
+    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
+        raise ConfigError(f"{sweeps[0]} is a sweep; name two of its points, or see pdsim report {sweeps[0]}")
+    if "--json" in words:
+        return _say(dumps(compare.as_dict(folders), ensure_ascii=False))
+    for table in compare.tables(folders):
+        report.show_table(table)
+    return 0
+
+
+def _folders(command: str, words: Sequence[str]) -> list[Path]:
+    folders = [Path(word) for word in words if word != "--json"]
+    if wrong := [folder for folder in folders if not folder.is_dir()]:
+        raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
+    if not folders:
+        raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
+    return folders
+
+
+def _is_sweep(folder: Path) -> bool:
+    from pdsim.results.collect import POINTS
+
+    return (folder / POINTS).is_file()
 
 
 def _calibrate(words: Sequence[str]) -> int:
@@ -178,7 +140,7 @@ def _validate(words: Sequence[str]) -> int:
 
 def _list(words: Sequence[str]) -> int:
     if wrong := [word for word in words if word not in groups()]:
-        raise ConfigError(f"no group {wrong[0]!r}; {near(wrong[0], groups())}There are {', '.join(groups())}")
+        raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], groups())}")
     for group in words or groups():
         _say(f"{group}=")
         width = max(16, *map(len, options(group)))
@@ -197,6 +159,16 @@ def _doctor(words: Sequence[str]) -> int:
 
     return _say(report())
 
+
+_DO: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "report": _report,
+    "compare": _compare,
+    "calibrate": _calibrate,
+    "validate": _validate,
+    "list": _list,
+    "doctor": _doctor,
+}
 
 # --- speaking -------------------------------------------------------------------------------------------------------
 

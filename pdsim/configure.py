@@ -6,7 +6,6 @@ mistake what was written, what the rule is and what to write instead.  Knows nei
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
@@ -21,6 +20,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import EVIDENCE, Collective, Engine, Machine
 from pdsim.kv.policy import Policy
+from pdsim.overrides import instead, near
 from pdsim.serving.settings import Llm
 
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
@@ -198,8 +198,7 @@ def _join(at: str, name: str) -> str:
 
 def _unknown(key: str, known: Iterable[str], at: str) -> str:
     names = list(known)
-    near = difflib.get_close_matches(key, names, 1)
-    hint = f"did you mean {_join(at, near[0])}? " if near else ""
+    hint = near(key, names, _join(at, "{}"))
     return f"unknown key {_join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}"
 
 
@@ -222,9 +221,7 @@ def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(values)
     name = given.pop("name", None)
     if name not in experiments():
-        near = difflib.get_close_matches(str(name), experiments(), 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"experiment.name={name} does not exist; {hint}There are {', '.join(experiments())}")
+        raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), experiments())}")
     options = build(import_module(f"experiments.{name}").Options, given, "experiment")
     return {"name": name} | {field.name: getattr(options, field.name) for field in fields(options)}
 

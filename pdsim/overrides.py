@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pdsim.errors import ConfigError
 
-__all__ = ["check_calibration", "describe", "explain", "groups", "near", "options", "rewrite", "set_keys"]
+__all__ = ["check_calibration", "describe", "explain", "groups", "instead", "near", "options", "rewrite", "set_keys"]
 
 _FLAGS = {
     "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-dir": 1, "-cd": 1, "--config-name": 1, "-cn": 1,
     "--config-path": 1, "-cp": 1, "--multirun": 0, "-m": 0, "--resolve": 0, "--info": 0, "-i": 0, "--run": 0, "-r": 0,
-    "--hydra-help": 0, "--shell-completion": 0, "-sc": 0,
+    "--hydra-help": 0,
 }  # fmt: skip
 """Hydra's own, with how many words follow."""
 
@@ -56,6 +56,13 @@ def near(word: str, known: Iterable[str], template: str = "{}") -> str:
     """Return ``"did you mean x? "`` for the one of *known* that is closest to *word*, or nothing."""
     found = difflib.get_close_matches(word, list(known), 1)
     return f"did you mean {template.format(found[0])}? " if found else ""
+
+
+def instead(word: str, known: Iterable[str], template: str = "{}") -> str:
+    """Return what to write instead of *word*: ``"did you mean x? There are x, y"``, or ``"there are x, y"``."""
+    every = list(known)
+    hint = near(word, every, template)
+    return f"{hint}{'There' if hint else 'there'} are {', '.join(every)}"
 
 
 # --- to Hydra -------------------------------------------------------------------------------------------------------
@@ -138,7 +145,7 @@ def explain(error: BaseException) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
-    if isinstance(error, MissingConfigException):
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _missing(error.missing_cfg_file, error.options)
     if isinstance(error, OverrideParseException):
         return (
@@ -156,8 +163,8 @@ def explain(error: BaseException) -> str | None:
     return f"{text.replace('++', '')}{f' ({cause})' if cause and cause not in text else ''}; see pdsim run --help"
 
 
-def _missing(file: str | None, known: Sequence[str] | None) -> str:
-    if file is None or "/" not in file:
+def _missing(file: str, known: Sequence[str] | None) -> str:
+    if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")
     if group.startswith("hydra/"):
@@ -165,4 +172,4 @@ def _missing(file: str | None, known: Sequence[str] | None) -> str:
         hint = near(name, known or (), group + "={}") or plugin
         return f"{group}={name} is not installed; {hint}choose one of {', '.join(known or ())}"
     known = known or options(group)
-    return f"{group}={name} does not exist; {near(name, known, group + '={}')}There are {', '.join(known)}"
+    return f"{group}={name} does not exist; {instead(name, known, group + '={}')}"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from json import dumps
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -166,7 +165,7 @@ def _point(composed: DictConfig) -> None:
 
 def _point_of_sweep(composed: DictConfig, words: Sequence[str], output: Path) -> None:
     """Run one point, perhaps in a process of its own; what goes wrong is a row of the sweep's table."""
-    name = ", ".join(words)
+    name = ", ".join(words) or "the configuration as it is"
     try:
         result, _ = execute(replace(_load(composed, words), output=str(output)), words)
     except ConfigError as error:
@@ -276,7 +275,7 @@ def _target(config: Config, meter: _Meter) -> Target:
 
 def _finish_sweep(out: TextIO, *, json: bool, quiet: bool) -> None:
     """Write one file and print one table over all points, those that an interrupted sweep reached included."""
-    from pdsim.results.collect import collect, table
+    from pdsim.results.collect import collect
 
     sweep = _state.sweep
     if sweep is None or not sweep.is_dir():
@@ -292,8 +291,6 @@ def _finish_sweep(out: TextIO, *, json: bool, quiet: bool) -> None:
 
     rows = pq.read_table(path).to_pylist()
     _state.failed = any(row["status"] != "ok" for row in rows)
-    if json:
-        out.write(dumps({"points": str(path), "rows": rows}) + "\n")
-    elif not quiet:
+    if json or not quiet:
         with suppress(SystemExit):
-            report.show_table(table(path), out)
+            report.show_sweep(sweep, out, json=json)

@@ -108,6 +108,11 @@ REFUSALS = [
     (("rnu",), "unknown command 'rnu'; did you mean run?"),
     (("serve",), "'serve' is no command; did you mean pdsim run experiment=serve?"),
     (("hw=8xh20", "seed=1"), "did you mean pdsim run hw=8xh20 seed=1?"),
+    (("run", "--shell-completion"), "unknown option --shell-completion; see pdsim run --help"),
+    (("report",), "report needs the folder of a run, such as one in results; see pdsim report --help"),
+    (("report", "nowhere"), "nowhere is no folder; name the folder of a run"),
+    (("report", "."), ". has no config.yaml, "),
+    (("compare", "."), "compare takes 2 to 26 folders of runs, got 1"),
     (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
     (("doctor", "now"), "doctor takes no arguments, got 'now'"),
     (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
@@ -116,7 +121,7 @@ REFUSALS = [
     (("run", "--jsn"), "unknown option --jsn; "),
     (("run", "--cfg"), "--cfg needs a value after it"),
     (("run", "hw=9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20? There are 2x8xh100,"),
-    (("run", "hw=1"), "hw=1 does not exist; There are 2x8xh100,"),
+    (("run", "hw=1"), "hw=1 does not exist; there are 2x8xh100,"),
     (("run", "calibration=nonsense"), "calibration=nonsense does not exist; "),
     (
         ("run", "output=/proc/none"),
@@ -150,6 +155,7 @@ REFUSALS = [
     (("run", "workload.trace=none.jsonl"), "workload.trace=none.jsonl cannot be read: No such file or directory;"),
     (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
     (("run", "--config-dir", "nowhere"), "Additional config directory '"),
+    (("run", "--config-path", "/nowhere"), "Check that the config directory '/nowhere' exists"),
     (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
     (
         ("run", "hydra/launcher=slrum"),
@@ -174,6 +180,13 @@ REFUSALS = [
         "backend=mori runs on amd machines, hw=8xh20 is nvidia; leave backend out",
     ),
     (("run", "hw.nic.count=0", "backend=mooncake"), "moves bytes over rdma, but hw=8xh20 has no network cards"),
+    (("run", "workload.rate=2"), "workload.rate=2.0 changes nothing of embedded arrivals; choose workload=poisson, or"),
+    (("run", "workload=poisson", "workload.cv=3"), "changes nothing of poisson arrivals; choose workload=gamma, or"),
+    (("run", "workload=smoke", "workload.trace=x"), "workload.rate=6.0 changes nothing of a trace; leave it out, and"),
+    (
+        ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
+        "backend.options.thread is no option of backend=mooncake_tcp; did you mean threads? there are threads, device,",
+    ),
     (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
     (
         ("run", "target=real", "hw=loopback", "backend=mooncake_nvlink"),
@@ -227,6 +240,25 @@ def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
 
 
 # --- runs
+
+
+def test_each_command_has_help_of_its_own(pdsim_says):
+    for command in ("run", "report", "compare", "calibrate", "validate", "list", "doctor"):
+        status, out, _ = pdsim_says(command, "--help")
+        assert status == 0
+        assert out.startswith(f"usage: pdsim {command}")
+
+
+def test_a_kept_run_is_reported_as_it_was_at_its_end_and_two_are_compared(pdsim_says, tmp_path):
+    _, first, _ = pdsim_says("run", *QUICK, "output=a")
+    pdsim_says("run", *QUICK, "output=b", "experiment.repeat=3")
+    a, b = (str(folder.relative_to(tmp_path)) for folder in sorted(tmp_path.glob("[ab]/*")))
+    assert pdsim_says("report", a) == (0, first, "")
+    assert json.loads(pdsim_says("report", "--json", a)[1])["folder"] == a
+    _, out, _ = pdsim_says("compare", a, b)
+    assert re.search(r"^experiment.repeat +2 +3 *$", out, re.MULTILINE)
+    assert re.search(r"^transfers +2 +3 +1.500 ", out, re.MULTILINE)
+    assert json.loads(pdsim_says("compare", a, b, "--json")[1])["differences"] == {"experiment.repeat": [2, 3]}
 
 
 def test_a_run_prints_its_table_and_keeps_one_complete_folder(pdsim_says, tmp_path):
@@ -338,7 +370,7 @@ def test_nothing_heavy_is_imported_by_a_simulation():
     status, _, err = answer("run", *QUICK, "--quiet", python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}
     assert status == 0
-    assert not imported & {"torch", "matplotlib", "scipy", "plotly", "mooncake", "nixl_cu13", "zmq"}
+    assert not imported & {"torch", "matplotlib", "scipy", "mooncake", "nixl_cu13", "zmq"}
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
@@ -366,6 +398,8 @@ def test_a_sweep_ends_in_one_table_and_one_file_with_its_refused_points(pdsim_sa
     assert "4 points in" in out
     assert len(err.splitlines()) == 4
     assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in err
+    assert pdsim_says("report", str(sweep))[1].splitlines()[1:] == out.splitlines()[1:]
+    assert f"{sweep} is a sweep; name two of its points" in pdsim_says("compare", str(sweep), str(sweep))[2]
 
 
 def test_a_sweep_in_processes_of_a_launcher_gives_the_same_points(pdsim_says):

@@ -5,18 +5,21 @@ Both ways end in the same two files, so that a calibration can be fitted again f
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdsim.calibration import files, grid, points, shown, tools
-from pdsim.calibration.fitted import fitted
+from pdsim.calibration.fitted import base_of, fitted
 from pdsim.calibration.points import Samples
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.results import report
+from pdsim.overrides import near
+from pdsim.results import report, store
 from pdsim.units import parse_size
 
 __all__ = ["calibrate"]
@@ -46,9 +49,10 @@ def calibrate(words: Sequence[str]) -> int:
 
     config = compose([*asked.overrides, "experiment=transfer", "calibration=none"])
     at = asked.path or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
+    base_of(config.backend, at)  # refuses what it has to before minutes of measuring
+    store.make(asked.to, "--to ")
     samples = tools.read(asked.source, asked.tool) if asked.source else _measured(asked, config, command)
     done = fitted(samples, config, at, asked.name or f"{config.backend.name}-{config.hw.name}", command)
-    asked.to.mkdir(parents=True, exist_ok=True)
     title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
     path = files.save(asked.to, done.calibration, done.samples, title)
     for one in (shown.parameters(done), shown.table([done])):
@@ -62,13 +66,16 @@ def calibrate(words: Sequence[str]) -> int:
 def _asked(words: Sequence[str]) -> _Asked:
     flags = {"--from": "source", "--format": "tool", "--name": "name", "--to": "to", "--path": "path"}
     flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat", "--jobs": "jobs"}
-    kinds: dict[str, Any] = {"source": Path, "to": Path, "largest": parse_size, "held": int, "repeat": int, "jobs": int}
+    kinds: dict[str, Any] = {"source": Path, "to": Path, "name": _plain_name, "path": _which}
+    kinds |= {"largest": _largest, "held": _at_least(0), "repeat": _at_least(1), "jobs": _at_least(1)}
     found: dict[str, Any] = {}
     overrides: list[str] = []
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         if name not in flags:
+            if word.startswith("-"):
+                raise ConfigError(f"unknown option {name}; {near(name, flags)}see pdsim calibrate --help")
             overrides.append(word)
             continue
         if not equals and (value := next(left, "")) == "":
@@ -79,6 +86,34 @@ def _asked(words: Sequence[str]) -> _Asked:
         except ValueError as error:
             raise ConfigError(f"{name} {value}: {error}") from error
     return _Asked(overrides=tuple(overrides), **found)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"must be a whole number >= {least}")
+        return int(text)
+
+    return parse
+
+
+def _largest(text: str) -> int:
+    size = parse_size(text)
+    if size < grid.SMALLEST:
+        raise ValueError(f"must be >= {grid.SMALLEST} bytes")
+    return size
+
+
+def _plain_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
+    return text
+
+
+def _which(text: str) -> str:
+    if text not in ("intra", "inter"):
+        raise ValueError("must be intra or inter")
+    return text
 
 
 def _said(words: Sequence[str]) -> str:
@@ -103,16 +138,16 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     if operation == "write":
         more, more_left = grid.reads(asked.largest, left)
         cells, left = [*cells, *more], [*left, *more_left]
-    listed = Path(config.output) / "calibrate-points.csv"
-    listed.parent.mkdir(parents=True, exist_ok=True)
+    listed = store.make(Path(config.output), "output=") / f"calibrate-points-{os.getpid()}.csv"
     grid.write(listed, [*cells, *left], asked.repeat)
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
-    runs = [execute(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(max(1, asked.jobs))]
+    runs = [execute(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(asked.jobs)]
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
-    about = {"kind": "measured", "source": _where(config), "command": command, "results": folders}
+    kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
+    about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 

@@ -119,8 +119,9 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
             lines.append(f"{item.name}: {text}".rstrip() if nested else text.rstrip())
     points.write(folder / f"{calibration.name}.csv", samples)
     path = folder / f"{calibration.name}.yaml"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return temporary.replace(path)
 
 
 def _plain(value: Any) -> Any:

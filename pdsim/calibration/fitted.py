@@ -19,7 +19,7 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.machine import Engine, EngineModel
 from pdsim.results.environment import commit, environment
 
-__all__ = ["Fitted", "again", "fitted"]
+__all__ = ["Fitted", "again", "base_of", "fitted"]
 
 DRAWN = "drawn at random, and held out from the start"
 
@@ -43,7 +43,7 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
     Only pairs are fitted, of the configuration's operation, and what reads cost beyond writes where there are both:
     what flows do to each other is the machine's.  Raise a `ConfigError` if there is no such model, or too few samples.
     """
-    base = _base(config.backend, at)
+    base = base_of(config.backend, at)
     _, link = files.link_of(config.hw, base.path)
     base = replace(base, rate=min(base.rate, link))
     operation = str(config.experiment["operation"])
@@ -79,7 +79,8 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
     return Fitted(calibration, samples, found, errors)
 
 
-def _base(backend: Engine, at: str) -> EngineModel:
+def base_of(backend: Engine, at: str) -> EngineModel:
+    """Return the model of *backend* that is called *at*, "intra" or "inter"; a `ConfigError` if it has none."""
     found: EngineModel | None = getattr(backend, at, None)
     if found is None:
         raise ConfigError(f"backend={backend.name} has no {at}; set --path to the one that the samples are about")

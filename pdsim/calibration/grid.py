@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pdsim.errors import ConfigError
+
 __all__ = ["Cell", "grid", "reads", "repeats", "write"]
 
 SMALLEST, LARGEST = 4 << 10, 256 << 20
@@ -23,6 +25,9 @@ AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
 READ_SIZES = tuple(SMALLEST << power for power in range(0, 17, 2))
 READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), (4 << 10, 64 << 10, 1 << 20)
 CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
+
+DRAWS = 1000
+"""Points drawn for each to be held out: of those that fit few are small, and there may be none."""
 
 MOST, CHEAP = 50, 20e-3
 """Repeats that are enough for any point, and seconds that those beyond the least may take."""
@@ -45,7 +50,10 @@ class Cell(NamedTuple):
 
 
 def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell], list[Cell]]:
-    """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time."""
+    """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time.
+
+    Raise a `ConfigError` if there are not so many points to hold out.
+    """
     sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
     found = [(1, size, 1) for size in sizes]
     found += [(count, size, 1) for size in AT for count in COUNTS]
@@ -53,11 +61,18 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     cells = {Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest}
     random = np.random.Generator(np.random.PCG64([seed, 2]))
     left: dict[Cell, None] = {}
-    while len(left) < held:
+    for _ in range(DRAWS * held):
+        if len(left) == held:
+            break
         blocks, size = (round(2.0 ** random.uniform(0.0, top)) for top in (12.0, 18.0))
         cell = Cell("pair", blocks, SMALLEST * size // 4, 1, operation)
         if cell.size >= SMALLEST and blocks * cell.size <= largest and cell not in cells:
             left[cell] = None
+    if len(left) < held:
+        raise ConfigError(
+            f"--held {held}: of {largest} bytes or fewer the grid leaves {len(left)} points; lower --held, or raise "
+            f"--largest"
+        )
     return list(cells), list(left)
 
 

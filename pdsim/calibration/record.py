@@ -44,7 +44,9 @@ class Calibration:
     """Fitted *parameters*, for the machines and backends that it names and for no others."""
 
     name: str
-    kind: str = "measured"  # "measured" on our interface; "published": a table, or the output of another tool
+    kind: str = (
+        "measured"  # "measured" on our interface; "published" by others, or by another tool; "assumed": by the model
+    )
     hw: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
     form: str = ""  # of the fit; docs/calibration.md
@@ -58,7 +60,7 @@ class Calibration:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("calibration", ("measured", "published"), kind=self.kind)
+        one_of("calibration", ("measured", "published", "assumed"), kind=self.kind)
         if wrong := [key for key in self.parameters if key.partition(".")[0] not in OWNERS]:
             raise ValueError(f"calibration.parameters.{wrong[0]} must begin with one of {', '.join(OWNERS)}")
 

@@ -30,10 +30,12 @@ def read(path: Path, tool: str = "") -> Samples:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--from {path}: {error}; name a text file") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--from {path}: {why}; name a text file") from error
     tool = tool or _tool_of(text)
     if tool not in FORMATS:
-        raise ConfigError(f"--format {tool or 'unknown'}: {path} is none of {', '.join(FORMATS)}, or name its format")
+        what = f"--format {tool} is none of these" if tool else f"--from {path} does not show which of these it is"
+        raise ConfigError(f"{what}; say --format {', '.join(FORMATS)}")
     if tool == "samples":
         return points.read(path)
     rows = list(FORMATS[tool][1](text))

@@ -132,9 +132,11 @@ class Change:
         one_of("hw.link.changes", ("slow", "stall", "cut"), kind=self.kind)
         not_negative("hw.link.changes", start=self.start, share=self.share, hop=self.hop)
         if not self.start < self.end:
-            raise ValueError(f"hw.link.changes: end must be > start={self.start}, got {self.end}")
-        if (self.kind == "slow") != (self.share > 0.0):
-            raise ValueError(f"hw.link.changes.share must be > 0 for slow and left out otherwise, got {self.share}")
+            raise ValueError(f"hw.link.changes.end must be > start={self.start}, got {self.end}")
+        if (self.kind == "slow") != (self.share > 0.0) or self.share >= 1.0:
+            raise ValueError(
+                f"hw.link.changes.share must be > 0 and < 1 for slow and left out otherwise, got {self.share}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ definition beside or below it, and the report says what the numbers rest on; wit
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-__all__ = ["Progress", "as_json", "show", "show_table"]
+__all__ = ["Progress", "as_json", "show", "show_sweep", "show_table"]
 
 _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so that grep and cut work
 
@@ -52,12 +52,26 @@ def show(folder: Path, file: IO[str] | None = None) -> None:
 
 def as_json(folder: Path) -> str:
     """Return the same as one JSON object on one line: ``run.json``, ``summary.json`` and ``folder``."""
-    return json.dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
+    return dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
 
 
 def show_table(table: Table, file: IO[str] | None = None) -> None:
     """Print *table* and the definitions of its columns."""
     _show_table(_console(file), table.title, table.columns, table.rows)
+
+
+def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False) -> None:
+    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
+    from pdsim.results import collect
+
+    path = folder / collect.POINTS
+    if not json:
+        show_table(collect.table(path), file)
+        return
+    import pyarrow.parquet as pq
+
+    line = dumps({"points": str(path), "rows": pq.read_table(path).to_pylist()})
+    (sys.stdout if file is None else file).write(line + "\n")
 
 
 def _console(file: IO[str] | None) -> Console:

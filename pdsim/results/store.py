@@ -16,6 +16,7 @@ source tree leave the same bytes: the date is in the folder's name only.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -35,7 +36,7 @@ from pdsim.results.record import Result
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "refuse"]
+__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "make", "refuse"]
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -207,10 +208,24 @@ def _stem(config: Config) -> str:
     return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
 
 
+def make(folder: Path, named: str) -> Path:
+    """Create *folder* unless it is there, and return it.
+
+    Raise a `ConfigError` that begins with *named*, as in ``"output="``, if it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"{named}{folder}: {error.strerror}; name a folder that can be written to") from None
+    return folder
+
+
 def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
     """Create and return the marked folder, and the name that it will have: free now, and nobody else's later."""
+    make(output, "output=")
     try:
-        output.mkdir(parents=True, exist_ok=True)
         n = 1
         while True:
             final = output / (stem if n == 1 else f"{stem}-{n}")

@@ -34,6 +34,7 @@ def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     assert found.held_out.jobs == 2
     assert found.held_out.floor_p95 < 1e-9
     assert found.held_out_reads.p95 < 1e-6
+    assert found.kind == "assumed"  # nothing was measured
     assert found.held_out.p95 < 1e-6
     rows = list(csv.DictReader(line for line in (tmp_path / "mooncake_nvlink-2xh200.csv").open() if line[0] != "#"))
     assert [sum((row["held"], row["operation"]) == ("1", kind) for row in rows) for kind in ("write", "read")] == [4, 2]
@@ -60,16 +61,30 @@ def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed
     [
         (["--from"], "--from needs a value after it"),
         (["--largest", "much", "hw=2xh200"], "--largest much: 'much' is not a size"),
-        (["--form", "sum"], "--form is no KEY=VALUE and no option of this command"),
+        (["--form", "sum"], "unknown option --form; did you mean --format? see pdsim calibrate --help"),
+        (["--jobs", "0"], "--jobs 0: must be a whole number >= 1"),
+        (["--held", "few"], "--held few: must be a whole number >= 0"),
+        (["--held", "1", "--largest", "4KiB"], "--held 1: of 4096 bytes or fewer the grid leaves 0 points; lower"),
+        (["--largest", "1KiB"], "--largest 1KiB: must be >= 4096 bytes"),
+        (["--name", "../mine"], "--name ../mine: must be letters, digits, dots, hyphens and underscores"),
+        (["--path", "within"], "--path within: must be intra or inter"),
+        (["--to", "/proc/none"], "--to /proc/none: No such file or directory; name a folder that can be written to"),
+        (["output=/proc/none", "--held", "1"], "output=/proc/none: No such file or directory; name a folder"),
+        (["--from", str(OUTPUTS / "mori.txt"), "--format", "mine"], "--format mine is none of these; say --format"),
+        (["--from", __file__], "does not show which of these it is; say --format samples, table, nixlbench,"),
         (["--from", "nowhere.txt", "hw=2xh200"], "--from nowhere.txt: "),
         (["--from", str(OUTPUTS / "mori.txt"), "hw=2xh200", "--path", "inter"], "backend=mooncake_nvlink has no inter"),
         (["--from", str(OUTPUTS / "mori.txt"), "hw=2x8xmi300x", "experiment.operation=read"], "has no read of a pair"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(words, complaint):
+def test_what_cannot_be_calibrated_is_refused_before_anything_is_measured_or_written(
+    words, complaint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         calibrate(words)
     assert complaint in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_grid_crosses_counts_and_sizes_and_holds_random_points_out():

@@ -131,8 +131,9 @@ def test_a_link_that_cannot_be_is_refused(changes, message):
     [
         ({"kind": "bend"}, "kind"),
         ({"end": 1.0}, "end must be > start=1.0, got 1.0"),
-        ({"share": 0.5}, "share must be > 0 for slow and left out otherwise, got 0.5"),
-        ({"kind": "slow"}, "share must be > 0 for slow and left out otherwise, got 0.0"),
+        ({"share": 0.5}, "share must be > 0 and < 1 for slow and left out otherwise, got 0.5"),
+        ({"kind": "slow", "share": 2.0}, "share must be > 0 and < 1 for slow and left out otherwise, got 2.0"),
+        ({"kind": "slow"}, "share must be > 0 and < 1 for slow and left out otherwise, got 0.0"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused(values, message):

@@ -1,0 +1,67 @@
+"""Runs side by side: what differs between them, and each metric as a multiple of the first run's."""
+
+from dataclasses import replace
+
+import pytest
+
+from pdsim.errors import ConfigError
+from pdsim.results.compare import as_dict, tables
+from pdsim.results.record import Metric
+from pdsim.results.store import Run
+from tests.results.conftest import ENGINE, MACHINE, make_config, make_result
+
+
+def kept(output, *metrics, **changes):
+    return Run(make_config(output, **changes)).finish(make_result(summary=metrics))
+
+
+def rate(value, name="bw_gbs"):
+    return Metric(name, value, "bytes over time")
+
+
+def test_only_what_differs_is_said_of_the_configurations(tmp_path):
+    faster = replace(MACHINE, nic=replace(MACHINE.nic, count=4, rate=1e9))
+    a, b = kept(tmp_path, rate(1.0)), kept(tmp_path / "there", rate(1.0), seed=3, hw=faster)
+    assert as_dict([a, b])["differences"] == {"hw.nic.count": [0, 4], "hw.nic.rate": [0.0, 1e9], "seed": [0, 3]}
+
+
+def test_each_metric_is_also_a_multiple_of_the_first_runs(tmp_path):
+    runs = [kept(tmp_path, rate(value)) for value in (4.0, 2.0, 10.0)]
+    assert as_dict(runs)["metrics"]["bw_gbs"] == {
+        "values": [4.0, 2.0, 10.0],
+        "definition": "bytes over time",
+        "multiples": [0.5, 2.5],
+    }
+    _, metrics = tables(runs)
+    assert list(metrics.columns) == ["metric", "A", "B", "C", "B/A", "C/A", "definition"]
+    assert metrics.rows == [["bw_gbs", 4.0, 2.0, 10.0, 0.5, 2.5, "bytes over time"]]
+
+
+@pytest.mark.parametrize("values", [(0, 2.0), (None, 2.0), (2.0, None)])
+def test_there_is_no_multiple_of_nothing(tmp_path, values):
+    found = as_dict([kept(tmp_path, rate(value)) for value in values])["metrics"]["bw_gbs"]
+    assert (found["values"], found["multiples"]) == (list(values), [None])
+
+
+def test_a_metric_that_one_run_lacks_is_none_there(tmp_path):
+    a, b = kept(tmp_path, rate(1.0)), kept(tmp_path, rate(1.0), rate(2.0, "other"))
+    assert as_dict([a, b])["metrics"]["other"]["values"] == [None, 2.0]
+
+
+def test_of_a_run_without_evidence_no_number_is_given(tmp_path):
+    unproven = {"hw": replace(MACHINE, sources={}), "backend": replace(ENGINE, sources={})}
+    a, b = kept(tmp_path, rate(1.0)), kept(tmp_path, rate(2.0), **unproven)
+    found = as_dict([a, b])
+    assert found["metrics"]["bw_gbs"]["values"] == [1.0, None]
+    assert found["differences"]["evidence"] == ["assumed", "none"]
+
+
+def test_one_run_several_experiments_and_a_run_that_is_not_over_are_refused(tmp_path):
+    a = kept(tmp_path, rate(1.0))
+    other = kept(tmp_path, rate(1.0), experiment={"name": "serve"})
+    with pytest.raises(ConfigError, match="compare takes 2 to 26 folders of runs, got 1"):
+        tables([a])
+    with pytest.raises(ConfigError, match="transfer and serve are different experiments; compare runs of one"):
+        tables([a, other])
+    with pytest.raises(ConfigError, match="a complete run is needed"):
+        tables([a, Run(make_config(tmp_path)).folder])
