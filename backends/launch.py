@@ -29,6 +29,7 @@ from backends.testbed import Lateness, Testbed, joined
 from pdsim import errors
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
 from pdsim.fabric.machine import Collective, Engine, Wire
+from pdsim.ranges import positive, ranks_named
 from pdsim.transfer import Outcome, RankResult, RankSpec
 
 __all__ = ["Processes", "Spawn", "spawn"]
@@ -77,14 +78,9 @@ class Processes:
         link: Wire | None = None,
         nodes: int = 1,
     ) -> None:
-        for name, value in (
-            ("deadline", deadline),
-            ("device_capacity", device_capacity),
-            ("startup", startup),
-            ("gpu_capacity", gpu_capacity),
-        ):
-            if value <= 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+        positive(
+            "Processes", deadline=deadline, device_capacity=device_capacity, startup=startup, gpu_capacity=gpu_capacity
+        )
         self.engine = engine
         self.deadline = deadline
         self.bind = bind
@@ -117,12 +113,7 @@ class Processes:
         another `TransferError` if something else does.
         """
         names = [spec.name for spec in ranks]
-        if len(set(names)) != len(names):
-            raise ValueError(f"ranks must have names of their own, got {', '.join(names)}")
-        for what, times in (("kill", kill), ("restart", restart)):
-            unknown = set(times or {}) - set(names)
-            if unknown:
-                raise ValueError(f"{what} names {', '.join(sorted(unknown))}, but the ranks are {', '.join(names)}")
+        ranks_named(names, kill=kill or {}, restart=restart or {})
         processors = shares(ranks)
         with _stoppable(), self._network() as network, _Job() as job:
             for spec in ranks:

@@ -1,4 +1,4 @@
-"""Guard clauses of configuration classes: each names the field, the rule and what it got.
+"""Guard clauses that more than one module needs: each names the field, the rule and what it got.
 
 *owner* is the group that the fields belong to, as the user writes it: ``positive("hw.nic", rate=0)`` raises
 ``ValueError("hw.nic.rate must be > 0, got 0")``.
@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
-__all__ = ["not_negative", "one_of", "positive"]
+from collections.abc import Mapping, Sequence
+
+from pdsim.errors import ConfigError
+
+__all__ = ["not_negative", "one_of", "positive", "ranks_named"]
 
 
 def positive(owner: str, **values: float) -> None:
@@ -29,3 +33,19 @@ def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
         if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
             choices = ", ".join(choice or "''" for choice in allowed)
             raise ValueError(f"{owner}.{name} must be one of {choices}, got {value!r}")
+
+
+def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
+    """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
+
+    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the start.
+    """
+    for name in ranks:
+        if ranks.count(name) > 1:
+            raise ConfigError(f"{ranks.count(name)} ranks are named {name!r}; give each a name of its own")
+    for what, moments in times.items():
+        for name, at in moments.items():
+            if name not in ranks:
+                raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(ranks)}")
+            if not at >= 0:
+                raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")

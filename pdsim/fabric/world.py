@@ -21,6 +21,7 @@ from pdsim.fabric.jobclock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Site, Topology
+from pdsim.ranges import ranks_named
 from pdsim.transfer import Outcome, Program, Rank, RankResult, RankSpec, TransferRecord
 
 if TYPE_CHECKING:
@@ -131,8 +132,7 @@ class _Job:
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
         names = [spec.name for spec in specs]
-        _check_names(names, kill, "kill")
-        _check_names(names, restart, "restart")
+        ranks_named(names, kill=kill, restart=restart)
         programs = [_load(spec) for spec in specs]
         self._model = model
         self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
@@ -174,8 +174,7 @@ class _Job:
     def _plan(self, faults: Faults) -> None:
         """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
         links = {link.name: link for link in self._network.links}
-        for rank in (slow.rank for slow in faults.slow):
-            _check_names(tuple(self._specs), {rank: 0.0}, "faults.slow")
+        ranks_named(tuple(self._specs), **{"faults.slow": {slow.rank: slow.start for slow in faults.slow}})
         for slow in faults.slow:
             self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
             self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
@@ -305,17 +304,6 @@ class _Job:
             f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
         }
         return Outcome({name: self._results[name] for name in self._specs}, seconds, links, pools, self._clock.events)
-
-
-def _check_names(names: Sequence[str], times: Mapping[str, float], what: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{names.count(name)} ranks are named {name!r}; give each a name of its own")
-    for name, at in times.items():
-        if name not in names:
-            raise ConfigError(f"{what} names {name!r}, which is not a rank; there are {', '.join(names)}")
-        if not at >= 0:
-            raise ConfigError(f"{what}[{name!r}]={at} must be >= 0 seconds after the start")
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:

@@ -74,7 +74,7 @@ def test_a_rank_that_lives_is_not_started_again(processes):
 
 
 def test_a_rank_that_is_not_there_cannot_be_started_again(processes):
-    with pytest.raises(ValueError, match="restart names x, but the ranks are a"):
+    with pytest.raises(ConfigError, match="restart names 'x', which is not a rank; there are a"):
         processes.run([spec("a", programs.return_nested)], restart={"x": 1.0})
 
 
@@ -118,7 +118,7 @@ def test_an_environment_that_contradicts_the_engine_is_a_configuration_error(pro
 
 
 def test_names_are_unique_and_those_to_be_killed_exist(processes):
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ConfigError, match="2 ranks are named 'a'; give each a name of its own"):
         processes.run([spec("a", programs.sleep, seconds=1), spec("a", programs.sleep, seconds=1)])
-    with pytest.raises(ValueError, match="kill names b, but the ranks are a"):
+    with pytest.raises(ConfigError, match="kill names 'b', which is not a rank; there are a"):
         processes.run([spec("a", programs.sleep, seconds=1)], kill={"b": 1.0})
