@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from textwrap import indent
 
-from backends import registry
+from backends import registry, testbed
 from backends.registry import Diagnosis
 from pdsim import __version__
 from pdsim.units import format_size
 
 __all__ = ["report"]
+
+
+_PACKAGES = {
+    "scipy": ("pdsim calibrate cannot fit", "calibrate"),
+    "matplotlib": ("pdsim validate draws no pictures", "report"),
+    "hydra-joblib-launcher": ("the points of a sweep run one after the other", "sweep"),
+    "torch": ("target=real has no groups of ranks (collective=)", "torch"),
+}
+"""What is not there without a package, and the extra that has it."""
 
 
 def report() -> str:
@@ -38,16 +48,36 @@ def report() -> str:
             indent(_table(engines), "  "),
             *([f"  from other packages: {', '.join(others)}"] if others else []),
             "",
+            "besides",
+            indent(_table((*map(_package, _PACKAGES), _link())), "  "),
+            "",
             f"to try a real engine: {real}",
         )
     )
 
 
+def _package(name: str) -> Diagnosis:
+    try:
+        return Diagnosis(name, works=True, version=version(name))
+    except PackageNotFoundError:
+        lost, extra = _PACKAGES[name]
+        return Diagnosis(name, works=False, reason=f"not installed: {lost}", remedy=f"pip install 'pdsim[{extra}]'")
+
+
+def _link() -> Diagnosis:
+    """Return whether nodes can be joined by a known link here, of which the reason says what would help."""
+    problem = testbed.lacking()
+    reason, _, remedy = problem.partition("; ")
+    return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
+
+
 def _table(found: Iterable[Diagnosis]) -> str:
-    return "\n".join(_row(one) for one in found)
+    every = list(found)
+    width = max(16, *(len(one.name) for one in every))
+    return "\n".join(_row(one, width) for one in every)
 
 
-def _row(one: Diagnosis) -> str:
+def _row(one: Diagnosis, width: int) -> str:
     if one.works:
-        return f"{one.name:<16} works  {one.version}".rstrip()
-    return f"{one.name:<16} no     {one.reason}; {one.remedy}"
+        return f"{one.name:<{width}} works  {one.version}".rstrip()
+    return f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")

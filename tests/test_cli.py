@@ -100,6 +100,10 @@ def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
     assert status == 0
     for engine in ("mooncake_tcp", "nixl_tcp", "nixl_shm", "mooncake_nvlink", "mori"):
         assert re.search(rf"^  {engine} +(works  .|no     .+; .)", out, re.MULTILINE)
+    assert re.search(
+        r"^  hydra-joblib-launcher +(works  1\.|no     not installed: the points of a sweep)", out, re.MULTILINE
+    )
+    assert re.search(r"^  hw=link +(works|no     .+; .)", out, re.MULTILINE)
 
 
 # --- refusals: exit status 2, one line for each mistake, nothing written
