@@ -29,7 +29,8 @@ usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
   pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
   pdsim COMMAND --help                                everything that a command takes
 
-  --help  --version"""
+  --help  --version
+exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run and nothing was written, 130 Ctrl-C"""
 
 _RUN = """\
 usage: pdsim run [KEY=VALUE ...] [OPTION ...]

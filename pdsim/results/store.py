@@ -155,14 +155,26 @@ def summary(result: Result) -> dict[str, Any]:
 def load(folder: Path) -> dict[str, Any]:
     """Return ``run.json`` and ``summary.json`` of *folder* as one mapping, with the key ``folder``.
 
-    Raise a `ConfigError` if *folder* is not a complete run.
+    Raise a `ConfigError` if *folder* is not a complete run, or if its files are not what this version writes.
     """
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing or folder.name.endswith(INCOMPLETE):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
-    about: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    return {"folder": str(folder), **about, **json.loads((folder / "summary.json").read_text())}
+    return {"folder": str(folder), **_read(folder / "run.json"), **_read(folder / "summary.json")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}; it was changed since, so run it again") from error
+    if found.get("schema") != schema.VERSION:
+        raise ConfigError(
+            f"{path} has schema {found.get('schema')}, and pdsim reads {schema.VERSION}; run it again, or read it with "
+            f"the version of pdsim that wrote it"
+        )
+    return found
 
 
 def config_yaml(config: Config) -> str:

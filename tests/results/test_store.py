@@ -118,6 +118,18 @@ def test_an_incomplete_run_cannot_be_loaded(config):
         store.load(Run(config).folder)
 
 
+def test_a_file_that_was_changed_or_is_of_another_version_is_named(config):
+    folder = Run(config).finish(make_result())
+    summary = folder / "summary.json"
+    text = summary.read_text()
+    summary.write_text(text[: len(text) // 2])
+    with pytest.raises(ConfigError, match=r"summary\.json is not JSON: .*; it was changed since, so run it again"):
+        store.load(folder)
+    summary.write_text(text.replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(ConfigError, match=r"summary\.json has schema 99, and pdsim reads 1; run it again, or read it"):
+        store.load(folder)
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output=.*file: .*; name a folder that can be written to"):
