@@ -2,25 +2,23 @@
 
 A seed reuses the other experiments: `Trial.run` runs one of them as one variant, `Trial.add` notes a value before and
 after the change, and `Trial.result` prints what became of each `Claim`, beside the results that are committed in
-``conf/experiment/<seed>.csv``.  ``python -m experiments._seeds FOLDER...`` prints runs as lines of such a file.
+``conf/experiment/<seed>.csv``, into which `experiments._seeds_points` writes.
 """
 
 from __future__ import annotations
 
-import csv
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
-from importlib import import_module, resources
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
+from experiments._seeds_points import Point, committed
 from pdsim.config import Config
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer import Target, TransferRecord
 
-__all__ = ["Claim", "Point", "Trial", "as_rows", "burst", "committed", "value"]
+__all__ = ["Claim", "Trial", "as_rows", "burst", "value"]
 
 RANGES = {"model": "simulated", "real": "measured"}
 
@@ -63,18 +61,6 @@ class Claim:
             confirmed = sum(1 / self.bound <= effect <= self.bound for effect in effects)
         whole = {0: "does not hold", len(effects): "holds"}
         return whole.get(confirmed, f"holds at {confirmed} of {len(effects)}") if effects else "-"
-
-
-@dataclass(frozen=True)
-class Point:
-    """The value of a claim before and after the change, in its unit, *at* one point; None where none was got."""
-
-    claim: str
-    machine: str  # hw and backend
-    target: str  # "model" or "real"
-    at: str  # such as "1to2 8192 tokens"
-    before: float | None
-    after: float | None
 
 
 class Trial:
@@ -143,23 +129,11 @@ def value(result: Result, name: str) -> float | None:
     return {metric.name: metric.value for metric in result.summary}[name]
 
 
-def burst(requests: int, tokens: int) -> Workload:
-    """Return *requests* of *tokens* tokens and one of output that arrive, in effect, at once."""
+def burst(requests: int, tokens: int, output: int = 1) -> Workload:
+    """Return *requests* of *tokens* tokens and *output* of output that arrive, in effect, at once."""
     rate = 1e6 * requests  # within a microsecond
-    lengths = {"input_mean": tokens, "input_cv": 0.0, "output_mean": 1.0, "output_cv": 0.0}
+    lengths = {"input_mean": tokens, "input_cv": 0.0, "output_mean": output, "output_cv": 0.0}
     return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
-
-
-def committed(seed: str) -> list[Point]:
-    """Return the points of ``conf/experiment/<seed>.csv``, none if there is no such file."""
-    file = resources.files("conf") / "experiment" / f"{seed}.csv"
-    if not file.is_file():
-        return []
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    return [
-        Point(**row | {name: float(row[name]) if row[name] else None for name in ("before", "after")})
-        for row in csv.DictReader(lines)
-    ]
 
 
 def _effects(claim: Claim, points: Iterable[Point]) -> list[float]:
@@ -202,35 +176,22 @@ def _range(effects: Sequence[float]) -> str | None:
 
 def _points(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
     about = {claim.name: claim for claim in claims}
-    columns = {field.name: "" for field in fields(Point)} | {
+    columns = {
+        "claim": "",
+        "machine": "",
+        "target": "",
+        "at": "",
         "before": "the change, in unit",
         "after": "it",
         "unit": "",
         "effect": "how many times better after the change",
+        "runs": "of which these are the medians, if of several",
+        "low": "least effect of one of those runs",
+        "high": "most",
     }
-    known = [point for point in points if point.claim in about]
-    rows = [[*astuple(point), about[point.claim].unit, about[point.claim].effect(point)] for point in known]
+    known = [(point, about[point.claim]) for point in points if point.claim in about]
+    rows = [
+        [p.claim, p.machine, p.target, p.at, p.before, p.after, claim.unit, claim.effect(p), p.runs, p.low, p.high]
+        for p, claim in known
+    ]
     return Table("Points", columns, rows)
-
-
-def _lines(summaries: Iterable[Mapping[str, Any]]) -> Iterator[list[Any]]:
-    """Yield the points of complete runs that the runs themselves got, and not from what was committed."""
-    for run in summaries:
-        (table,) = (table for table in run["tables"] if table["title"] == "Points")
-        own = [(f"{run['hw']} {engine}", run["target"]) for engine in (run["backend"], run.get("collective"))]
-        yield from (row[: len(fields(Point))] for row in table["rows"] if (row[1], row[2]) in own)
-
-
-def _run(folder: Path) -> dict[str, Any]:
-    """Return the run in *folder*, and what it gathered with."""
-    from omegaconf import OmegaConf
-
-    from pdsim.results.store import load
-
-    return load(folder) | {"collective": OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "collective.name")}
-
-
-if __name__ == "__main__":
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Point)])
-    writer.writerows(_lines(_run(Path(folder)) for folder in sys.argv[1:]))

@@ -25,7 +25,7 @@ TOLD = Claim("told", "what is polled between two forwards is told later (a risk 
 TCP = Claim("metadata", "metadata over TCP costs a handoff no more than over the engine", "us a handoff", "same")
 STATE = Claim("state", "state goes along: handoffs asked for, and those that succeeded", "handoffs", "same")
 SLICES = Claim("slices", "prefill TP > decode TP likewise", "handoffs", "same")
-POOL = 1 << 30  # bytes of a rank's pool, where memory is configured to be little and where it also holds state
+POOL = 3 << 29  # bytes of a rank's pool, where memory is configured to be little: many requests at once, and state
 
 Rows = dict[tuple[str, int], dict[str, Any]]
 CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)

@@ -120,6 +120,26 @@ def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(gro
             assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
 
 
+ON = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment" / "on").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ON)
+def test_how_much_of_an_experiment_a_machine_does_is_taken_from_its_file(name):
+    experiment, _, hw = name.partition("-")
+    file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / "on" / f"{name}.yaml")
+    said = {
+        key: tuple(value) for key, value in file.get("experiment", file).items() if not isinstance(value, str | int)
+    }
+    found = composed(f"experiment={experiment}", f"hw={hw}").experiment
+    assert said
+    assert {key: found[key] for key in said} == said
+
+
+def test_the_command_line_wins_over_that():
+    words = ("experiment=seed_nixl_staging", "hw=loopback", "backend=nixl_tcp", "experiment.tokens=[64]")
+    assert composed(*words).experiment["tokens"] == (64,)
+
+
 @pytest.mark.parametrize("hw", options("hw"))
 def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
     config = composed(f"hw={hw}")

@@ -73,6 +73,13 @@ def test_what_the_user_exported_against_it_is_a_conflict_in_one_line(monkeypatch
     assert line.startswith("backend=mooncake_tcp needs MC_FORCE_TCP=1, but the environment has MC_FORCE_TCP=0; take")
 
 
+def test_what_the_user_exported_in_its_favour_is_none(monkeypatch):
+    config = replace(composed("hw=loopback", "backend=mooncake_tcp"), target="real")
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    checks.check(config)
+    assert config.backend.options == {"MC_FORCE_TCP": "1"}
+
+
 def test_the_same_as_an_option_is_one_too():
     config = composed("hw=loopback", "backend=mooncake_tcp", "+backend.options.MC_FORCE_TCP='0'")
     with pytest.raises(ConfigError, match=r"backend\.options has MC_FORCE_TCP=0"):

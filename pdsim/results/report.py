@@ -176,28 +176,35 @@ def cell(value: Any) -> str:
 
 
 class Progress:
-    """A bar on standard error, for a terminal and for what takes longer than a second; silent otherwise.
+    """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
 
-    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.
+    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are the
+    seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.
     """
 
-    def __init__(self, description: str, file: IO[str] | None = None, after: float = 1.0) -> None:
+    def __init__(self, description: str, file: IO[str] | None = None, after: float = 1.0, every: float = 10.0) -> None:
         self._file = sys.stderr if file is None else file
         self._description = description
-        self._show_at = time.monotonic() + after
-        self._next = 0.0
+        self._terminal = self._file.isatty()
+        self._pause = 0.1 if self._terminal else every
+        self._next = time.monotonic() + (after if self._terminal else every)
         self._bar: Any = None
         self._task: TaskID | None = None
 
     def __call__(self, fraction: float, text: str = "") -> None:
         """Show that *fraction* is done."""
         now = time.monotonic()
-        if now < self._show_at or now < self._next or not self._file.isatty():
+        if now < self._next:
             return
-        self._next = now + 0.1
+        self._next = now + self._pause
+        done, what = min(max(fraction, 0.0), 1.0), f"{self._description} {text}"
+        if not self._terminal:
+            self._file.write(f"{what}: {done:.0%}\n")
+            self._file.flush()
+            return
         if self._bar is None:
             self._start()
-        self._bar.update(self._task, completed=min(max(fraction, 0.0), 1.0), description=f"{self._description} {text}")
+        self._bar.update(self._task, completed=done, description=what)
 
     def _start(self) -> None:
         from rich.console import Console

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from experiments._seeds import as_rows
-from experiments.seed_intranode_metadata import Options, run
+from experiments.seed_intranode_metadata import Options
 from pdsim.config import Config
-from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from pdsim.run import compose
+from tests.experiments.seeding import measure, points
 
 SMALL = ("experiment.tokens=[128,8192]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
 
@@ -20,17 +19,7 @@ def seed(*words: str) -> Config:
     return compose(["experiment=seed_intranode_metadata", *SMALL, *words])
 
 
-def measure(config: Config) -> Result:
-    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
-    return run(config, model, lambda share, text: None)
-
-
-def points(result: Result, claim: str, machine: str = "8xh20 mooncake_nvlink") -> list[dict[str, Any]]:
-    """Return what *result* says of *claim* on *machine*, and not what is committed of others."""
-    rows = as_rows(result, "Points")
-    found = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, "model")]
-    assert found
-    return found
+HERE = "8xh20 mooncake_nvlink"
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +34,14 @@ def test_it_is_about_mooncake_over_nvlink_between_four_and_four_gpus_of_a_node()
 
 
 def test_a_handoff_is_faster_by_a_tcp_message_less_ten_descriptors(four_and_four):
-    for row in points(four_and_four, "handoff"):
+    for row in points(four_and_four, "handoff", HERE):
         assert row["before"] - row["after"] == pytest.approx(50 - 10 * 2.2, abs=0.5)  # us
 
 
 def test_that_is_a_share_of_a_short_handoff_and_nothing_to_the_first_token(four_and_four):
-    short, long = points(four_and_four, "handoff")
+    short, long = points(four_and_four, "handoff", HERE)
     assert short["effect"] > 1.05 > long["effect"] > 1.0
-    assert all(1.0 <= row["effect"] < 1.05 for row in points(four_and_four, "ttft"))
+    assert all(1.0 <= row["effect"] < 1.05 for row in points(four_and_four, "ttft", HERE))
 
 
 def test_before_rows_go_as_messages_and_after_in_the_last_batch(four_and_four):

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from experiments._seeds import as_rows
 from experiments.seed_mooncake_tcp import Options, run
 from experiments.serve import Options as Serving
 from experiments.serve import job
-from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from tests.conformance.conftest import make_target
+from tests.experiments import seeding
 from tests.test_conf import composed
 
 SMALL = {"tokens": (512,), "repeat": 2, "requests": 4}
@@ -24,14 +23,13 @@ SMALL = {"tokens": (512,), "repeat": 2, "requests": 4}
 def seeded(*words: str) -> Result:
     config = composed("experiment=seed_mooncake_tcp", *words)
     own = replace(config, experiment={**config.experiment, **SMALL})
-    return run(own, Model(own.hw, own.backend), lambda share, text: None)
+    return seeding.measure(own)
 
 
 def points(
     result: Result, claim: str, machine: str = "2x8xh20 mooncake", target: str = "model"
 ) -> list[dict[str, Any]]:
-    wanted = (claim, machine, target)  # and not what is committed of other machines
-    return [row for row in as_rows(result, "Points") if (row["claim"], row["machine"], row["target"]) == wanted]
+    return seeding.points(result, claim, machine, target)
 
 
 def test_the_alias_moves_the_same_bytes_in_the_same_descriptors():

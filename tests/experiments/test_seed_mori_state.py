@@ -14,7 +14,7 @@ from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from tests.test_conf import composed
 
-SMALL = {"concurrency": (1, 20), "lengths": (512,), "tp": ("2to1",), "repeat": 2}
+SMALL = {"concurrency": (1, 20), "tokens": 1024, "lengths": (512,), "tp": ("2to1",), "repeat": 2}
 
 
 @cache

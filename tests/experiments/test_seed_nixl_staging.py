@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from experiments._seeds import as_rows
-from experiments.seed_nixl_staging import Options, run
+from experiments.seed_nixl_staging import Options
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from pdsim.run import compose
+from tests.experiments import seeding
+from tests.experiments.seeding import measure
 
 SMALL = ("experiment.tokens=[512]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
 
@@ -22,17 +23,9 @@ def seed(*words: str) -> Config:
     return compose(["experiment=seed_nixl_staging", *SMALL, *words])
 
 
-def measure(config: Config) -> Result:
-    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
-    return run(config, model, lambda share, text: None)
-
-
 def points(result: Result, claim: str, machine: str = "8xh20 nixl") -> dict[str, dict[str, Any]]:
-    """Return what *result* says of *claim* on *machine*, by point, and not what is committed of others."""
-    rows = as_rows(result, "Points")
-    found = {row["at"]: row for row in rows if (row["claim"], row["machine"]) == (claim, machine)}
-    assert found
-    return found
+    """Return the points of *claim* on *machine* by what they are at."""
+    return {row["at"]: row for row in seeding.points(result, claim, machine)}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,7 @@ def test_what_needs_more_gpus_than_there_are_is_left_out_and_named(within_a_node
     assert "hw=8xh20 has too few GPUs for 4to8, left out" in within_a_node.notes
     assert "4to8 512 tokens" not in points(within_a_node, "handoff")
     with pytest.raises(ConfigError, match=r"hw=2xh200 has too few GPUs for any of it; set experiment.placement=sides"):
-        measure(seed("hw=2xh200", "experiment.tp=[4to2]"))
+        measure(seed("hw=2xh200", "experiment.tp=[4to2]", "experiment.placement=packed"))
 
 
 def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
@@ -98,9 +91,9 @@ def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
     ("options", "message"),
     [
         ({"tp": ("2to2",)}, "experiment.tp must be of pairs of unlike sides such as 4to1, got '2to2'"),
-        ({"tp": ("4",)}, "experiment.tp must be of pairs of unlike sides such as 4to1, got '4'"),
+        ({"tp": ("4",)}, "experiment.tp must be of pairs such as 1to2, got '4'"),
         ({"placement": "spread"}, "experiment.placement must be one of packed, sides, got 'spread'"),
-        ({"tokens": ()}, "experiment.tokens must have a value, got none"),
+        ({"tokens": ()}, r"experiment.tokens must be >= 1, got \(\)"),
         ({"prompts": (0,)}, "experiment.prompts must be >= 1, got 0"),
         ({"repeat": 0}, "experiment.repeat must be >= 1, got 0"),
         ({"deadline": 0.0}, "experiment.deadline must be > 0, got 0"),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from experiments._seeds import as_rows
-from experiments.seed_symmetric_allgather import Options, run
+from experiments.seed_symmetric_allgather import Options
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from pdsim.run import compose
+from tests.experiments.seeding import measure, points
 
 SMALL = ("experiment.size=[64KiB,32MiB]", "experiment.batches=[[9,9],[4096,77,1000]]", "experiment.repeat=3")
 
@@ -22,17 +20,7 @@ def seed(*words: str) -> Config:
     return compose(["experiment=seed_symmetric_allgather", *SMALL, *words])
 
 
-def measure(config: Config) -> Result:
-    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    return run(config, model, lambda share, text: None)
-
-
-def points(result: Result, claim: str, machine: str = "8xh20 nccl") -> list[dict[str, Any]]:
-    """Return what *result* says of *claim* on *machine*, and not what is committed of others."""
-    rows = as_rows(result, "Points")
-    found = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, "model")]
-    assert found
-    return found
+HERE = "8xh20 nccl"
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +34,21 @@ def test_it_is_about_nccl_on_a_node_of_eight_h20():
 
 
 def test_equal_pieces_are_gathered_faster_on_every_number_of_ranks(eight):
-    found = points(eight, "equal")
+    found = points(eight, "equal", HERE)
     assert [row["at"] for row in found] == [f"{n} x {size}" for n in (2, 4, 8) for size in ("64 KiB", "32 MiB")]
     assert all(row["effect"] > 1.0 for row in found)
     assert found[0]["effect"] > 1.05
 
 
 def test_sequences_of_unequal_lengths_are_no_slower(eight):
-    found = points(eight, "padded")
+    found = points(eight, "padded", HERE)
     assert [row["at"] for row in found][:2] == ["2 ranks, batch 9+9", "2 ranks, batch 4096+77+1000"]
     assert all(row["effect"] >= 1.0 for row in found)
 
 
 def test_a_pool_that_grows_loses_more_than_symmetric_memory_wins(eight):
-    assert all(row["effect"] > 1.05 for row in points(eight, "reserved"))
-    assert all(row["effect"] < 1.0 for row in points(eight, "grown"))
+    assert all(row["effect"] > 1.05 for row in points(eight, "reserved", HERE))
+    assert all(row["effect"] < 1.0 for row in points(eight, "grown", HERE))
     assert any(note.startswith("a growth is made up for after ") for note in eight.notes)
 
 

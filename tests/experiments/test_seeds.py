@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import _seeds
-from experiments._seeds import Claim, Point, Trial, as_rows
+from experiments import _seeds_points
+from experiments._seeds import Claim, Trial, as_rows
+from experiments._seeds_points import Point, committed, keep
+from pdsim.errors import ConfigError
 from pdsim.fabric.world import Model
 from pdsim.results.record import Result
 from tests.experiments.test_handoff import configured
@@ -72,12 +74,17 @@ def test_a_trial_tells_of_each_claim_and_keeps_the_transfers_of_its_variants():
     assert all(record.label.startswith("whole ") for record in result.transfers)
 
 
-def test_measured_results_that_are_committed_stand_beside_those_of_this_run(monkeypatch, tmp_path: Path):
+@pytest.fixture
+def toy_file(monkeypatch, tmp_path: Path) -> Path:
+    """The file of a seed's points, in place of those of `conf`."""
     (tmp_path / "experiment").mkdir()
+    monkeypatch.setattr(_seeds_points.resources, "files", lambda package: tmp_path)
+    return tmp_path / "experiment" / "seed_toy.csv"
+
+
+def test_measured_results_that_are_committed_stand_beside_those_of_this_run(toy_file: Path):
     rows = "fast,toy fast,real,1to1 64 tokens,3.0,3.0\nfast,toy fast,model,old,9,1\nfast,other,real,x,,1.0\n"
-    text = f"# measured on a toy\nclaim,machine,target,at,before,after\n{rows}"
-    (tmp_path / "experiment" / "seed_toy.csv").write_text(text)
-    monkeypatch.setattr(_seeds.resources, "files", lambda package: tmp_path)
+    toy_file.write_text(f"# measured on a toy\nclaim,machine,target,at,before,after\n{rows}")
     _, result = tried()
     toy, other = as_rows(result, "Claims")
     assert (toy["simulated"], toy["measured"], toy["verdict"]) == ("2", "1", "does not hold")
@@ -85,10 +92,48 @@ def test_measured_results_that_are_committed_stand_beside_those_of_this_run(monk
     assert "old" not in {row["at"] for row in as_rows(result, "Points")}
 
 
-def test_a_run_is_printed_as_lines_of_such_a_file_without_what_it_read_from_one():
-    rows = [
-        ["fast", "toy fast", "model", "a", 2.0, 1.0, "us", 2.0],
-        ["fast", "toy fast", "real", "a", 3.0, 1.0, "us", 3.0],
+HEADINGS = ["claim", "machine", "target", "at", "before", "after", "unit", "effect", "runs", "low", "high"]
+READ = ["fast", "other box", "model", "a", 2.0, 1.0, "us", 2.0, None, None, None]  # by the run, from such a file
+
+
+def ran(before: float, after: float, at: str = "a", **about) -> dict:
+    """Return a run of a seed as it is loaded."""
+    own = ["fast", "toy fast", "real", at, before, after, "us", before / after, None, None, None]
+    tables = [{"title": "Points", "columns": HEADINGS, "rows": [own, READ]}]
+    host = {"cpu": "a processor", "cores": 2}
+    common = {"experiment": "seed_toy", "hw": "toy", "backend": "fast", "target": "real", "folder": f"results/{before}"}
+    origin = {"git": {"commit": "abcdefg1234"}, "engine": ["fast 1.0"], "host": host, "started": "2026-11-21T20:00"}
+    words = {"overrides": ["experiment=seed_toy", "seed=3", "output=x", "target=real"], "failures": []}
+    return common | origin | words | {"tables": tables} | about
+
+
+def test_runs_of_one_machine_are_kept_as_medians_with_the_least_and_the_most_effect(toy_file: Path):
+    files = keep([ran(3.0, 1.0), ran(5.0, 2.0), ran(9.0, 1.5)])
+    toy_file.write_text(files["seed_toy"])
+    assert committed("seed_toy") == [Point("fast", "toy fast", "real", "a", 5.0, 1.5, 3, 2.5, 6.0)]
+
+
+def test_what_is_kept_replaces_that_of_the_same_machine_and_target_and_says_how_it_was_made(toy_file: Path):
+    others = "# toy fast, model: as it was\n# toy fast, real: long ago\nclaim,machine,target,at,before,after\n"
+    toy_file.write_text(others + "fast,toy fast,real,a,7,7\nfast,toy fast,model,a,8,8\n")
+    assert keep([ran(3.0, 1.0)])["seed_toy"].splitlines() == [
+        "# toy fast, model: as it was",
+        "# toy fast, real: 2026-11-21; commit abcdefg; fast 1.0; a processor, 2 cores; "
+        "pdsim run experiment=seed_toy target=real",
+        "claim,machine,target,at,before,after,runs,low,high",
+        "fast,toy fast,model,a,8,8,,,",
+        "fast,toy fast,real,a,3,1,,,",
     ]
-    run = {"hw": "toy", "backend": "fast", "target": "real", "tables": [{"title": "Points", "rows": rows}]}
-    assert list(_seeds._lines([run])) == [["fast", "toy fast", "real", "a", 3.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([ran(3.0, 1.0), ran(4.0, 1.0, at="b")], "results/4.0 has other points than results/3.0; keep them one by one"),
+        ([ran(3.0, 1.0, failures=["rank0: gone"])], "results/3.0 failed: rank0: gone; take a run without failures"),
+        ([ran(3.0, 1.0, tables=[], experiment="serve")], "is a run of serve, which is no seed: it has no points"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(runs, message, toy_file: Path):
+    with pytest.raises(ConfigError, match=message):
+        keep(runs)

@@ -156,11 +156,14 @@ def test_what_is_done_within_a_second_has_no_bar():
     assert drawn(after=60.0) == b"end"
 
 
-def test_what_is_not_a_terminal_gets_no_bar():
+def test_what_is_not_a_terminal_gets_lines_now_and_then_and_no_bar():
     file = io.StringIO()
-    with report.Progress("serving", file, after=0.0) as bar:
+    with report.Progress("serving", file, after=0.0, every=0.1) as bar:
+        bar(0.25, "too early")
+        time.sleep(0.11)
         bar(0.5, "half")
-    assert file.getvalue() == ""
+        bar(0.75, "too soon after that")
+    assert file.getvalue() == "serving half: 50%\n"
 
 
 def test_a_number_that_a_table_shows_is_printed_once(config):

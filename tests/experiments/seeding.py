@@ -1,0 +1,29 @@
+"""How the tests of seeds run one on the model, and read what it says of one machine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from experiments._seeds import as_rows
+from pdsim.config import Config
+from pdsim.fabric.world import Model
+from pdsim.results.record import Result
+
+__all__ = ["measure", "points"]
+
+
+def measure(config: Config) -> Result:
+    """Return what the seed that *config* names finds on the model."""
+    model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
+    seed = import_module(f"experiments.{config.experiment['name']}")
+    result: Result = seed.run(config, model, lambda share, text: None)
+    return result
+
+
+def points(result: Result, claim: str, machine: str, target: str = "model") -> list[dict[str, Any]]:
+    """Return what *result* says of *claim* on *machine*, and not what is committed of others; at least one point."""
+    rows = as_rows(result, "Points")
+    found = [row for row in rows if (row["claim"], row["machine"], row["target"]) == (claim, machine, target)]
+    assert found
+    return found
