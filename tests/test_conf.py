@@ -127,9 +127,8 @@ ON = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment" / "
 def test_how_much_of_an_experiment_a_machine_does_is_taken_from_its_file(name):
     experiment, _, hw = name.partition("-")
     file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / "on" / f"{name}.yaml")
-    said = {
-        key: tuple(value) for key, value in file.get("experiment", file).items() if not isinstance(value, str | int)
-    }
+    lists = {key: value for key, value in file.get("experiment", file).items() if not isinstance(value, str | int)}
+    said = {key: tuple(value) for key, value in lists.items() if key != "size"}  # whose units are read elsewhere
     found = composed(f"experiment={experiment}", f"hw={hw}").experiment
     assert said
     assert {key: found[key] for key in said} == said
