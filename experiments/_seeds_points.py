@@ -84,8 +84,12 @@ def _written(comments: Sequence[str], points: Iterable[Point]) -> str:
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([field.name for field in fields(Point)])
     for point in points:
-        writer.writerow([f"{value:.6g}" if isinstance(value, float) else value for value in astuple(point)])
+        writer.writerow([_short(value) if isinstance(value, float) else value for value in astuple(point)])
     return "\n".join([*comments, lines.getvalue()])
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
 
 
 def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
