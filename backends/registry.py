@@ -19,7 +19,7 @@ from pdsim.errors import BackendUnavailable, ConfigError
 
 __all__ = [
     "GROUP", "MOONCAKE", "MOONCAKE_CUDA", "MORI", "NIXL", "Diagnosis", "Library", "devices", "diagnose",
-    "engines", "gpu_count", "load", "names",
+    "diagnose_library", "engines", "gpu_count", "load", "names",
 ]  # fmt: skip
 
 GROUP = "pdsim.backends"
@@ -30,6 +30,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
 
 
+@cache
 def load(name: str) -> Any:
     """Return the endpoint class called *name*.
 
@@ -122,9 +123,7 @@ def diagnose(name: str) -> Diagnosis:
 
     If not, the reason names everything that is missing.
     """
-    if name not in _ENGINES:
-        raise ConfigError(f"no engine {name!r} among {', '.join(_ENGINES)}")
-    engine = _ENGINES[name]
+    engine = _engine(name)
     found = _installed(engine.library)
     lacking = []
     if error := _error_of(engine.library.probe):
@@ -136,6 +135,19 @@ def diagnose(name: str) -> Diagnosis:
         return Diagnosis(name, works=True, version=found)
     reasons, remedies = zip(*lacking, strict=True)
     return Diagnosis(name, works=False, version=found, reason=", and ".join(reasons), remedy="; ".join(remedies))
+
+
+def diagnose_library(name: str) -> str:
+    """Return why the library of engine *name* does not work here and what would help, or nothing if it does."""
+    library = _engine(name).library
+    error = _error_of(library.probe)
+    return f"{error}: {library.install}" if error else ""
+
+
+def _engine(name: str) -> _Engine:
+    if name not in _ENGINES:
+        raise ConfigError(f"no engine {name!r} among {', '.join(_ENGINES)}")
+    return _ENGINES[name]
 
 
 def engines() -> tuple[str, ...]:

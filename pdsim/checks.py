@@ -90,7 +90,7 @@ def _real(config: Config) -> Iterator[str]:
     if config.memory != "timing":
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
     yield from _force_tcp(backend)
-    yield from _engine(backend)
+    yield from _guest(config) if hw.guest else _engine(backend)
     yield from _options(backend)
     if hw.link is not None:
         yield from _link()
@@ -146,6 +146,14 @@ def _options(backend: Engine) -> Iterator[str]:
                 f"backend.options.{name} is no option of backend={backend.name}; {near(name, own)}there are "
                 f"{', '.join((*own, 'environment variables'))}, whose names are capitals"
             )
+
+
+def _guest(config: Config) -> Iterator[str]:
+    """Yield if this machine cannot emulate the one that is asked for."""
+    from backends.guest.engines import lacking
+
+    if problem := lacking(config.backend.name):
+        yield f"target=real emulates hw={config.hw.name}: {problem}"
 
 
 def _link() -> Iterator[str]:

@@ -204,9 +204,9 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
         with kept, report.Progress(f"{name} on {config.hw.name}") as bar:
             meter = _Meter(None if _state.quiet else bar)
             own = {"folder": kept.folder} if name in _OWN_FILES else {}
-            target = _target(config, meter)
-            result = measure(config, target, meter, **own)
-            result = replace(result, notes=[*result.notes, *getattr(target, "notes", ())])  # of a real one
+            with _target(config, meter) as target:
+                result = measure(config, target, meter, **own)
+                result = replace(result, notes=[*result.notes, *getattr(target, "notes", ())])  # of a real one
             return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)
@@ -244,11 +244,13 @@ class _Meter:
             self._bar(self._share, text)
 
 
-def _target(config: Config, meter: _Meter) -> Target:
+@contextmanager
+def _target(config: Config, meter: _Meter) -> Iterator[Target]:
+    """Yield what the job runs on; a machine that is emulated for it ends afterwards."""
     if config.target == "model":
         from pdsim.fabric.world import Model
 
-        return Model(
+        yield Model(
             config.hw,
             config.backend,
             memory=config.memory,
@@ -256,11 +258,19 @@ def _target(config: Config, meter: _Meter) -> Target:
             progress=meter.at,
             collective=config.collective,
         )
+        return
+    host, collective = config.hw.host.memory, config.collective
+    if config.hw.guest:
+        from backends.guest.engines import emulated
+
+        meter(0.0, "an emulated machine starts")
+        with emulated(config.backend, device_capacity=host, collective=collective) as target:
+            yield target
+        return
     from backends.launch import Processes
 
     gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
-    host, collective = config.hw.host.memory, config.collective
-    return Processes(
+    yield Processes(
         config.backend,
         device_capacity=host,
         gpu_capacity=gpu,

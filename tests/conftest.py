@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rdma.engines import Engines, unavailable
-from tests.rdma.guest import Guest, boot
-from tests.rdma.image import GuestUnavailable
+from backends.guest.engines import Engines
+from backends.guest.image import GuestUnavailable
+from backends.guest.machine import Guest, boot
+from tests.rdma.verbs import unavailable
 
 # A shell without job control starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of
 # Ctrl-C need it to work, however the suite was started.
@@ -18,7 +19,7 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 
 @pytest.fixture(scope="session")
 def guest() -> Iterator[Guest]:
-    """A machine with an RDMA device, booted once for all tests; see `tests.rdma.guest`."""
+    """A machine with an RDMA device, booted once for all tests; see `backends.guest`."""
     try:
         with boot() as machine:
             yield machine

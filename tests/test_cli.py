@@ -197,6 +197,10 @@ REFUSALS = [
         "moves bytes over nvlink, but hw=loopback has no",
     ),
     (
+        ("run", "target=real", "hw=rdma_guest", "backend=nixl_shm"),
+        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, nixl, mori,",
+    ),
+    (
         ("run", "experiment=transfer", "experiment.ranks=9"),
         "experiment.ranks=9: 9 ranks take a GPU each and hw=8xh20 has 8; set",
     ),

@@ -194,6 +194,7 @@ class Machine:
     nic: Nic
     host: Host
     link: Wire | None = None  # between nodes, for TCP; without one only the hosts limit it
+    guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.guest`)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -69,6 +69,10 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
         if not config.hw.sources or not config.backend.sources:
             return Evidence({})
         sources |= _named("hw", config.hw.sources) | _named("backend", config.backend.sources)
+    elif config.hw.guest:
+        sources["transfers"] = (
+            "assumed: timed on emulated processors, which says that bytes arrive and nothing of speed"
+        )
     else:
         sources["transfers"] = "measured: by this run, on the host and with the engine that run.json names"
     if gathering and config.target == "model" and config.collective is not None:

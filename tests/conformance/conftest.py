@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from backends.guest.machine import PATIENCE as GUEST_PATIENCE
 from pdsim.fabric.machine import Collective, CollectiveModel, Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
 from pdsim.transfer import Outcome, Place, RankSpec, Target
 from tests.conformance import programs
 from tests.conformance.programs.tools import PATIENCE
-from tests.rdma.engines import VERBS, Engines
-from tests.rdma.guest import PATIENCE as GUEST_PATIENCE
+from tests.rdma.verbs import VERBS
+from tests.rdma.verbs import target as in_guest
 
 MODELS = ("model-timing", "model-tracked")
 REAL = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
@@ -123,8 +124,7 @@ def make_job(name: str, request: pytest.FixtureRequest) -> Job:
     def target() -> Target:
         if name not in VERBS:
             return make_target(name)
-        engines: Engines = request.getfixturevalue("verbs")
-        return engines.target(engine(name))
+        return in_guest(request.getfixturevalue("verbs"), engine(name))
 
     def run(
         ranks: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],

@@ -1,5 +1,7 @@
 """The RDMA guest: what it can do, and that nothing of it stays behind."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,17 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.rdma.guest import ADDRESS, DEVICE, GuestFailed, boot
-from tests.rdma.image import GuestUnavailable
+from backends.guest.machine import ADDRESS, DEVICE, PREFIX, GuestFailed, boot
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]
 
-BOOT = """
-from tests.rdma.guest import boot
-
-with boot() as guest:
-    guest.run("sleep", "600", timeout=600)
-"""
+RUN = ("run", "target=real", "hw=rdma_guest", "backend=mooncake", "experiment=transfer")
 
 
 def emulator(process):
@@ -67,21 +63,57 @@ def test_it_sees_this_machines_files_and_cannot_change_them(guest, tmp_path):
     assert file.read_text() == "as it was"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_is_left_when_the_tests_are_signalled(number, tmp_path):
-    command = [sys.executable, "-c", BOOT]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+def test_a_process_that_was_started_is_asked_and_may_be_late(guest):
+    guest.run("sh", "-c", "mkdir /run/asked; mkfifo /run/asked/jobs /run/asked/answers", timeout=60)
+    assert guest.ask("/run/asked", "anybody there?", timeout=0.5) == "late"
+    echo = "(read heard < /run/asked/jobs; echo you said $heard > /run/asked/answers) > /dev/null 2>&1 &"
+    guest.run("sh", "-c", echo, timeout=60)
+    assert guest.ask("/run/asked", "hello, and more", timeout=60) == "you said hello, and more"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_when_a_run_is_signalled(number, tmp_path):
+    places = {name: tmp_path / name for name in ("temporary", "results")}
+    places["temporary"].mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdsim", *RUN, f"output={places['results']}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(places["temporary"])},
+    )
     try:
         machine = emulator(process)
         process.send_signal(number)
-        process.wait(timeout=30)
+        _, said = process.communicate(timeout=30)
         machine.wait(timeout=30)
     finally:
         process.kill()
         process.wait()
-    if number != signal.SIGKILL:  # which leaves nobody to remove the folder
-        assert not list(tmp_path.iterdir())
+    left = [path.name for path in places["temporary"].iterdir()]
+    if number == signal.SIGKILL:  # which leaves nobody to remove the folder, until there is another guest
+        assert [name[:12] for name in left] == ["pdsim-guest-"]
+        return
+    assert (process.returncode, left) == (128 + number, [])
+    assert said.count("\n") == 1
+    (folder,) = places["results"].iterdir()
+    assert folder.name.endswith(".incomplete")
+
+
+def test_a_folder_whose_owner_was_killed_is_removed_by_the_next_guest(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("killed", "alive", "fresh"):
+        folder = tmp_path / f"{PREFIX}{name}"
+        folder.mkdir()
+        if name != "fresh":
+            os.utime(folder, (0, 0))
+    with (tmp_path / "other").open("w"), contextlib.ExitStack() as stack:
+        descriptor = os.open(tmp_path / f"{PREFIX}alive", os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(GuestFailed), boot(startup=0.5):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {f"{PREFIX}alive", f"{PREFIX}fresh", "other"}
 
 
 def test_a_guest_that_does_not_come_up_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
@@ -91,9 +123,3 @@ def test_a_guest_that_does_not_come_up_is_an_error_and_leaves_nothing(tmp_path, 
         pass
     assert psutil.Process().children() == before
     assert not list(tmp_path.iterdir())
-
-
-def test_a_machine_that_lacks_the_emulator_says_what_to_install(monkeypatch):
-    monkeypatch.setenv("PATH", os.defpath.partition(":")[0] + "/nowhere")
-    with pytest.raises(GuestUnavailable, match=r"apt-get install .* qemu-system-x86"), boot():
-        pass

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from backends.guest.engines import Engines
+from backends.guest.machine import PATIENCE
 from experiments.serve import run
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
 from tests.conformance.conftest import engine
 from tests.experiments.test_serve_layouts import STATE
 from tests.experiments.test_transfer_real import LOOPBACK
-from tests.rdma.engines import VERBS, Engines
-from tests.rdma.guest import PATIENCE
+from tests.rdma.verbs import VERBS, target
 from tests.results.conftest import make_config
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
@@ -41,7 +42,7 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         scheduler=Scheduler(chunk=512, decode_batch=2),
         compute=Compute(scale=0.1),
     )
-    result = run(config, verbs.target(config.backend), lambda fraction, text: None)
+    result = run(config, target(verbs, config.backend), lambda fraction, text: None)
     assert result.failures == []
     assert result.requests["status"] == ["ok"]
     assert result.requests["path"] == ["staged"]

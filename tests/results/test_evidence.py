@@ -31,6 +31,11 @@ def test_a_measured_run_is_its_own_evidence(tmp_path):
     assert (proof.weakest, list(proof.sources)) == ("measured", ["transfers"])
 
 
+def test_what_an_emulated_machine_took_is_no_measurement(tmp_path):
+    proof = gather(make_config(tmp_path, target="real", hw=replace(MACHINE, guest=True)), serving=False)
+    assert (proof.weakest, list(proof.sources)) == ("assumed", ["transfers"])
+
+
 def test_a_measured_run_that_emulates_compute_rests_on_the_emulation(tmp_path):
     model = replace(LLM, sources={"layers": "published: config.json"})
     proof = gather(make_config(tmp_path, target="real", model=model), serving=True)

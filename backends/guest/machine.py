@@ -1,4 +1,4 @@
-"""A machine with an RDMA device, for tests: Debian's kernel under emulation, over this machine's own files.
+"""A machine with an RDMA device: Debian's kernel under emulation, over this machine's own files.
 
 The guest sees this machine's root directory; what it writes there is lost, but for `Guest.folder`, which both share
 under the same path.  It has one network card that reaches nothing, and on it soft-RoCE: the RDMA device ``rxe0`` at
@@ -9,12 +9,13 @@ nothing about speed: emulated processors move tens of MB/s, and `PATIENCE` times
         done = guest.run("ibv_devinfo", timeout=60)  # Completed(status=0, output="hca_id: rxe0 ...")
 
 Nothing outlives the `with` block: not the emulator, which the kernel ends also when this process is killed, and not the
-folder.  Nothing is mounted on the host.
+folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shlex
 import shutil
@@ -27,23 +28,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rdma.image import GuestUnavailable, Image, cached
+from backends.guest.image import GuestUnavailable, Image, cached
+from pdsim.errors import TransferError
 
-__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot"]
+__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "lacking"]
 
 ADDRESS = "10.8.0.1"
 DEVICE = "rxe0"
 PATIENCE = 3.0 * float(os.environ.get("PDSIM_PATIENCE", "1"))
-"""By how much longer than on two idle cores a test should wait in the guest; assumed."""
+"""By how much longer than on two idle cores one should wait in the guest; assumed."""
 
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "setpriv": "util-linux", "rdma": "iproute2"}
 PROVIDER = "libibverbs/librxe-rdmav*.so"  # of the package ibverbs-providers
 CPU = "max,-erms,-fsrm,-la57"  # what it leaves out is fast in silicon and slow under emulation
 KERNEL = "tsc=reliable clocksource=tsc no5lvl clearcpuid=rep_good"  # likewise; it would tell the time by an HPET
+PREFIX = "pdsim-guest-"
+FRESH = 600.0  # seconds within which whoever made a folder has locked it
 TAIL = 2000  # characters of the console that go into an error
 
 
-class GuestFailed(Exception):
+class GuestFailed(TransferError):
     """The guest did not start, has ended, or did not answer in time."""
 
 
@@ -79,10 +83,22 @@ class Guest:
         lines += [f"export {key}={shlex.quote(value)}" for key, value in (env or {}).items()]
         lines += [f"exec timeout --kill-after=5 {timeout:g} {shlex.join(command)}"]
         (place / "command").write_text("\n".join(lines))
-        self._control.sendall(f"{name}\n".encode())
-        answer = self._line(timeout + 30)
-        _, _, status = answer.partition(" ")
+        status = self._told(f"run {name}", timeout)
         return Completed(int(status), (place / "output").read_text(errors="replace"))
+
+    def ask(self, folder: str, text: str, timeout: float) -> str:
+        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest; return the next line from ``answers``.
+
+        It is "late" if none comes for *timeout* seconds.
+        """
+        self._count += 1
+        return self._told(f"ask {self._count} {folder} {timeout:g} {text}", timeout)
+
+    def _told(self, order: str, timeout: float) -> str:
+        """Return what the guest answers to *order*."""
+        self._control.sendall(f"{order}\n".encode())
+        _, _, answer = self._line(timeout + 30).partition(" ")
+        return answer
 
     def until_ready(self, seconds: float) -> None:
         """Wait until the guest takes commands."""
@@ -115,10 +131,13 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
 
     Raise `GuestUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
     """
-    check()
+    if missing := lacking():
+        raise GuestUnavailable(missing)
     image = image or cached()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdsim-guest-")))
+        _sweep()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
+        stack.callback(os.close, _lock(folder))
         near, far = socket.socketpair()
         stack.enter_context(near)
         with far:
@@ -136,13 +155,33 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
         yield guest
 
 
-def check() -> None:
-    """Raise `GuestUnavailable` if a program or a library that the guest needs is not installed."""
+def lacking() -> str:
+    """Return what to install for the guest, or nothing if all is there."""
     missing = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
     if not any(Path("/usr/lib").glob(f"*/{PROVIDER}")):
         missing.append("ibverbs-providers")
-    if missing:
-        raise GuestUnavailable(f"the RDMA guest needs: apt-get install -y --no-install-recommends {' '.join(missing)}")
+    packages = " ".join(missing)
+    return f"the RDMA guest needs: apt-get install -y --no-install-recommends {packages}" if packages else ""
+
+
+def _lock(folder: Path) -> int:
+    """Mark *folder* as in use until the descriptor that is returned is closed; raise `BlockingIOError` if it is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sweep() -> None:
+    """Remove the folders of those who were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is in use, another's, or just gone
+            if time.time() - folder.stat().st_mtime > FRESH:
+                os.close(_lock(folder))
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from tests.rdma.engines import unavailable
-from tests.rdma.image import GuestUnavailable
-from tests.rdma.mori import space
+from backends.guest.image import GuestUnavailable
+from backends.guest.mori import space
+from tests.rdma.verbs import unavailable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from backends.guest.machine import DEVICE, Guest, GuestFailed
+from backends.guest.mori import shims, space
+from backends.guest.mori.space import lacking
+from backends.guest.server import Server
 
-from tests.rdma.guest import DEVICE, Guest
-from tests.rdma.mori import shims, space
-from tests.rdma.target import Server
-
-__all__ = ["server"]
+__all__ = ["lacking", "server"]
 
 # MORI walks up from the device's folder until it comes to a PCI address, and never ends where there is none, as with
 # soft-RoCE: so the guest shows the device below the address of the card that it is on.
@@ -29,10 +28,11 @@ _ENVIRONMENT = {
 }
 
 
-def server(guest: Guest, modules: Sequence[str]) -> Server:
-    """Return a server in *guest* that has imported *modules* and MORI."""
+def server(guest: Guest) -> Server:
+    """Return a server of jobs on MORI in *guest*."""
     python, libraries = space.python()
     environment = {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / shims.PAUSE)}
     done = guest.run("bash", "-ec", _CARD, timeout=60)
-    assert not done.status, done.output
-    return Server(guest, "mori", (*modules, "backends.mori", "mori.io"), [str(python)], environment)
+    if done.status:
+        raise GuestFailed(f"the guest's RDMA device was not given a place on a bus: {done.output}")
+    return Server(guest, "mori", "mori.io", [str(python)], environment)

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.rdma.image import GuestUnavailable
-from tests.rdma.mori import shims
+from backends.guest.image import GuestUnavailable
+from backends.guest.mori import shims
 
-__all__ = ["REPOSITORY", "python"]
+__all__ = ["REPOSITORY", "lacking", "python"]
 
 WHEEL = "amd-mori==1.2.4"
-TESTS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100")
+PROGRAMS = {"gcc": "gcc", "readelf": "binutils"}
 NEWER = "trixie"  # Debian 13, whose C library the wheel can use
 FROM_NEWER = ("libc6", "libstdc++6", "libgcc-s1")
 FROM_HERE = (
@@ -32,23 +32,45 @@ FROM_HERE = (
 ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
 LINKER = "ld-linux-x86-64.so.2"
 TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
+COMPILED = ("pdsim", "backends", "experiments", "tests/conformance/programs")
 PATIENCE = 600.0  # seconds that one step may take
 REPOSITORY = Path(__file__).parents[3]
 
 
 def python() -> tuple[Path, Path]:
-    """Return the Python, which has this repository, pytest and MORI, and the folder of its libraries.
+    """Return the Python, which has this repository and MORI, and the folder of its libraries.
 
     Make them if they are absent or older than this code.
     """
+    folder = _folder()
+    if not (folder / "complete").exists():
+        if problem := lacking():
+            raise GuestUnavailable(problem)
+        _make(folder)
+    found = folder / "venv" / "bin" / "python"
+    # where it is emulated, it could neither do so quickly nor keep what it has done
+    _run(str(found), "-m", "compileall", "-q", *(str(REPOSITORY / name) for name in COMPILED))
+    return found, folder / "libraries"
+
+
+def lacking() -> str:
+    """Return what to install for MORI in the guest, or nothing if all is there."""
+    if not (REPOSITORY / "pyproject.toml").exists():
+        return f"MORI in the guest needs a checkout of pdsim, and {REPOSITORY} is none: git clone, and pip install -e ."
+    if (_folder() / "complete").exists():
+        return ""
+    problems = [] if _base() else ["a Python 3.12, for which it has wheels: uv python install 3.12"]
+    if packages := [package for program, package in PROGRAMS.items() if not shutil.which(program)]:
+        problems.append(f"apt-get install -y --no-install-recommends {' '.join(packages)}")
+    return f"MORI in the guest needs {' and '.join(problems)}" if problems else ""
+
+
+def _folder() -> Path:
+    """Return the place of all this, which depends on this code and on the repository's."""
     parts = [Path(__file__), Path(shims.__file__), REPOSITORY / "pyproject.toml"]
     content = b"".join(part.read_bytes() for part in parts) + bytes(REPOSITORY)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "pdsim" / f"mori-{hashlib.sha256(content).hexdigest()[:16]}"
-    found = folder / "venv" / "bin" / "python"
-    if not (folder / "complete").exists():
-        _make(folder)
-    return found, folder / "libraries"
+    return home / "pdsim" / f"mori-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _make(folder: Path) -> None:
@@ -58,7 +80,7 @@ def _make(folder: Path) -> None:
     libraries.mkdir(parents=True)
     _libraries(libraries)
     found = _environment(folder, libraries)
-    _run(str(found), "-m", "pip", "install", "-q", WHEEL, *TESTS, "-e", str(REPOSITORY))
+    _run(str(found), "-m", "pip", "install", "-q", WHEEL, "-e", str(REPOSITORY))
     packages = next((folder / "venv").glob("lib/python3.12/site-packages"))
     shims.make(packages.glob("mori/**/*.so"), libraries)
     (packages / "torch.py").write_text(TORCH)
@@ -106,6 +128,7 @@ def _apt(folder: Path) -> tuple[str, ...]:
 def _environment(folder: Path, libraries: Path) -> Path:
     """Make a virtual environment whose Python starts with the linker in *libraries*; return that Python."""
     base = _base()
+    assert base is not None, "lacking() says so"
     _run(str(base), "-m", "venv", str(folder / "venv"))
     found = folder / "venv" / "bin" / "python"
     found.unlink()
@@ -117,20 +140,20 @@ def _environment(folder: Path, libraries: Path) -> Path:
     return found
 
 
-def _base() -> Path:
-    """Return a Python 3.12 of this machine."""
+def _base() -> Path | None:
+    """Return a Python 3.12 of this machine, or None."""
     for candidate in _candidates():
         done = subprocess.run([candidate, "-V"], capture_output=True, text=True, timeout=60, check=False)
         if done.stdout.startswith("Python 3.12."):
             return Path(candidate)
-    raise GuestUnavailable("no Python 3.12 on this machine, for which MORI has wheels: uv python install 3.12")
+    return None
 
 
 def _candidates() -> Iterator[str]:
-    home = Path.home()
     yield from filter(None, [shutil.which("python3.12"), sys.executable])
-    for place in (".pyenv/versions/3.12*", ".local/share/uv/python/cpython-3.12*"):
-        yield from map(str, home.glob(f"{place}/bin/python3.12"))
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    for folder, name in ((pyenv / "versions", "3.12*"), (Path.home() / ".local/share/uv/python", "cpython-3.12*")):
+        yield from map(str, folder.glob(f"{name}/bin/python3.12"))
 
 
 def _run(*command: str, cwd: Path | None = None) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdsim.errors import BackendUnavailable
+
 __all__ = ["GuestUnavailable", "Image", "cached"]
 
 INIT = Path(__file__).with_name("init")
@@ -23,8 +25,8 @@ DOWNLOAD = 600.0
 """Seconds that a package may take to arrive."""
 
 
-class GuestUnavailable(Exception):
-    """This machine lacks something that the guest is made of; the message names it and what to do."""
+class GuestUnavailable(BackendUnavailable):
+    """Something that the guest is made of is not there; the message names it and what to do."""
 
 
 @dataclass(frozen=True)
