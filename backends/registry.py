@@ -231,7 +231,7 @@ def _rdma() -> Diagnosis:
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if found:
         return Diagnosis("rdma", works=True, version=", ".join(found))
-    remedy = "a machine with RDMA NICs and their drivers"
+    remedy = "a machine with RDMA NICs and their drivers, or an emulated one (hw=rdma_guest)"
     return Diagnosis("rdma", works=False, reason=f"no device in {folder}", remedy=remedy)
 
 

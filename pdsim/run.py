@@ -264,7 +264,7 @@ def _target(config: Config, meter: _Meter) -> Iterator[Target]:
         from backends.guest.engines import emulated
 
         meter(0.0, "an emulated machine starts")
-        with emulated(config.backend, device_capacity=host, collective=collective) as target:
+        with emulated(config.backend, host, device_capacity=host, collective=collective) as target:
             yield target
         return
     from backends.launch import Processes

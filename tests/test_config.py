@@ -164,6 +164,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
     [
         ("hw.nic.rate", -1, "hw.nic.rate must be > 0, got -1.0"),
         ("hw.gpus", -1, "hw.gpus must be >= 0, got -1"),
+        ("hw.guest", True, "hw.guest is one host without GPUs, got hw.nodes=1 and hw.gpus=2"),
         ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
         ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),

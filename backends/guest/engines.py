@@ -23,6 +23,9 @@ __all__ = ["ENGINES", "Engines", "GuestTarget", "emulated", "lacking"]
 ENGINES = ("mooncake", "nixl", "mori", "mori_inline")
 """Those that go over RDMA, as ``conf/backend`` names them."""
 
+OWN = 1024
+"""MiB of the guest's memory beside what ranks allocate: for its kernel, its files and their libraries; assumed."""
+
 _MODULES = {"mooncake": "mooncake.engine", "nixl": "nixl_cu13._api"}
 _ENVIRONMENT = {"mooncake": {}, "nixl": {"UCX_NET_DEVICES": f"{DEVICE}:1"}}
 _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
@@ -106,9 +109,9 @@ class GuestTarget:
 
 
 @contextlib.contextmanager
-def emulated(engine: Engine, **options: Any) -> Iterator[GuestTarget]:
-    """Yield a target for *engine* in a guest of its own, which is ended on the way out."""
-    with boot() as guest:
+def emulated(engine: Engine, memory: int, **options: Any) -> Iterator[GuestTarget]:
+    """Yield a target for *engine* in a guest of its own, which has *memory* bytes for ranks; end it on the way out."""
+    with boot(memory=(memory >> 20) + OWN) as guest:
         yield GuestTarget(Engines(guest), engine, **options)
 
 

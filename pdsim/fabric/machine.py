@@ -205,6 +205,8 @@ class Machine:
         not_negative("hw", gpus=self.gpus)
         if self.gpus and self.gpu is None:
             raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
+        if self.guest and (self.gpus or self.nodes > 1):
+            raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
 
     def _check_link(self, link: Wire) -> None:
         if not 2 <= self.nodes <= 250:

@@ -32,7 +32,7 @@ def test_a_measured_run_is_its_own_evidence(tmp_path):
 
 
 def test_what_an_emulated_machine_took_is_no_measurement(tmp_path):
-    proof = gather(make_config(tmp_path, target="real", hw=replace(MACHINE, guest=True)), serving=False)
+    proof = gather(make_config(tmp_path, target="real", hw=replace(MACHINE, gpus=0, guest=True)), serving=False)
     assert (proof.weakest, list(proof.sources)) == ("assumed", ["transfers"])
 
 
