@@ -35,6 +35,7 @@ class Server:
         self.guest = guest
         self.name = name
         self._count = 0
+        self._answer = "done"  # the latest; after another one nobody knows what the next would be about
         self._fifos = f"/run/{name}"
         self._log = guest.folder / f"{name}.log"
         command = shlex.join([*python, "-m", "backends.guest.jobs", self._fifos, name, module])
@@ -51,13 +52,15 @@ class Server:
 
     def run(self, job: object, seconds: float) -> Any:
         """Run *job*, a tuple that `backends.guest.jobs.serve` takes, and return its result or raise its exception."""
+        if self._answer != "done":
+            raise self._failure(f"cannot be used any more, an earlier job having been answered by {self._answer!r}")
         self._count += 1
         place = self.guest.folder / f"{self.name}{self._count}"
         place.mkdir()
         (place / "job").write_bytes(pickle.dumps(job))
-        answer = self.guest.ask(self._fifos, f"{place}/job", seconds)
-        if answer != "done":
-            raise self._failure(f"is not done after {seconds:g} s" if answer == "late" else answer)
+        self._answer = self.guest.ask(self._fifos, f"{place}/job", seconds)
+        if self._answer != "done":
+            raise self._failure(f"is not done after {seconds:g} s" if self._answer == "late" else self._answer)
         result = pickle.loads((place / "result").read_bytes())  # noqa: S301 our own code wrote it, as the same user
         if isinstance(result, Exception):
             raise result
