@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from backends.guest.machine import ADDRESS, DEVICE, PREFIX, GuestFailed, boot
+from backends.guest.server import Server
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(600)]
 
@@ -69,6 +70,30 @@ def test_a_process_that_was_started_is_asked_and_may_be_late(guest):
     echo = "(read heard < /run/asked/jobs; echo you said $heard > /run/asked/answers) > /dev/null 2>&1 &"
     guest.run("sh", "-c", echo, timeout=60)
     assert guest.ask("/run/asked", "hello, and more", timeout=60) == "you said hello, and more"
+
+
+def server(guest, name, script):
+    """Return a server of jobs that is a shell script; ``$2`` is where its FIFOs are."""
+    return Server(guest, name, "none", python=("sh", "-c", script))
+
+
+def test_a_server_of_jobs_that_does_not_start_says_why(guest):
+    with pytest.raises(GuestFailed, match=r"'absent' in the guest ended:\nno such library"):
+        server(guest, "absent", "echo no such library")
+
+
+def test_a_server_of_jobs_that_ends_says_why(guest):
+    dying = server(guest, "dying", "echo ready > $2/answers; read job < $2/jobs; echo it was too much")
+    with pytest.raises(GuestFailed, match=r"'dying' in the guest ended:\nit was too much"):
+        dying.run("a job", seconds=60)
+
+
+def test_after_a_job_that_was_not_done_in_time_a_server_is_not_asked_again(guest):
+    slow = server(guest, "slow", "echo ready > $2/answers; read job < $2/jobs; sleep 2; echo done > $2/answers")
+    with pytest.raises(GuestFailed, match=r"'slow' in the guest is not done after 0\.5 s"):
+        slow.run("a job", seconds=0.5)
+    with pytest.raises(GuestFailed, match="cannot be used any more, an earlier job having been answered by 'late'"):
+        slow.run("another", seconds=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
