@@ -91,15 +91,16 @@ def _concurrency(trial: Trial, options: Options, requests: int) -> None:
         workload=burst(requests, options.tokens),
         kv=replace(trial.config.kv, checked=1, pool=trial.config.kv.pool and POOL),
     )
+    at = f"{requests} requests of {options.tokens} tokens"
     for claim, scale in ((THROUGHPUT, own.compute.scale), (DRAIN, 0.0)):
         found = []
         for name, policy in _policies(own, options.workers):
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
             found.append(trial.run(label, "serve", config, deadline=options.deadline))
-        trial.add(claim, f"{requests} requests", *(value(result, "input_tokens_per_s") for result in found))
+        trial.add(claim, at, *(value(result, "input_tokens_per_s") for result in found))
         if scale:
-            trial.add(TOLD, f"{requests} requests", *(value(result, "transfer_p50_s") for result in found))
+            trial.add(TOLD, at, *(value(result, "transfer_p50_s") for result in found))
 
 
 def _handoffs(trial: Trial, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:

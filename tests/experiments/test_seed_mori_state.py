@@ -36,18 +36,18 @@ def effects(result: Result, machine: str = "2x8xmi300x mori") -> dict[tuple[str,
 def test_inline_posting_serves_no_more_where_the_engine_posts_one_call_after_the_other():
     found = effects(seeded())
     for claim in ("throughput", "drain"):
-        assert found[claim, "20 requests"] == pytest.approx(1.0, rel=1e-2)
+        assert found[claim, "20 requests of 1024 tokens"] == pytest.approx(1.0, rel=1e-2)
 
 
 def test_it_drains_faster_where_an_engine_lets_calls_overlap():
     found = effects(seeded("hw=loopback"), "loopback mooncake_tcp")
-    assert found["drain", "20 requests"] > 1.3
+    assert found["drain", "20 requests of 1024 tokens"] > 1.3
 
 
 def test_what_is_polled_is_told_later_once_another_forward_runs():
     found = effects(seeded())
-    assert found["told", "1 requests"] == pytest.approx(1.0, rel=0.02)
-    assert found["told", "20 requests"] > 1.5
+    assert found["told", "1 requests of 1024 tokens"] == pytest.approx(1.0, rel=0.02)
+    assert found["told", "20 requests of 1024 tokens"] > 1.5
 
 
 def test_state_and_slices_arrive_intact_and_cost_time():
