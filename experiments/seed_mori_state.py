@@ -26,7 +26,6 @@ TCP = Claim("metadata", "metadata over TCP costs a handoff no more than over the
 STATE = Claim("state", "state goes along: handoffs asked for, and those that succeeded", "handoffs", "same")
 SLICES = Claim("slices", "prefill TP > decode TP likewise", "handoffs", "same")
 POOL = 3 << 29  # bytes of a rank's pool, where memory is configured to be little: many requests at once, and state
-
 Rows = dict[tuple[str, int], dict[str, Any]]
 CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)
 
