@@ -115,7 +115,7 @@ class _Wire:
 
         self.streams: Streams | None = None  # of TCP, where the way takes time
         if route.chain is not None:
-            answer = model.latency + model.lanes * model.descriptor
+            answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
             self.streams = route.chain.streams(route.latency, answer, self.rate, model.lanes)
 
     def tail(self, posting: Posting) -> float:

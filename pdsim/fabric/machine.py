@@ -155,6 +155,7 @@ class Wire:
     backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
     initial: int = 10  # segments that a stream sends before the first answer
     window: Size = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
+    filled: float = 5 / 6  # share of the window that is under way when a full stream is cut: 2/3 to 1, by chance
     timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
     changes: tuple[Change, ...] = ()
 
@@ -164,6 +165,8 @@ class Wire:
         )
         positive("hw.link", initial=self.initial, window=self.window, timeout=self.timeout)
         not_negative("hw.link", delay=self.delay, back=self.back)
+        if not 0.0 < self.filled <= 1.0:
+            raise ValueError(f"hw.link.filled must be > 0 and <= 1, got {self.filled}")
         if not 576 <= self.mtu <= 65000:
             raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
 

@@ -31,10 +31,16 @@ QUEUE = 0.4
 Twice as much is under way by then, for an answer is as old as the queue was long.  Measured: when
 probes of cuts at 200 and 300 Mbit/s came; 0.5 if no acknowledgement came late."""
 
-FILLED, WRITABLE = 5 / 6, 2 / 3
-"""Shares of its largest window that a stream has under way on average, and at which its engine is told to write more.
+WRITABLE = 2 / 3
+"""Share of its largest window at which a stream's engine is told to write more.
 
-Published: Linux's sk_stream_is_writeable, a third must be free; the first is halfway from there to all of it."""
+Published: Linux's sk_stream_is_writeable, a third must be free."""
+
+OVERHEAD = 960
+"""Bytes that a segment takes in the send buffer beside its data.
+
+Published: SKB_TRUESIZE(MAX_TCP_HEADER) of Linux.  Assumed: acknowledgements let go of one segment at a time, so that
+each has a buffer of its own."""
 
 PROBE = 2e-3
 """Seconds that a tail loss probe comes after two round trips.  Published: Linux's TCP_TIMEOUT_MIN_US."""
@@ -64,6 +70,7 @@ class Streams:
 
     __slots__ = (
         "_answer",
+        "_filled",
         "_initial",
         "_lanes",
         "_least",
@@ -84,7 +91,8 @@ class Streams:
         self._lanes = lanes
         self._segment = float(wire.segment)
         self._initial = float(wire.initial * wire.segment)
-        self._most = float(wire.window)
+        self._most = wire.window * wire.segment / (wire.segment + OVERHEAD)
+        self._filled = wire.filled
         self._least = wire.timeout  # of what is waited for an answer, without the round trip
         self._timeout = wire.timeout + trip
         self._window = self._initial
@@ -144,12 +152,14 @@ class Streams:
     def _queued(self, now: float) -> tuple[float, float, bool]:
         """Return seconds of bytes under way, the estimated round trip, and whether a few answers make no room for more.
 
-        What is under way grows until it is the largest window, and is less than that by turns from then on.
+        What is under way grows until it is the largest window, and is less than that by turns from then on.  Of what
+        has arrived, the acknowledgements of half a round trip are lost; they are what the first answer makes up for.
         """
         most, queue = self._most / self._rate, QUEUE * self.busy(now)
         if 2.0 * queue < most:
             return 2.0 * queue, self._trip + queue, False
-        return FILLED * most, self._trip + min(queue, FILLED * most), FILLED * most - self._trip > WRITABLE * most
+        filled = self._filled * most
+        return filled, self._trip + min(queue, filled), filled - self._trip / 2.0 > WRITABLE * most
 
     def restart(self) -> float:
         """Return how long a stream waits for acknowledgements until a window of one segment has grown enough."""

@@ -103,7 +103,7 @@ def test_a_change_of_another_hop_concerns_nobody_else():
 
 def test_an_engine_with_lanes_sends_blocks_in_rounds():
     took = run({1: 80}, blocks=8, inter={"lanes": 2})[1][1]
-    rounds = 3 * (6.0 + 0.5 + 2 * 0.25 + 10 / 948) + 2 * 10 / 948
+    rounds = 3 * (6.0 + 2 * 0.25 + 10 / 948) + 2 * 10 / 948
     assert took == pytest.approx(1.0 + 8 * 0.25 + rounds + 0.5 + 6.0)
 
 
@@ -115,6 +115,7 @@ def test_within_a_node_nothing_passes_the_link():
     ("changes", "message"),
     [
         ({"rate": 0.0}, "hw.link.rate must be > 0"),
+        ({"filled": 1.5}, "hw.link.filled must be > 0 and <= 1, got 1.5"),
         ({"mtu": 100}, "hw.link.mtu must be from 576 to 65000 bytes, got 100"),
         ({"rates": (1.0, 2.0)}, "hw.link.rates must have a rate for each of 1 hops, got 2"),
         ({"changes": (Change(kind="cut", start=1, end=2, hop=1),)}, "hop must be < 1, got 1"),

@@ -3,11 +3,12 @@
 import pytest
 
 from pdsim.fabric.machine import Wire
-from pdsim.fabric.tcp import QUEUE, Chain, Streams, late
+from pdsim.fabric.tcp import OVERHEAD, QUEUE, Chain, Streams, late
 
 
 def streams(lanes=0, answer=0.5, rate=100.0, **wire):
     values = {"rate": 1e9, "delay": 1.0, "mtu": 652, "initial": 10, "window": 1 << 40, "timeout": 1.0} | wire
+    values["window"] = values["window"] * (600 + OVERHEAD) // 600  # so that it holds so many bytes of data
     made = Wire(**values)
     return Streams(made, 2.0, answer, rate, lanes)
 
@@ -115,9 +116,15 @@ def test_a_full_buffer_is_taken_to_be_lost_only_after_another_probe():
     assert cut(30.0, 30.0, full) == pytest.approx(fires + 2.0 + 2 * (14.0 * 7 / 8 + (fires + 14.0) / 8) + 0.002)
 
 
-def test_a_full_buffer_of_which_a_round_trip_frees_a_third_sends_new_data_at_once():
-    smooth = 2.0 + 1000 / 100 * 5 / 6
-    assert cut(24.0, 30.0, streams(window=1000)) == pytest.approx(2 * smooth + 0.002 + 1.024 + 1.0 + smooth + 0.128)
+def test_a_full_buffer_of_which_the_answers_of_half_a_round_trip_free_a_third_sends_new_data_at_once():
+    smooth = 2.0 + 500 / 100 * 5 / 6
+    assert cut(15.0, 30.0, streams(window=500)) == pytest.approx(2 * smooth + 0.002 + 0.128 + 1.0 + smooth + 0.128)
+
+
+def test_so_does_one_that_was_not_so_full():
+    assert cut(24.0, 30.0, streams(window=1000)) > 40.0
+    emptier = streams(window=1000, filled=0.7)
+    assert cut(24.0, 30.0, emptier) == pytest.approx(2 * 9.0 + 0.002 + 1.024 + 1.0 + 9.0 + 0.128)
 
 
 @pytest.mark.parametrize(("wait", "more"), [(0.1, 0.002), (0.25, 0.002), (0.26, 0.016), (2.0, 0.016), (2.1, 0.128)])
