@@ -49,6 +49,10 @@ UNSEEN = [
     "rate=800Mbps delay=2ms",
 ]
 VALIDATED = [
+    "rate=120Mbps delay=2ms",
+    "rate=280Mbps delay=3ms",
+    "rate=420Mbps delay=0.9ms",
+    "rate=750Mbps delay=1.6ms",
     "rate=80Mbps delay=4ms",
     "rate=180Mbps delay=10ms",
     "rate=220Mbps delay=3.5ms",

@@ -135,18 +135,24 @@ def _errors(found: Pairs) -> list[float]:
 
 
 def validated(path: Path) -> None:
-    """Print how far off the predictions were that were written before *path* was measured."""
-    found = [(key, [(row, float(row["predicted"])) for row in own]) for key, own in by_link(read(path))]
+    """Print how far off the predictions were that were written before *path* was measured, and today's model is."""
+    rows = [{"blocks": "1", "gap": "0", **row} for row in read(path)]
+    found = [(key, pairs(own)) for key, own in by_link(rows)]
     for backend in BACKENDS:
         found.append(((backend, "all"), [pair for key, own in found if key[0] == backend for pair in own]))
     table = []
     for key, own in found:
-        large = [abs(_error(*pair)) * 100.0 for pair in own if int(pair[0]["size"]) >= LARGE]
-        small = [abs(p - float(row["measured"])) * 1e3 for row, p in own if int(row["size"]) < LARGE]
-        numbers = [statistics.median(large), max(large), statistics.median(small), max(small)]
-        table.append([*key, *(round(number, 2) for number in numbers), own[0][0]["notes"]])
-    columns = {"backend": "", "link": "", "large %": "", "worst %": "", "small ms": "", "worst ms": "", "notes": ""}
-    show_table(Table(f"{path.name}: predicted and measured", columns, table))
+        before = [(row, float(row["predicted"])) for row, _ in own]
+        table.append([*key, *_large_and_small(own), *_large_and_small(before), own[0][0]["notes"]])
+    errors = {"large %": "median error of 1 MiB and more", "worst %": "", "small ms": "of less", "worst ms": ""}
+    columns = {"backend": "", "link": "", **errors, **{f"{name} before": text for name, text in errors.items()}}
+    show_table(Table(f"{path.name}: the model, and predictions of before", columns | {"notes": ""}, table))
+
+
+def _large_and_small(found: Pairs) -> list[float]:
+    large = [abs(_error(*pair)) * 100.0 for pair in found if int(pair[0]["size"]) >= LARGE]
+    small = [abs(p - float(row["measured"])) * 1e3 for row, p in found if int(row["size"]) < LARGE]
+    return [round(n, 2) for n in (statistics.median(large), max(large), statistics.median(small), max(small))]
 
 
 def _error(row: Mapping[str, str], predicted: float) -> float:
