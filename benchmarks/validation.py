@@ -57,7 +57,7 @@ def _again(later: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[st
 def predictions(folders: Sequence[Path]) -> Iterator[str]:
     """Yield the lines about the predictions in *folders* that were made ahead, machine by machine."""
     made = [read(folder / EXPECTED) for folder in folders]
-    for hw in sorted({expected["hw"] for expected in made}):
+    for hw in sorted({expected["hw"] for expected in made}, reverse=True):
         engines = [expected for expected in made if expected["hw"] == hw]
         yield f"### {hw}"
         yield ""
