@@ -57,7 +57,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 7
+VERSION = 8
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -192,6 +192,7 @@ class Destination(Message, frozen=True):
     The first *held* pages of the request are there already: *pages*, and index rows, are those of the rest.
     """
 
+    life: str  # of the prefill instance: this may find the next one
     room: int
     pages: Pages
     slot: int

@@ -192,7 +192,7 @@ class Leader(Holder):
                 reserve = Reserve(self.life, request.room, request.input, pages, slot, state, held)
                 self.send(self.followers, reserve)
                 self.receiver.reserve(reserve)
-            self.send(leader(request.prefill), Destination(request.room, pages, slot, state, held))
+            self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
 
     def _reject(self, room: Room) -> None:
         self._free(room.request.room)

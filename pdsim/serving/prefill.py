@@ -207,7 +207,8 @@ class Leader(Worker):
 
     def _destination(self, _: str, message: Destination) -> None:
         room = self._rooms.get(message.room)
-        if message.room in self._over or (room is not None and (room.failed or room.destination is not None)):
+        late = message.room in self._over or (room is not None and (room.failed or room.destination is not None))
+        if late or message.life != self.life:
             self.ignore()
             return
         if room is None:

@@ -18,6 +18,7 @@ from experiments.faults import Options, run, tries
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
+from pdsim.serving import prefill
 from pdsim.serving.reader import Worker
 from pdsim.serving.writer import Worker as Follower
 from tests.mutants.catalog import patched
@@ -138,5 +139,17 @@ def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_star
         original(self, sender, changed(message, life=self.life))
 
     with patched((mutated(takes_any, Follower, "_forward"),)):
+        assert [violation.invariant for violation in trial.run().violations] == ["I8"]
+    assert not trial.run().violations
+
+
+def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_not_kept_by_the_next():
+    """D8: one of 20,000 scenarios kept where to write a room that its prefill leader would never be given."""
+    trial = Trial(18620, 11, 0.4, frozenset({"late", "slow", "squeezes", "stray", "torn"}))
+
+    def takes_any(original: Any, self: prefill.Leader, sender: str, message: Any) -> None:
+        original(self, sender, changed(message, life=self.life))
+
+    with patched((mutated(takes_any, prefill.Leader, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
