@@ -102,7 +102,7 @@ def test_a_table_of_rates_of_a_node_becomes_times_of_a_batch_of_each_thread(tmp_
 
 def test_what_is_of_no_tool_is_refused_with_the_tools_there_are(tmp_path):
     (tmp_path / "poem.txt").write_text("roses are red\n")
-    with pytest.raises(ConfigError, match=f"is none of {', '.join(FORMATS)}"):
+    with pytest.raises(ConfigError, match=f"does not show which of these it is; say --format {', '.join(FORMATS)}"):
         read(tmp_path / "poem.txt")
 
 

@@ -59,7 +59,7 @@ def test_every_token_is_right_in_either_memory():
 
 
 def test_more_ranks_than_gpus_are_left_out_and_named():
-    result = measure(seed("hw=4xh200"))
+    result = measure(seed("hw=4xh200", "experiment.ranks=[2,4,8]", "experiment.size=[64KiB]"))
     assert "hw=4xh200 has too few GPUs for 8 ranks, left out" in result.notes
     with pytest.raises(ConfigError, match=r"experiment.ranks=\[8\]: hw=4xh200 has 4 GPUs; take fewer ranks"):
         measure(seed("hw=4xh200", "experiment.ranks=[8]"))
