@@ -29,7 +29,7 @@ def expect(config: Config, design: Sequence[Part], folder: Path) -> None:
     """Write what the model says of *design*, and see it safely on disk."""
 
     def predict(of: Config) -> list[Value]:
-        return [value for part in design for value in values(part.experiment, part.run(*_modelled(of, part)))]
+        return [value for part in design for value in values(part.experiment, part.run(*_modelled(of)))]
 
     known = [asdict(value) for value in predicted(config, predict)]
     expected = [{key: item for key, item in value.items() if item not in (None, ())} for value in known]
@@ -47,11 +47,10 @@ def expect(config: Config, design: Sequence[Part], folder: Path) -> None:
     keep(folder / EXPECTED, seal(content))
 
 
-def _modelled(config: Config, part: Part) -> tuple[Config, Model]:
-    """Return what predicts *part*.  Copies of staged blocks name every piece only where memory has contents."""
-    memory = "tracked" if part.experiment == "handoff" else "timing"
-    model = Model(config.hw, config.backend, memory, config.seed, collective=config.collective)
-    return replace(config, target="model", memory=memory), model
+def _modelled(config: Config) -> tuple[Config, Model]:
+    """Return what predicts a part."""
+    model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+    return replace(config, target="model", memory="timing"), model
 
 
 def adopt(config: Config, source: Path, folder: Path) -> list[Part]:

@@ -153,9 +153,12 @@ class Batch:
     Raise `InvalidBatch` if the batch is empty or the lengths differ, if a size is not positive, if a descriptor
     reaches outside its region, or if two targets overlap (engines keep no order among descriptors, so the outcome
     would be chance; sources may overlap).
+
+    *pieces* is how many descriptors it stands for; by default as many as it has.  `Device.copy` on memory without
+    contents is given few that stand for many; nothing else looks at it.  `InvalidBatch` if it is less than there are.
     """
 
-    __slots__ = ("nbytes", "size", "source", "source_offset", "target", "target_offset")
+    __slots__ = ("nbytes", "pieces", "size", "source", "source_offset", "target", "target_offset")
 
     def __init__(
         self,
@@ -164,6 +167,7 @@ class Batch:
         source_offset: npt.ArrayLike,
         target_offset: npt.ArrayLike,
         size: npt.ArrayLike,
+        pieces: int | None = None,
     ) -> None:
         self.source = source
         self.target = target
@@ -185,6 +189,9 @@ class Batch:
         check_inside(target, self.target_offset, self.size, "target")
         check_disjoint(self.target_offset, self.size)
         self.nbytes = int(self.size.sum())
+        self.pieces = count if pieces is None else pieces
+        if self.pieces < count:
+            raise InvalidBatch(f"pieces={pieces} must be >= {count}, the number of descriptors that stand for them")
 
     def __len__(self) -> int:
         """Return the number of descriptors."""
@@ -207,7 +214,7 @@ class Batch:
                 f"{self.target.size}"
             )
         batch = object.__new__(Batch)
-        batch.source, batch.target, batch.nbytes = source, target, self.nbytes
+        batch.source, batch.target, batch.nbytes, batch.pieces = source, target, self.nbytes, self.pieces
         batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
         return batch
 

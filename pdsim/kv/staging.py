@@ -176,8 +176,7 @@ class BlockPlan:
 
     These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both have.
     A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So it is too
-    on memory without contents (*exact* false), of the size of its share: a copy there costs what its bytes cost
-    wherever they lie.
+    on memory without contents (*exact* false), of the size of its share, and stands for its tokens (`Batch.pieces`).
     """
 
     def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int, exact: bool) -> None:
@@ -187,6 +186,7 @@ class BlockPlan:
         self._skip = first * layout.shape.head_bytes
         self._row = heads * layout.shape.head_bytes
         self._runs = not exact or self._row == layout.row
+        self._coarse = self._runs and self._row != layout.row
 
     def nbytes(self, pages: int) -> int:
         """Return the bytes of a block of so many *pages*."""
@@ -195,12 +195,16 @@ class BlockPlan:
     def gather(self, pool: Region, pages: Pages, block: Region, offset: int) -> Batch:
         """Return the batch that copies *pages* into the block at *offset* of region *block*."""
         lies, within, size = self._pieces(pages)
-        return Batch(pool, block, lies, within + offset if offset else within, size)
+        return Batch(pool, block, lies, within + offset if offset else within, size, self._tokens(size))
 
     def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
         """Return the batch that copies the block at *offset* of region *block* into *pages*."""
         lies, within, size = self._pieces(pages)
-        return Batch(block, pool, within + offset if offset else within, lies, size)
+        return Batch(block, pool, within + offset if offset else within, lies, size, self._tokens(size))
+
+    def _tokens(self, size: Int64s) -> int | None:
+        """Return how many pieces those of *size* stand for: where they are runs of tokens, one a token and plane."""
+        return int(size.sum()) // self._row if self._coarse else None
 
     def _pieces(self, pages: Pages) -> tuple[Int64s, Int64s, Int64s]:
         """Return of each piece: offset in the pool, offset in the block, size.

@@ -49,13 +49,23 @@ def test_staging_moves_the_same_bytes_as_slicing(prefill: int, decode: int, head
             assert staged.any()
 
 
-def test_without_contents_a_copy_has_a_descriptor_a_run_and_plane_and_as_many_bytes():
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+def test_without_contents_a_copy_has_a_descriptor_a_run_and_plane_and_stands_for_the_pieces_of_one_with(
+    prefill: int, decode: int, copy: str
+):
     shape = KvShape(layers=2, heads=4, head_bytes=8)
-    layouts = KvLayout(shape, 1, 2, 8, 1), KvLayout(shape, 2, 2, 6, 1)
-    exact, coarse = (block_plans(*layouts, HeadSlice(2, 0, 2), exact=exact)[0] for exact in (True, False))
-    batches = [plan.gather(region(1 << 20), SOURCE_PAGES, region(1 << 20), 0) for plan in (exact, coarse)]
-    assert [len(batch) for batch in batches] == [4 * 6, 4 * 2]
-    assert len({batch.nbytes for batch in batches}) == 1
+    layouts = KvLayout(shape, prefill, 2, 8, 1), KvLayout(shape, decode, 2, 6, 1)
+    batches = []
+    for exact in (True, False):
+        gather, scatter = block_plans(*layouts, HeadSlice(0, 0, 2), exact=exact)
+        pool, block = region(1 << 20), region(1 << 20)
+        arguments = (pool, SOURCE_PAGES, block, 16) if copy == "gather" else (block, 16, pool, TARGET_PAGES)
+        batches.append(getattr(gather if copy == "gather" else scatter, copy)(*arguments))
+    named, coarse = batches
+    assert len(coarse) == 4 * 2
+    assert named.pieces == coarse.pieces == len(named)
+    assert named.nbytes == coarse.nbytes
 
 
 def test_a_side_of_which_the_block_has_all_heads_moves_runs_of_pages_and_the_other_tokens():
