@@ -1,4 +1,4 @@
-"""Which processors each rank of a job stays on, and how long a thread keeps one."""
+"""Which processors each rank of a job stays on, which of them is quick now, and how long a thread keeps one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from pdsim.transfer import RankSpec
 
-__all__ = ["LEAST", "keep_for", "shares"]
+__all__ = ["LEAST", "QuickProcessor", "keep_for", "pace", "shares"]
 
 LEAST = 4
 """Processors of a rank: for its program, its engine's threads and its driver's.  With fewer, ranks may roam."""
+
+SLOWER = 1.3
+"""Times the shortest `pace` seen, above which a processor is left: undisturbed ones differ by a tenth, those that share
+their core with somebody else's thread take 1.6 to 2.0 (docs/validation.md)."""
+
+EVERY = 20e-3
+"""Seconds between two looks of an idle thread: processors change between quick and slow after 0.1 to 0.4 s."""
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call
 _ATTRIBUTES = struct.Struct("=IIQiIQQQII")  # of version 1: size, policy, flags, nice, 0, slice in ns, and five 0
@@ -31,6 +40,55 @@ def shares(ranks: Sequence[RankSpec]) -> dict[str, list[int]]:
     if each < LEAST or all(spec.place.gpu is None for spec in ranks):
         return {}
     return {spec.name: here[index * each : (index + 1) * each] for index, spec in enumerate(ranks)}
+
+
+def pace() -> float:
+    """Return the seconds that a fixed piece of Python takes on this processor now: about 10 us."""
+    shortest, total = float("inf"), 0
+    for _ in range(2):  # an interrupt meets one of them
+        began = time.perf_counter()
+        for index in range(250):
+            total += index & 7
+        shortest = min(shortest, time.perf_counter() - began)
+    return shortest
+
+
+class QuickProcessor:
+    """Takes the calling thread to one of *processors* that is not slowed down by what nobody here can see.
+
+    On a virtual machine a processor may be one of the two threads of a core, whose other thread works for another
+    machine: it is half as quick for as long as that lasts.  No counter of the guest tells, but a fixed piece of work
+    does.  The thread is moved and not bound, so that the scheduler may still take it elsewhere and threads that it
+    starts may run on all of *processors*.
+    """
+
+    def __init__(self, processors: Sequence[int], measure: Callable[[], float] = pace) -> None:
+        self._processors = deque(processors)
+        self._measure = measure
+        self._shortest = float("inf")
+        self._tried = 0  # in a row, all of them slow
+        for processor in processors:
+            self._move(processor)
+            self._shortest = min(self._shortest, measure())
+
+    def look(self) -> float:
+        """Measure this processor and go to the next if it is slow; return in how many seconds to look again.
+
+        That is at once after a move, unless all have been tried: then this one is as good as any.
+        """
+        now = self._measure()
+        self._shortest = min(self._shortest, now)
+        if now <= SLOWER * self._shortest or self._tried == len(self._processors):
+            self._tried = 0
+            return EVERY
+        self._tried += 1
+        self._processors.rotate(-1)
+        self._move(self._processors[0])
+        return 0.0
+
+    def _move(self, processor: int) -> None:
+        os.sched_setaffinity(0, {processor})
+        os.sched_setaffinity(0, self._processors)
 
 
 def keep_for(seconds: float) -> None:

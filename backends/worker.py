@@ -19,6 +19,7 @@ from backends.device import RealDevice
 from backends.group import RealGroups
 from backends.host import HostDevice
 from backends.libraries import library
+from backends.processors import QuickProcessor
 from backends.registry import load
 from pdsim.clock import WallClock
 from pdsim.errors import ConfigError, PdsimError
@@ -174,6 +175,8 @@ def _prepare(start: wire.Start) -> tuple[WallClock, Rank, Records, Any]:
     program = getattr(importlib.import_module(module), function, None)
     if program is None:
         raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
+    if start.processors:  # now that the libraries' threads run: those of a core are slow while it spins
+        clock.idle = QuickProcessor(start.processors).look
     channel = ZmqChannel(clock, start.name, start.bind)
     rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
     if start.collective is not None:

@@ -205,6 +205,9 @@ class WallClock(Clock):
     Between events it polls its sources, and sleeps until the next event or until a source's descriptor is readable.
     Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a pause for the
     first *spin* seconds, because a completion is most often near.
+
+    `idle`, if it is set, is called instead of a sleep of a millisecond or more, and returns the seconds to sleep at
+    most before it is called again.
     """
 
     virtual = False
@@ -216,6 +219,7 @@ class WallClock(Clock):
         self.nap = nap
         self._sources: tuple[Source, ...] = ()  # replaced, never changed: a poll may watch and unwatch
         self._calls: deque[Callable[[], None]] = deque()
+        self.idle: Callable[[], float] | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -298,6 +302,8 @@ class WallClock(Clock):
                 poller.register(fd, select.POLLIN)
             elif source.busy():
                 until = min(until, self.nap)
+        if until >= 1e-3 and self.idle is not None:
+            until = min(until, self.idle())
         if until < 1e-3:  # poll(2) counts whole milliseconds
             if until > 0:
                 time.sleep(min(until, self.nap))

@@ -332,6 +332,33 @@ class TestWallClock:
         wall.run(until=event)
         assert time.monotonic() - start < 0.9
 
+    def test_calls_what_is_for_idle_times_as_often_as_that_asks_for(self, wall, log):
+        def idle():
+            log.append(wall.now)
+            return [0.0, 0.0, 0.01, 10.0][len(log) - 1]
+
+        wall.idle = idle
+        wall.run(until=wall.timeout(0.1))
+        assert len(log) == 4
+        assert log[3] - log[2] >= 0.01
+
+    def test_is_not_idle_while_it_waits_for_less_than_a_millisecond_or_for_a_busy_source(self, wall, log):
+        class Busy:
+            def poll(self):
+                return False
+
+            def fileno(self):
+                return None
+
+            def busy(self):
+                return True
+
+        wall.idle = lambda: log.append("idle") or 1.0
+        wall.run(until=wall.timeout(0.5e-3))
+        wall.watch(Busy())
+        wall.run(until=wall.timeout(0.01))
+        assert log == []
+
     def test_forgets_a_source(self, wall, pipe):
         wall.unwatch(pipe)
         wall.unwatch(pipe)

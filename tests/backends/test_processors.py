@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from backends.processors import keep_for, shares
+from backends.processors import EVERY, QuickProcessor, keep_for, pace, shares
 from pdsim.transfer import Place, RankSpec
 
 
@@ -67,3 +67,50 @@ def test_a_thread_that_keeps_its_processor_for_longer_hands_that_on_and_stays_as
         pytest.skip("this kernel has no slices of threads")
     assert found[1:] == [(3, 10_000_000), (3, 10_000_000)]
     assert attributes() == before
+
+
+@pytest.fixture
+def roaming():
+    """Leave this thread with the processors that it had."""
+    before = os.sched_getaffinity(0)
+    yield sorted(before)
+    os.sched_setaffinity(0, before)
+
+
+def current():
+    return ctypes.CDLL(None).sched_getcpu()
+
+
+def slow_on(*processors):
+    return lambda: 2.0 if current() in processors else 1.0
+
+
+def test_an_idle_thread_goes_on_until_it_is_on_a_quick_processor_and_may_still_use_all(roaming):
+    if len(roaming) < 2:
+        pytest.skip("one processor is all there is")
+    first, second, *_ = roaming
+    quick = QuickProcessor([first, second], slow_on(first))
+    os.sched_setaffinity(0, {first})
+    waits = []
+    while not waits or not waits[-1]:
+        waits.append(quick.look())
+    assert current() == second
+    assert waits[-2:] == [0.0, EVERY]
+    assert os.sched_getaffinity(0) == {first, second}
+
+
+def test_a_thread_stays_where_it_is_quick(roaming):
+    os.sched_setaffinity(0, {roaming[-1]})
+    quick = QuickProcessor([roaming[-1]], slow_on())
+    assert [quick.look(), quick.look()] == [EVERY, EVERY]
+
+
+def test_where_all_are_slower_than_they_were_it_tries_each_once_and_rests(roaming):
+    measured = iter([1.0, 1.1] + [2.0] * 6)
+    quick = QuickProcessor((roaming * 2)[:2], lambda: next(measured))
+    assert [quick.look() for _ in range(6)] == [0.0, 0.0, EVERY, 0.0, 0.0, EVERY]
+
+
+def test_the_pace_is_the_time_of_a_fixed_piece_of_work():
+    measured = sorted(pace() for _ in range(20))
+    assert 0 < measured[0] <= measured[10] < 1.0
