@@ -8,7 +8,6 @@ only receive do not have that problem.
 from __future__ import annotations
 
 import contextlib
-import select
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,13 +37,9 @@ class Inbox:
         self.uri = f"tcp://{bind}:{port}"
         self._fd = int(self._socket.FD)
         self._deliver = deliver
-        self._readable = select.poll()
-        self._readable.register(self._fd, select.POLLIN)
 
     def poll(self) -> bool:
         """Deliver everything that has arrived."""
-        if not self._readable.poll(0):  # a quarter of what asking ZeroMQ costs
-            return False
         found = False
         while not self._socket.closed and self._socket.get(self._events) & self._pollin:
             self._deliver(self._socket.recv_multipart())

@@ -21,6 +21,7 @@ class Completions:
         self._clock = clock
         self._cuda = cuda
         self._waiting: dict[int, deque[tuple[int, Done]]] = {}  # by stream: events, oldest first
+        self._queues: tuple[deque[tuple[int, Done]], ...] = ()  # the same: replaced, never changed, for `poll`
         self._spare: list[int] = []  # events that nobody waits for
         clock.watch(self)
 
@@ -28,27 +29,29 @@ class Completions:
         """Call *done* once all that *stream* has been given so far has ended, with the error if it failed."""
         event = self._spare.pop() if self._spare else self._cuda.event()
         self._cuda.record(event, stream)
-        self._waiting.setdefault(stream, deque()).append((event, done))
+        waiting = self._waiting.get(stream)
+        if waiting is None:
+            waiting = self._waiting[stream] = deque()
+            self._queues = (*self._queues, waiting)
+        waiting.append((event, done))
 
     def poll(self) -> bool:
         """Call what is due."""
         found = False
-        for stream in tuple(self._waiting):
-            while (waiting := self._waiting.get(stream)) and (outcome := self._outcome(waiting[0][0])) is not None:
-                event, done = waiting.popleft()
+        for waiting in self._queues:
+            while waiting:
+                event, done = waiting[0]
+                error = None
+                try:
+                    if not self._cuda.happened(event):
+                        break
+                except TransferFailed as failure:
+                    error = failure.with_traceback(None)  # or it would hold this frame, which holds it
+                waiting.popleft()
                 self._spare.append(event)
-                if not waiting:
-                    del self._waiting[stream]
-                done(*outcome)
+                done(error)
                 found = True
         return found
-
-    def _outcome(self, event: int) -> tuple[TransferFailed | None] | None:
-        """Return how the work before *event* ended, or None while it has not."""
-        try:
-            return (None,) if self._cuda.happened(event) else None
-        except TransferFailed as error:
-            return (error,)
 
     def fileno(self) -> None:
         """Return None: the driver has no descriptor for it."""
@@ -56,9 +59,10 @@ class Completions:
 
     def busy(self) -> bool:
         """Return whether anything is waited for."""
-        return bool(self._waiting)
+        return any(self._queues)
 
     def close(self) -> None:
         """Wait for nothing any more."""
         self._clock.unwatch(self)
         self._waiting.clear()
+        self._queues = ()

@@ -36,7 +36,7 @@ _OUT_OF_MEMORY, _NOT_READY = 2, 600
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses tell
 _NON_BLOCKING, _NO_TIMING, _LAZY_PEER_ACCESS, _STREAM_ORDER = 1, 2, 1, 1
 
-Uint64s = npt.NDArray[np.uint64]
+_Int64s = npt.NDArray[np.int64]
 
 
 class _Handle(ctypes.Structure):
@@ -64,6 +64,8 @@ class Cudart:
             if function is not None:
                 function.argtypes, function.restype = types, c_int
                 self._function[name] = function
+        self._copy = self._function["cudaMemcpyAsync"]  # called for every transfer, or over and over
+        self._record, self._query = self._function["cudaEventRecord"], self._function["cudaEventQuery"]
         library.cudaGetErrorString.restype = c_char_p
         version = c_int()
         self._call("cudaRuntimeGetVersion", byref(version))
@@ -165,25 +167,28 @@ class Cudart:
 
     def record(self, event: int, stream: int) -> None:
         """Have *event* happen after the work that *stream* has been given so far."""
-        self._call("cudaEventRecord", event, stream)
+        if code := self._record(event, stream):
+            self._check("cudaEventRecord", code)
 
     def happened(self, event: int) -> bool:
         """Return whether *event* has happened.  Raise `TransferFailed` if work before it has failed."""
-        code = self._function["cudaEventQuery"](event)
+        code = self._query(event)
         if code == _NOT_READY:
             return False
-        self._check("cudaEventQuery", code)
+        if code:
+            self._check("cudaEventQuery", code)
         return True
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Give *stream* one copy, wherever the addresses are."""
-        self._call("cudaMemcpyAsync", target, source, size, _DEFAULT_KIND, stream)
+        if code := self._copy(target, source, size, _DEFAULT_KIND, stream):
+            self._check("cudaMemcpyAsync", code)
 
-    def copy_batch(self, targets: Uint64s, sources: Uint64s, sizes: Uint64s, stream: int) -> None:
-        """Give *stream* a copy for each *i*, in one call where the library has it: arrays of shape (n,)."""
-        if not self._batches or len(sizes) == 1:
+    def copy_batch(self, targets: _Int64s, sources: _Int64s, sizes: _Int64s, stream: int) -> None:
+        """Give *stream* a copy for each *i*, in one call where the library has it: contiguous arrays of shape (n,)."""
+        if not self._batches:
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self.copy(target, source, size, stream)
             return

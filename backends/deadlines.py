@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Mapping
 
 from simpy.events import Event
 
@@ -16,21 +14,18 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """Calls *expire* with each transfer that is neither complete nor failed when its time is over."""
+    """Calls *expire* with each of *flights*, which are neither complete nor failed, when its time is over."""
 
-    def __init__(self, clock: WallClock, expire: Callable[[Flight], None]) -> None:
+    def __init__(self, clock: WallClock, flights: Mapping[Flight, None], expire: Callable[[Flight], None]) -> None:
         self._clock = clock
+        self._flights = flights
         self._expire = expire
-        self._heap: list[tuple[float, int, Flight]] = []
-        self._sequence = count()
         self._next = math.inf  # the earliest time for which a check is scheduled
 
     def watch(self, flight: Flight) -> None:
         """Look at *flight* when its timeout has passed."""
-        at = flight.submitted + flight.timeout
-        heapq.heappush(self._heap, (at, next(self._sequence), flight))
-        if at < self._next:
-            self._schedule(at)
+        if flight.deadline < self._next:
+            self._schedule(flight.deadline)
 
     def _schedule(self, at: float) -> None:
         self._next = at
@@ -39,12 +34,10 @@ class Deadlines:
         event.callbacks.append(self._check)
 
     def _check(self, _: Event) -> None:
-        self._next = math.inf
-        while self._heap:
-            at, _sequence, flight = self._heap[0]
-            if not flight.triggered and at > self._clock.now:
-                self._schedule(at)
-                return
-            heapq.heappop(self._heap)
-            if not flight.triggered:
-                self._expire(flight)
+        """Expire what is due, and wait for the next: transfers seldom last until a check, so there are few to ask."""
+        self._next, now = math.inf, self._clock.now
+        due = [flight for flight in self._flights if flight.deadline <= now]
+        for flight in sorted(due, key=lambda flight: flight.deadline):
+            self._expire(flight)
+        if self._flights:
+            self._schedule(min(flight.deadline for flight in self._flights))

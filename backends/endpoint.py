@@ -31,7 +31,7 @@ from backends.identity import is_dead
 from backends.lending import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back
 from backends.link import Line, Link
 from backends.state import FORMAT, Address, Entry, Flight, PeerState
-from pdsim.clock import Mailbox, WallClock, fire
+from pdsim.clock import Mailbox, WallClock
 from pdsim.errors import (
     InvalidBatch,
     PeerLost,
@@ -93,7 +93,7 @@ class RealEndpoint(ABC):
         self._peers: dict[bytes, PeerState] = {}  # by token
         self._flights: dict[Flight, None] = {}  # neither complete nor failed
         self._quarantine: dict[Flight, None] = {}  # failed and moving
-        self._deadlines = Deadlines(clock, self._expire)
+        self._deadlines = Deadlines(clock, self._flights, self._expire)
         self._epoch = 0
         self._lending = Lending(device)
         self._closed = False
@@ -259,12 +259,11 @@ class RealEndpoint(ABC):
         label: str,
     ) -> Flight:
         self._check_open()
-        state = self._checked(operation, peer, local, remote)
-        flight = Flight(self.clock, batch, label, operation, state, self._own(local), remote)
-        flight.notify = notify
-        flight.timeout = self.settings.timeout if timeout is None else timeout
-        if flight.timeout <= 0:
+        state, entry = self._checked(operation, peer, local, remote), self._own(local)
+        seconds = self.settings.timeout if timeout is None else timeout
+        if seconds <= 0:
             raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+        flight = Flight(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
         self._flights[flight] = None
         flight.local.moving += 1
         state.moving[remote.name] += 1
@@ -380,7 +379,7 @@ class RealEndpoint(ABC):
             batch.source.owner,
             batch.target.owner,
             batch.nbytes,
-            len(batch),
+            len(batch.size),
             flight.submitted,
             flight.prepared,
             flight.posted,
@@ -396,14 +395,12 @@ class RealEndpoint(ABC):
             flight.fail(result)
 
     def _settle(self, flight: Flight) -> None:
-        if flight.settled.callbacks:
-            flight.settled.succeed()
-        else:
-            fire(flight.settled)  # nobody waits: no turn of the clock for it
+        flight.settle()
         flight.local.moving -= 1
         peer = flight.peer
         peer.moving[flight.remote.name] -= 1
-        give_back(self.link, peer, self._forget)
+        if peer.owed:
+            give_back(self.link, peer, self._forget)
 
     def _announce(self, flight: Flight) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""

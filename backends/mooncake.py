@@ -32,7 +32,6 @@ import math
 import queue
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -128,7 +127,9 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_LOG_LEVEL": "INFO",
         }
         prepare(self.settings.name, {**self._way.environment, **options}, defaults)
-        self._native = self._library().TransferEngine()
+        native = self._native = self._library().TransferEngine()
+        self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
+        self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
         with captured_stderr() as log:
             code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
         text = log()
@@ -189,20 +190,11 @@ class MooncakeEndpoint(RealEndpoint):
 
     def _post(self, flight: Flight) -> None:
         batch = flight.batch
-        near, far = (
-            (batch.source_offset, batch.target_offset)
-            if flight.operation == "write"
-            else (batch.target_offset, batch.source_offset)
-        )
-        flight.handle = (
-            (near + flight.local.region.address).tolist(),
-            (far + flight.remote.address).tolist(),
-            batch.size.tolist(),
-        )
+        flight.handle = flight.blocks()
         flight.prepared = self.clock.now
         if not self._way.gpu_only:
             self._queue(flight.peer).put(flight)
-        elif batch.nbytes <= SMALL and len(batch) <= FEW and not self._tickets:
+        elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
             self._at_once(flight)
         else:
             flight.peer.handle.waiting.append(flight)
@@ -212,10 +204,8 @@ class MooncakeEndpoint(RealEndpoint):
 
     def _at_once(self, flight: Flight) -> None:
         """Do what is over sooner than the clock would have come to ask for it."""
-        posted = time.monotonic()
-        call = getattr(self._native, f"batch_transfer_sync_{flight.operation}")
-        code = call(flight.peer.handle.session, *flight.handle)
-        self._finish(flight, code, posted, time.monotonic())
+        code = self._sync[flight.operation](flight.peer.handle.session, *flight.handle)
+        self._finish(flight, code, flight.prepared, self.clock.now)
 
     def _go_on(self, session: _Session) -> None:
         """Post what waits for *session*, as far as it may be under way at once."""
@@ -224,27 +214,27 @@ class MooncakeEndpoint(RealEndpoint):
             if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
                 self._stopped(flight)
                 continue
-            self.device.enter()
-            ticket = getattr(self._native, f"batch_transfer_async_{flight.operation}")(session.session, *flight.handle)
+            ticket = self._async[flight.operation](session.session, *flight.handle)
+            flight.posted = self.clock.now
             if ticket:
-                flight.posted = self.clock.now
                 self._tickets[flight] = ticket
                 session.under_way += 1
             else:
-                self._finish(flight, None, time.monotonic(), time.monotonic())
+                self._finish(flight, None, flight.posted, flight.posted)
 
     def poll(self) -> bool:
         """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
         codes: dict[Flight, int] = {}
-        while ended := self._ended():
+        while self._tickets and (ended := self._ended()):
             codes |= ended
+        if not codes:
+            return False
         for flight, code in codes.items():
             flight.peer.handle.under_way -= 1
-            at = time.monotonic()
-            self._finish(flight, 0 if code == _MOVED else code, flight.posted + self.clock.origin, at)
+            self._finish(flight, 0 if code == _MOVED else code, flight.posted, self.clock.now)
         for session in {flight.peer.handle for flight in codes}:
             self._go_on(session)
-        return bool(codes)
+        return True
 
     def _ended(self) -> dict[Flight, int]:
         """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
@@ -280,20 +270,18 @@ class MooncakeEndpoint(RealEndpoint):
         self.device.enter()
         keep_for(SLICE)
         while (flight := work.get()) is not None:
-            posted = time.monotonic()
             if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
                 self.clock.call(partial(self._stopped, flight))
                 continue
-            name = "batch_transfer_async_" + flight.operation
-            ticket = getattr(self._native, name)(flight.peer.handle.session, *flight.handle)
-            posted = time.monotonic()
+            ticket = self._async[flight.operation](flight.peer.handle.session, *flight.handle)
+            posted = self.clock.now
             code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-            self.clock.call(partial(self._finish, flight, code, posted, time.monotonic()))
+            self.clock.call(partial(self._finish, flight, code, posted, self.clock.now))
 
-    def _finish(self, flight: Flight, code: int | None, posted: float, ended: float) -> None:
-        """Take what the engine says of *flight*; *code* is None if it was not even taken."""
+    def _finish(self, flight: Flight, code: int | None, posted: float, at: float) -> None:
+        """Take what the engine said of *flight* at the time *at*; *code* is None if it was not even taken."""
         flight.handle = None
-        flight.posted, at = posted - self.clock.origin, ended - self.clock.origin
+        flight.posted = posted
         if code == 0:
             self._complete(flight, at)
         else:
@@ -308,7 +296,7 @@ class MooncakeEndpoint(RealEndpoint):
         if idle:
             for worker in self._workers:
                 worker.join()
-            del self._native
+            del self._native, self._sync, self._async
 
 
 def _positive_int(text: str, name: str) -> int:

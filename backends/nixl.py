@@ -26,6 +26,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,9 @@ class NixlEndpoint(RealEndpoint):
         if peer not in self._announced:
             self.link.send(peer.line, _ACTIVE)
         self._announced[peer] = self.clock.now
-        near, far = (
-            (batch.source_offset, batch.target_offset)
-            if flight.operation == "write"
-            else (batch.target_offset, batch.source_offset)
-        )
+        near, far = batch.source_offset, batch.target_offset
+        if flight.operation == "read":
+            near, far = far, near
         try:
             flight.handle = self._agent.initialize_xfer(
                 flight.operation.upper(),
@@ -189,9 +188,10 @@ class NixlEndpoint(RealEndpoint):
             self._ended(flight, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
-        memory, _, number = region.device.partition(":")
-        rows = _rows(offset, region.address, size, int(number or 0))
-        return self._agent.get_xfer_descs(rows, "VRAM" if memory == "cuda" else "DRAM")
+        memory, number = _place(region.device)
+        if len(size) == 1:  # arrays would take longer than all else here
+            return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
+        return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
 
     def _ended(self, flight: Flight, state: str) -> None:
         del self._posted[flight]
@@ -291,6 +291,13 @@ class NixlEndpoint(RealEndpoint):
     def _on_lost(self, line: Line) -> None:
         self._inbound.discard(line)
         super()._on_lost(line)
+
+
+@cache
+def _place(device: str) -> tuple[str, int]:
+    """Return how NIXL names the kind of *device*, and its number."""
+    kind, _, number = device.partition(":")
+    return "VRAM" if kind == "cuda" else "DRAM", int(number or 0)
 
 
 def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from backends.cuda import CudaBuffer, CudaDevice
 from backends.device import RealBuffer
@@ -55,7 +54,8 @@ class _Partner:
     here: bool  # in this very process, where an address means the same
     stream: int
     handles: dict[str, bytes]  # of its regions now
-    mapped: dict[_Mapping, int] = field(default_factory=dict)  # addresses
+    starts: dict[str, int] = field(default_factory=dict)  # where these are mapped
+    mapped: dict[_Mapping, int] = field(default_factory=dict)  # addresses of all that is
     moving: int = 0  # copies that the stream has not ended
 
 
@@ -114,10 +114,9 @@ class NvlinkEndpoint(RealEndpoint):
         if partner is None:
             stream = self._gpu.cuda.stream() if isinstance(self.device, CudaDevice) else 0
             partner = self._partners[shared.token] = _Partner(shared.process == myself(), stream, shared.handles)
-        partner.handles = shared.handles
         if isinstance(self.device, CudaDevice) and not partner.here:
-            for name, handle in shared.handles.items():
-                self._map(partner, _Mapping(name, handle))
+            partner.starts = {name: self._map(partner, _Mapping(name, shared.handles[name])) for name in shared.handles}
+        partner.handles = shared.handles
         return partner
 
     def _map(self, partner: _Partner, what: _Mapping) -> int:
@@ -132,6 +131,7 @@ class NvlinkEndpoint(RealEndpoint):
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)
+            partner.starts.pop(region, None)
         for what in [what for what in partner.mapped if what.region == region]:
             if partner.handles.get(region) != what.handle:
                 self._gpu.cuda.unmap(partner.mapped.pop(what))
@@ -146,21 +146,21 @@ class NvlinkEndpoint(RealEndpoint):
     def _post(self, flight: Flight) -> None:
         partner: _Partner = flight.peer.handle
         region, batch = flight.remote, flight.batch
-        there = region.address
-        if not partner.here:
-            there = self._map(partner, _Mapping(region.name, partner.handles[region.name]))
+        there = region.address if partner.here else partner.starts[region.name]
         here = flight.local.region.address
         source, target = (here, there) if flight.operation == "write" else (there, here)
         try:
             if self._gather is not None:
                 flight.prepared = self.clock.now
                 self._gather.copy(source, target, batch, partner.stream)
-            else:
-                sources = (batch.source_offset + source).astype(np.uint64)
-                targets = (batch.target_offset + target).astype(np.uint64)
-                sizes = batch.size.astype(np.uint64)
+            elif len(batch.size) == 1:
+                source, target = source + batch.source_offset.item(), target + batch.target_offset.item()
                 flight.prepared = self.clock.now
-                self._gpu.cuda.copy_batch(targets, sources, sizes, partner.stream)
+                self._gpu.cuda.copy(target, source, batch.nbytes, partner.stream)
+            else:
+                sources, targets = batch.source_offset + source, batch.target_offset + target
+                flight.prepared = self.clock.now
+                self._gpu.cuda.copy_batch(targets, sources, batch.size, partner.stream)
         except TransferFailed as error:
             self._break(flight, error, moving=True)  # of its descriptors some may have been taken
         flight.posted = self.clock.now

@@ -62,14 +62,38 @@ class Flight(Transfer):
     """A transfer and where it stands."""
 
     def __init__(
-        self, clock: WallClock, batch: Batch, label: str, operation: str, peer: PeerState, local: Entry, remote: Region
+        self,
+        clock: WallClock,
+        batch: Batch,
+        label: str,
+        operation: str,
+        peer: PeerState,
+        local: Entry,
+        remote: Region,
+        notify: bytes,
+        timeout: float,
     ) -> None:
         super().__init__(clock, batch, label)
         self.operation = operation
         self.peer = peer
         self.local = local
         self.remote = remote
-        self.notify = b""
+        self.notify = notify
+        self.timeout = timeout
         self.submitted = self.prepared = self.posted = clock.now
-        self.timeout = 0.0
         self.handle: Any = None  # the engine's own
+
+    @property
+    def deadline(self) -> float:
+        """When it is no longer waited for, on the clock."""
+        return self.submitted + self.timeout
+
+    def blocks(self) -> tuple[list[int], list[int], list[int]]:
+        """Return where each block starts here and, as the peer says, there, and its bytes."""
+        batch, here, there = self.batch, self.local.region.address, self.remote.address
+        near, far = batch.source_offset, batch.target_offset
+        if self.operation == "read":
+            near, far = far, near
+        if len(batch.size) == 1:  # arrays would take ten times as long
+            return [near.item() + here], [far.item() + there], [batch.nbytes]
+        return (near + here).tolist(), (far + there).tolist(), batch.size.tolist()

@@ -130,7 +130,10 @@ def bare_nixl(rank: Rank, peer: Peer) -> Callable[[Batch], float]:
 
     def rows(at: Any, batch: Batch, where: Region) -> Any:
         memory, _, number = where.device.partition(":")
-        table = np.stack([at, batch.size, np.full_like(at, int(number or 0))], axis=1).astype(np.uint64)
+        device = int(number or 0)
+        table: Any = [(at.item(), batch.size.item(), device)] if len(at) == 1 else None
+        if table is None:
+            table = np.stack([at, batch.size, np.full_like(at, device)], axis=1).astype(np.uint64)
         return agent.get_xfer_descs(table, "VRAM" if memory == "cuda" else "DRAM")
 
     def write(batch: Batch) -> float:
@@ -157,8 +160,11 @@ def bare_cuda(rank: Rank, peer: Peer) -> Callable[[Batch], float]:
 
     def write(batch: Batch) -> float:
         start = time.perf_counter()
-        targets, sources = batch.target_offset + there, batch.source_offset + batch.source.address
-        cuda.copy_batch(*(array.astype(np.uint64) for array in (targets, sources, batch.size)), stream)
+        here = batch.source.address
+        if len(batch.size) == 1:
+            cuda.copy(there + batch.target_offset.item(), here + batch.source_offset.item(), batch.nbytes, stream)
+        else:
+            cuda.copy_batch(batch.target_offset + there, batch.source_offset + here, batch.size, stream)
         cuda.record(event, stream)
         while not cuda.happened(event):
             pass

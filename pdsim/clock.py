@@ -8,12 +8,11 @@ Neither knows what is transferred or computed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from heapq import heappush as _heappush
 from typing import Any, Protocol
 
@@ -193,7 +192,10 @@ class Source(Protocol):
         """Trigger the events whose time has come, without blocking; return whether there were any."""
 
     def fileno(self) -> int | None:
-        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell."""
+        """Return a descriptor that becomes readable when `poll` has work, or None if only polling can tell.
+
+        The clock asks once, when it is told to watch.
+        """
 
     def busy(self) -> bool:
         """Return whether a source without a descriptor has anything outstanding, so that it must be polled often."""
@@ -202,9 +204,10 @@ class Source(Protocol):
 class WallClock(Clock):
     """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
 
-    Between events it polls its sources, and sleeps until the next event or until a source's descriptor is readable.
+    Between events it looks at its sources, and sleeps until the next event or until a source's descriptor is readable.
     Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a pause for the
-    first *spin* seconds, because a completion is most often near.
+    first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for readable
+    descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
 
     `idle`, if it is set, is called instead of a sleep of a millisecond or more, and returns the seconds to sleep at
     most before it is called again.
@@ -217,12 +220,15 @@ class WallClock(Clock):
         self.origin = time.monotonic() if origin is None else origin
         self.spin = spin
         self.nap = nap
-        self._sources: tuple[Source, ...] = ()  # replaced, never changed: a poll may watch and unwatch
+        # both are replaced, never changed: a poll may watch and unwatch
+        self._polled: tuple[Source, ...] = ()  # sources without a descriptor
+        self._told: dict[Source, int] = {}  # the others' descriptors
+        self._listen_at = 0.0  # when to ask the kernel again, on the system's clock
         self._calls: deque[Callable[[], None]] = deque()
         self.idle: Callable[[], float] | None = None
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._now = self.now
 
     @property
@@ -231,24 +237,31 @@ class WallClock(Clock):
         return time.monotonic() - self.origin
 
     def watch(self, source: Source) -> None:
-        """Poll *source* between events from now on."""
-        if source not in self._sources:
-            self._sources = (*self._sources, source)
+        """Look at *source* between events from now on."""
+        fd = source.fileno()
+        if fd is None:
+            if source not in self._polled:
+                self._polled = (*self._polled, source)
+        elif source not in self._told:
+            self._epoll.register(fd, select.EPOLLIN)
+            self._told = {**self._told, source: fd}
 
     def unwatch(self, source: Source) -> None:
-        """Stop polling *source*.  Not an error if it is not watched."""
-        self._sources = tuple(other for other in self._sources if other is not source)
+        """Stop looking at *source*, before its descriptor is closed.  Not an error if it is not watched."""
+        self._polled = tuple(other for other in self._polled if other is not source)
+        if source in self._told:
+            self._epoll.unregister(self._told[source])
+            self._told = {other: fd for other, fd in self._told.items() if other is not source}
 
     def call(self, function: Callable[[], None]) -> None:
         """Run *function* on the clock's thread.  The only method that other threads may use."""
         self._calls.append(function)
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the clock is awake or about to be
-            os.write(self._wake_write, b"\0")
+        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Give the clock's descriptors back."""
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._epoll.close()
+        os.close(self._wake)
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0) -> None:
         """Schedule *event* *delay* seconds from real now; a zero delay keeps SimPy's order within the instant."""
@@ -264,51 +277,59 @@ class WallClock(Clock):
 
         Raise `EmptySchedule` if nothing is scheduled and no source is left that could schedule anything.
         """
-        self._poll()
-        idle_since = None
+        self._look()
+        idle_since = self._now
         while not self._queue or self._queue[0][0] > self._now:
-            if not self._queue and not self._sources:
+            if not (self._queue or self._polled or self._told):
                 raise EmptySchedule
-            if idle_since is None:
-                idle_since = self._now
-            elif self._now - idle_since > self.spin or not self._polled():
+            if self._now - idle_since > self.spin or not self._busy():
                 self._sleep()
-            if self._poll():
-                idle_since = None
+            if self._look():
+                idle_since = self._now
         super().step()
 
-    def _polled(self) -> bool:
+    def _busy(self) -> bool:
         """Return whether only polling can tell when something ends; else to spin only keeps others waiting."""
-        return any(source.busy() and source.fileno() is None for source in self._sources)
+        for source in self._polled:  # noqa: SIM110 a generator takes as long as all of a turn
+            if source.busy():
+                return True
+        return False
 
-    def _poll(self) -> bool:
-        self._now = self.now
+    def _look(self) -> bool:
+        """Let all sources act; return whether any had something to tell."""
+        now = time.monotonic()
+        self._now = now - self.origin
         found = False
         while self._calls:
             self._calls.popleft()()
             found = True
-        for source in self._sources:
+        for source in self._polled:
             found |= source.poll()
+        if now >= self._listen_at:
+            self._listen_at = now + self.nap
+            if ready := self._epoll.poll(0):
+                found |= self._hear({fd for fd, _ in ready})
+        return found
+
+    def _hear(self, readable: Container[int]) -> bool:
+        """Let the sources act whose descriptors are *readable*, in the order in which they are watched."""
+        found = False
+        for source, fd in self._told.items():
+            if fd in readable:
+                found |= source.poll()
         return found
 
     def _sleep(self) -> None:
         """Sleep until a descriptor is readable or the next event is due."""
         until = self._queue[0][0] - self.now if self._queue else 1.0
-        poller = select.poll()
-        poller.register(self._wake_read, select.POLLIN)
-        for source in self._sources:
-            fd = source.fileno()
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
-            elif source.busy():
-                until = min(until, self.nap)
+        if self._busy():
+            until = min(until, self.nap)
         if until >= 1e-3 and self.idle is not None:
             until = min(until, self.idle())
-        if until < 1e-3:  # poll(2) counts whole milliseconds
-            if until > 0:
-                time.sleep(min(until, self.nap))
-        else:
-            poller.poll(int(until * 1e3))
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                pass
+        if until >= 1e-3:
+            ready = self._epoll.poll(until - 1e-3)  # which rounds up to whole milliseconds
+            if any(fd == self._wake for fd, _ in ready):
+                os.eventfd_read(self._wake)  # here and nowhere else: what is to be called is called before all else
+        elif until > 0:
+            time.sleep(min(until, self.nap))
+        self._listen_at = 0.0

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
-from pdsim.clock import Clock, Mailbox
+from pdsim.clock import Clock, Mailbox, fire
 from pdsim.descriptors import check_disjoint, check_inside, int64s
 from pdsim.errors import BackendUnavailable, InvalidBatch
 
@@ -260,8 +260,27 @@ class Transfer(Event):
         super().__init__(clock)
         self.batch = batch
         self.label = label
-        self.settled = Event(clock)
-        self.defused = True
+        self._settled: Event | None = None  # made when it is asked for, which is seldom
+        self._at_rest = False
+        self._defused = True
+
+    @property
+    def settled(self) -> Event:
+        """The second event; see above."""
+        if self._settled is None:
+            self._settled = Event(self.env)
+            if self._at_rest:
+                fire(self._settled)
+        return self._settled
+
+    def settle(self) -> None:
+        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints."""
+        if self._settled is None:
+            self._at_rest = True
+        elif self._settled.callbacks:
+            self._settled.succeed()
+        else:
+            fire(self._settled)
 
 
 class Notification(NamedTuple):
