@@ -56,6 +56,7 @@ def _equal(rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int,
     if verify:
         source.write(0, pattern(group.index, size).tobytes())
     for number in range(warmup + repeat):
+        rank.clock.settle()
         yield group.all_gather(source, target, label=WARMUP if number < warmup else point["label"])
     right = sum(_holds(target, index * size, index, size) for index in range(ranks)) if verify else 0
     rank.device.free(source)
@@ -76,6 +77,7 @@ def _padded(
         mine.write(0, rows.tobytes())
     source, target = (Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole))
     for number in range(warmup + repeat):
+        rank.clock.settle()
         label = WARMUP if number < warmup else point["label"]
         yield from gather.gather(split, source, target, label)
     right = sum(_holds(whole, at * row, at, row) for at in range(split.total)) if verify else 0

@@ -85,6 +85,7 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
         for number, task in enumerate(points):
             work = _Work(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
             work.fill()
+            rank.clock.settle()
             yield from party.start(f"{number} begins")
             yield from work.transfer(warmup)
             yield from party.meet(f"{number} has ended")
@@ -173,8 +174,9 @@ class _Work:
         for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
             # the slots of a flow share its budget: a slow transfer does not hold up the others
             budget = iter(range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"])))
-            running = [_loop(waves, budget, start | {"label": label}) for waves in loops]
-            if error := (yield from _all(self._rank.clock, running)):
+            clock = self._rank.clock
+            running = [_loop(clock, waves, budget, start | {"label": label}) for waves in loops]
+            if error := (yield from _all(clock, running)):
                 return error
         return None
 
@@ -188,10 +190,11 @@ def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
     return first
 
 
-def _loop(waves: _Waves, budget: Iterator[int], start: Mapping[str, Any]) -> _Loop:
+def _loop(clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str, Any]) -> _Loop:
     """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows."""
     try:
         for _ in budget:
+            clock.settle()
             for wave in waves:
                 for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
                     yield transfer

@@ -70,6 +70,9 @@ class Clock(simpy.Environment):
         """Call ``function(argument)`` at the absolute time *when*."""
         self.at(when).callbacks.append(lambda _: function(argument))
 
+    def settle(self) -> None:
+        """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
+
 
 class Alarm(Event):
     """A wake-up that may be armed again and again, without a new object each time.
@@ -209,8 +212,8 @@ class WallClock(Clock):
     first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for readable
     descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
 
-    `idle`, if it is set, is called instead of a sleep of a millisecond or more, and returns the seconds to sleep at
-    most before it is called again.
+    `idle`, if it is set, is called ahead of a sleep of a millisecond or more, and by `settle`.  It returns in how many
+    seconds it has something to do again, which is 0 if it has not finished.
     """
 
     virtual = False
@@ -226,6 +229,7 @@ class WallClock(Clock):
         self._listen_at = 0.0  # when to ask the kernel again, on the system's clock
         self._calls: deque[Callable[[], None]] = deque()
         self.idle: Callable[[], float] | None = None
+        self._idle_due = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -257,6 +261,11 @@ class WallClock(Clock):
         """Run *function* on the clock's thread.  The only method that other threads may use."""
         self._calls.append(function)
         os.eventfd_write(self._wake, 1)
+
+    def settle(self) -> None:
+        """Do what is for idle times, if it is due, until it has finished."""
+        while self.idle is not None and (now := self.now) >= self._idle_due:
+            self._idle_due = now + self.idle()
 
     def close(self) -> None:
         """Give the clock's descriptors back."""
@@ -325,7 +334,10 @@ class WallClock(Clock):
         if self._busy():
             until = min(until, self.nap)
         if until >= 1e-3 and self.idle is not None:
-            until = min(until, self.idle())
+            if self.now >= self._idle_due:
+                self._idle_due = self.now + self.idle()
+            left = self._idle_due - self.now
+            until = min(until, max(left, 2e-3)) if left > 0 else 0.0
         if until >= 1e-3:
             ready = self._epoll.poll(until - 1e-3)  # which rounds up to whole milliseconds
             if any(fd == self._wake for fd, _ in ready):

@@ -342,6 +342,18 @@ class TestWallClock:
         assert len(log) == 4
         assert log[3] - log[2] >= 0.01
 
+    def test_settles_by_doing_what_is_for_idle_times_until_it_is_not_due(self, wall, log):
+        waits = iter([0.0, 0.0, 10.0])
+
+        def idle():
+            log.append("idle")
+            return next(waits)
+
+        wall.idle = idle
+        wall.settle()
+        wall.settle()
+        assert log == ["idle"] * 3
+
     def test_is_not_idle_while_it_waits_for_less_than_a_millisecond_or_for_a_busy_source(self, wall, log):
         class Busy:
             def poll(self):
