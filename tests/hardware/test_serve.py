@@ -51,7 +51,7 @@ def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = 
         parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
         experiment={"name": "serve", "deadline": 30.0},
         workload=FEW,
-        kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18),
+        kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18, staging_wait=25.0),
         scheduler=Scheduler(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
