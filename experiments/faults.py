@@ -20,6 +20,7 @@ from experiments._faults_scenario import KINDS, Tried
 from experiments._faults_shrink import Trial, shrunk
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.ranges import not_negative
 from pdsim.results.record import Metric, Result, Table
 from pdsim.transfer import Target
 
@@ -45,6 +46,7 @@ class Options:
         for name in ("scenarios", "requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
+        not_negative("experiment", first=self.first, seed=self.seed or 0, workers=self.workers)
         if not 0 <= self.intensity <= 1:
             raise ValueError(f"experiment.intensity must be >= 0 and <= 1, got {self.intensity}")
         for kind in self.without:

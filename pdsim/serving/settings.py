@@ -248,7 +248,9 @@ class Compute:
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
 
     def __post_init__(self) -> None:
-        positive("compute", flops_share=self.flops_share, memory_share=self.memory_share)
+        for name in ("flops_share", "memory_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}")
         not_negative(
             "compute",
             allreduce_rate=self.allreduce_rate,

@@ -93,7 +93,14 @@ def test_real_engines_are_refused():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"scenarios": 0}, "scenarios"), ({"intensity": 2.0}, "intensity"), ({"without": ("rain",)}, "'rain'")],
+    [
+        ({"scenarios": 0}, "scenarios"),
+        ({"intensity": 2.0}, "intensity"),
+        ({"without": ("rain",)}, "'rain'"),
+        ({"seed": -4}, r"experiment.seed must be >= 0, got -4"),
+        ({"first": -1}, r"experiment.first must be >= 0, got -1"),
+        ({"workers": -1}, r"experiment.workers must be >= 0, got -1"),
+    ],
 )
 def test_options_are_checked(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):

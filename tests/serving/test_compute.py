@@ -90,3 +90,10 @@ def test_without_gpus_the_hosts_compute_is_assumed():
 def test_shapes_are_those_of_the_model():
     assert kv_shape(MODEL).token_bytes(1) == 2 * 10 * 4 * 100 * 2
     assert kv_shape(replace(MODEL, attention="mla", latent_dim=500)).token_bytes(8) == 10 * 500 * 2
+
+
+@pytest.mark.parametrize("name", ["flops_share", "memory_share"])
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.01])
+def test_no_more_than_the_peak_is_reached(name, share):
+    with pytest.raises(ValueError, match=rf"compute.{name} must be > 0 and <= 1, a share of the peak, got {share}"):
+        Compute(**{name: share})
