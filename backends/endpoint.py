@@ -269,9 +269,9 @@ class RealEndpoint(ABC):
         state.moving[remote.name] += 1
         state.waiting.append(flight)
         self.link.poll()  # a withdrawal or a loss that is known already must not be missed
+        self._dispatch(state)
         if not flight.triggered:
-            self._deadlines.watch(flight)
-            self._dispatch(state)
+            self._deadlines.watch(flight)  # last, for the engine is at work by now
         return flight
 
     def _dispatch(self, state: PeerState) -> None:
@@ -329,14 +329,16 @@ class RealEndpoint(ABC):
 
     # --- how transfers end ------------------------------------------------------------------------------------------
 
-    def _complete(self, flight: Flight, at: float) -> None:
-        """Note that the engine reported *flight* complete at the time *at*."""
+    def _complete(self, flight: Flight, at: float | None = None) -> None:
+        """Note that the engine reported *flight* complete, at the time *at* or, if it was asked for, now."""
+        seen = self.clock.now
+        at = seen if at is None else at
         if flight.triggered:
             self._stopped(flight)
-        elif at - flight.submitted > flight.timeout:
+        elif at > flight.deadline:
             self._break(flight, self._too_late(flight), moving=False, at=at)
         else:
-            self._end(flight, "ok", at)
+            self._end(flight, "ok", at, seen)
             if flight.notify:
                 self._announce(flight)
             self._settle(flight)
@@ -344,7 +346,8 @@ class RealEndpoint(ABC):
     def _break(self, flight: Flight, error: TransferError, *, moving: bool, at: float | None = None) -> None:
         """Fail *flight* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
         if not flight.triggered:
-            self._end(flight, error, self.clock.now if at is None else at)
+            seen = self.clock.now
+            self._end(flight, error, seen if at is None else at, seen)
             self._quarantine[flight] = None
         if not moving:
             self._stopped(flight)
@@ -369,7 +372,7 @@ class RealEndpoint(ABC):
             del self._quarantine[flight]
             self._settle(flight)
 
-    def _end(self, flight: Flight, result: str | TransferError, at: float) -> None:
+    def _end(self, flight: Flight, result: str | TransferError, at: float, seen: float) -> None:
         del self._flights[flight]
         status = result if isinstance(result, str) else type(result).__name__
         batch = flight.batch
@@ -384,7 +387,7 @@ class RealEndpoint(ABC):
             flight.prepared,
             flight.posted,
             max(at, flight.posted),  # completed
-            max(self.clock.now, at),  # seen
+            max(seen, at),
             status,
             flight.label,
         )

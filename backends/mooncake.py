@@ -130,6 +130,7 @@ class MooncakeEndpoint(RealEndpoint):
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
         self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
+        self._ask = native.transfer_check_status
         with captured_stderr() as log:
             code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
         text = log()
@@ -238,7 +239,7 @@ class MooncakeEndpoint(RealEndpoint):
 
     def _ended(self) -> dict[Flight, int]:
         """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
-        ask = self._native.transfer_check_status
+        ask = self._ask
         ended = {flight: code for flight, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)}
         for flight in ended:
             del self._tickets[flight]
@@ -296,7 +297,7 @@ class MooncakeEndpoint(RealEndpoint):
         if idle:
             for worker in self._workers:
                 worker.join()
-            del self._native, self._sync, self._async
+            del self._native, self._sync, self._async, self._ask
 
 
 def _positive_int(text: str, name: str) -> int:

@@ -263,7 +263,7 @@ class MoriEndpoint(RealEndpoint):
         del self._posted[flight]
         flight.handle = None
         if status.Succeeded():
-            self._complete(flight, self.clock.now)
+            self._complete(flight)
         else:
             self._failed.append(status)
             code, what = status.Code(), f"MORI failed a {flight.operation} of {flight.batch.nbytes} bytes"

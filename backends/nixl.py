@@ -166,7 +166,7 @@ class NixlEndpoint(RealEndpoint):
         peer, batch = flight.peer, flight.batch
         if peer not in self._announced:
             self.link.send(peer.line, _ACTIVE)
-        self._announced[peer] = self.clock.now
+        self._announced[peer] = flight.submitted
         near, far = batch.source_offset, batch.target_offset
         if flight.operation == "read":
             near, far = far, near
@@ -196,29 +196,25 @@ class NixlEndpoint(RealEndpoint):
     def _ended(self, flight: Flight, state: str) -> None:
         del self._posted[flight]
         self._announced[flight.peer] = self.clock.now
-        self._release(flight)
-        self._read_log()
+        self._agent.release_xfer_handle(flight.handle)
+        flight.handle = None
+        if self._log is not None:
+            self._read_log(self._log)
         if state == "DONE":
-            self._complete(flight, self.clock.now)
+            self._complete(flight)
         else:
             self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
 
-    def _read_log(self) -> None:
+    def _read_log(self, log: int) -> None:
         """Learn what UCX chose for GPU memory, once it has said so."""
-        if self._log is None:
-            return
         ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
-        size = os.fstat(self._log).st_size
+        size = os.fstat(log).st_size
         if size == self._logged:
             return
         self._logged = size
-        if transports := _carriers(Path(f"/proc/self/fd/{self._log}").read_text(errors="replace")):
+        if transports := _carriers(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
             self.engine = _name(transports)
             self._log = None  # the descriptor stays open, for UCX writes on
-
-    def _release(self, flight: Flight) -> None:
-        self._agent.release_xfer_handle(flight.handle)
-        flight.handle = None
 
     def _announce(self, flight: Flight) -> None:
         """Do nothing: the engine has delivered the notification."""

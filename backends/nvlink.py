@@ -171,7 +171,7 @@ class NvlinkEndpoint(RealEndpoint):
         partner: _Partner = flight.peer.handle
         partner.moving -= 1
         if error is None:
-            self._complete(flight, self.clock.now)
+            self._complete(flight)
         else:
             self._refused(flight, f"CUDA failed a {flight.operation} of {flight.batch.nbytes} bytes: {error}")
         if flight.peer.line.lost and not partner.moving:

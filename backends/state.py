@@ -80,13 +80,9 @@ class Flight(Transfer):
         self.remote = remote
         self.notify = notify
         self.timeout = timeout
-        self.submitted = self.prepared = self.posted = clock.now
+        self.submitted = self.prepared = self.posted = now = clock.now
+        self.deadline = now + timeout
         self.handle: Any = None  # the engine's own
-
-    @property
-    def deadline(self) -> float:
-        """When it is no longer waited for, on the clock."""
-        return self.submitted + self.timeout
 
     def blocks(self) -> tuple[list[int], list[int], list[int]]:
         """Return where each block starts here and, as the peer says, there, and its bytes."""

@@ -257,12 +257,13 @@ class Transfer(Event):
     """
 
     def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
-        super().__init__(clock)
+        self.env = clock  # and so on: what `Event.__init__` does, as SimPy's own `Timeout` does it
+        self.callbacks = []
+        self._defused = True
         self.batch = batch
         self.label = label
         self._settled: Event | None = None  # made when it is asked for, which is seldom
         self._at_rest = False
-        self._defused = True
 
     @property
     def settled(self) -> Event:
