@@ -1,8 +1,8 @@
 """Control messages on the model: a TCP socket from every rank to every other.
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
-``tcp_latency`` to arrive, the *delay* of the links between the nodes, and ``wake`` until the receiver acts on it.  That
-is a sum, so a message costs one event.
+``tcp_latency`` to arrive, the *delay* of the links between the nodes, and then as long as the receiver takes to act on
+it (`pdsim.fabric.waking`).  A message costs one event, or two where that takes time.
 A faulty network holds messages up (`pdsim.fabric.faults`), but never lets one overtake another on the same socket.
 Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a receiver
 that does not read.
@@ -14,6 +14,7 @@ from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 from pdsim.clock import Clock, Mailbox
+from pdsim.fabric.waking import Waking
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class SimChannel:
     """One rank's sockets: the simulated `pdsim.transfer.Channel`.
 
     *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
-    *hold*, if given, is asked for how many seconds each message is held up, *watch* told of every message, and *delay*
-    asked how long the links between sender and receiver take one way.
+    *hold*, if given, is asked for how many seconds each message is held up, *watch* told of every message, *delay*
+    asked how long the links between sender and receiver take one way, and *waking* when the rank acts on a message.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class SimChannel:
         hold: Callable[[], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
         delay: Callable[[str, str], float] | None = None,
+        waking: Waking | None = None,
     ) -> None:
         self.name = name
         self._host = host
@@ -54,6 +56,7 @@ class SimChannel:
         self._hold = hold
         self._watch = watch
         self._delay = delay
+        self._waking = waking or Waking()
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
         self._closed = False
         ranks[name] = self
@@ -71,7 +74,7 @@ class SimChannel:
         sent = max(job.now, self._free.get(receiver, 0.0)) + len(payload) / host.tcp_rate
         self._free[receiver] = sent
         message = Message(self.name, payload)
-        latency = host.tcp_latency + host.wake
+        latency = host.tcp_latency
         if self._delay is not None:
             latency += self._delay(self.name, receiver)
         job.call_at(self._arrival(receiver, sent + latency), channel._arrive, message)
@@ -92,5 +95,11 @@ class SimChannel:
         return at
 
     def _arrive(self, message: Message) -> None:
+        if self._waking.instant:
+            self._deliver(message)
+        elif not self._closed:
+            self._job.call_at(self._waking.acts(self._job.now), self._deliver, message)
+
+    def _deliver(self, message: Message) -> None:
         if not self._closed:
             self._inbox.deliver(message)

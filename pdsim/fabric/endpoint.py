@@ -14,6 +14,7 @@ once, and the side that is left learns of it `DETECTION` later.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,11 +35,12 @@ from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
 from pdsim.fabric.flight import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
+from pdsim.fabric.waking import Waking
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
 if TYPE_CHECKING:
     from pdsim.fabric.faults import Chance, Observer
-    from pdsim.fabric.machine import Engine
+    from pdsim.fabric.machine import Engine, Gpu
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.sharing import Network
     from pdsim.fabric.topology import Site, Topology
@@ -63,9 +65,16 @@ class Fabric:
     engine: Engine
     chance: Chance | None = None
     observer: Observer | None = None
-    wake: float = 0.0  # seconds from the arrival of a notification until its receiver acts on it
+    gpu: Gpu | None = None  # the machine's
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
+
+    def copier(self, site: str) -> CopyEngine:
+        """Return what carries the transfers of the ranks at *site* one at a time."""
+        if site not in self.copiers:
+            rest, rouse = (self.gpu.rest, self.gpu.rouse) if self.gpu is not None else (inf, 0.0)
+            self.copiers[site] = CopyEngine(self.clock, rest, rouse)
+        return self.copiers[site]
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,10 +87,21 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimEndpoint:
-    """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
+    """One rank's way to move bytes.
+
+    *clock* is the rank's own, *device* holds the buffers that it may register, *waking* says when it acts upon a
+    notification.
+    """
 
     def __init__(
-        self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
+        self,
+        fabric: Fabric,
+        name: str,
+        clock: Clock,
+        device: SimDevice,
+        site: Site,
+        recorder: Recorder,
+        waking: Waking | None = None,
     ) -> None:
         self.name = name
         self.site = site
@@ -91,6 +111,7 @@ class SimEndpoint:
         self._clock = clock
         self._device = device
         self._recorder = recorder
+        self._waking = waking or Waking()
         self._engine = f"model:{fabric.engine.name}"
         self._notifications = Mailbox(clock)
         self._poster = Poster()
@@ -337,11 +358,11 @@ class SimEndpoint:
         self._end(flight, record, error)
 
     def _notify(self, there: SimEndpoint, notification: Notification) -> None:
-        clock, wake = self._fabric.clock, self._fabric.wake
-        if wake:
-            clock.call_at(clock.now + wake, there._wake_with, notification)
-        else:
+        clock = self._fabric.clock
+        if there._waking.instant:
             there._notifications.deliver(notification)
+        else:
+            clock.call_at(there._waking.acts(clock.now), there._wake_with, notification)
 
     def _wake_with(self, notification: Notification) -> None:
         if self.ended is None:
@@ -489,5 +510,5 @@ class SimEndpoint:
             )
         outward = fabric.topology.route(model.path, self.site, remote.site)
         inward = fabric.topology.route(model.path, remote.site, self.site)
-        copier = fabric.copiers.setdefault(self.site.name, CopyEngine()) if model.in_order else None
+        copier = fabric.copier(self.site.name) if model.in_order else None
         return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)

@@ -52,32 +52,47 @@ class CopyEngine:
     So do the copies of a GPU over NVLink, whatever streams they are in: of two transfers of 1 GiB to two GPUs, the
     first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200, `docs/validation.md`).  Sources
     that begin with the same sink share its port and leave the other sinks idle, again and again.
+
+    After *rest* seconds without a transfer it sleeps, and takes *rouse* to begin with the next.
     """
 
-    __slots__ = ("_busy", "_waiting")
+    __slots__ = ("_busy", "_clock", "_idle", "_rest", "_rouse", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, rest: float = inf, rouse: float = 0.0) -> None:
+        self._clock = clock
+        self._rest = rest
+        self._rouse = rouse
+        self._idle = clock.now  # since when, or when it will have been roused
         self._busy: Posting | None = None
         self._waiting: deque[tuple[Callable[[Posting], None], Posting]] = deque()
 
     def take(self, start: Callable[[Posting], None], posting: Posting) -> None:
         """Call ``start(posting)`` when its turn has come."""
         if self._busy is None:
-            self._busy = posting
-            start(posting)
+            self._begin(start, posting)
         else:
             self._waiting.append((start, posting))
+
+    def _begin(self, start: Callable[[Posting], None], posting: Posting) -> None:
+        self._busy = posting
+        now = self._clock.now
+        if now - self._idle > self._rest:
+            self._idle = now + self._rouse
+        if self._idle > now:
+            self._clock.call_at(self._idle, start, posting)
+        else:
+            start(posting)
 
     def leave(self, posting: Posting) -> None:
         """Go on to the next, if it was *posting* that was carried."""
         if self._busy is not posting:
             return
         self._busy = None
+        self._idle = max(self._idle, self._clock.now)
         while self._waiting:
             start, posting = self._waiting.popleft()
             if not posting.aborted:
-                self._busy = posting
-                start(posting)
+                self._begin(start, posting)
                 return
 
 
@@ -229,6 +244,8 @@ class Lane:
             self._copier.take(self._carry, posting)
 
     def _carry(self, posting: Posting) -> None:
+        if posting.aborted:  # while the copy engine was roused for it
+            return
         wire = posting._wire
         size = posting.nbytes + posting.descriptors * wire.occupancy
         if wire.streams is not None:

@@ -40,18 +40,23 @@ class Copies:
 
     A copy of *n* pieces keeps its rank's copies busy for ``call + n * piece`` before its first byte: the pieces are
     planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end is
-    seen.  What a kernel loses to small pieces is part of *piece*.
+    seen.  What a kernel loses to small pieces is part of *piece*.  Where the device's last copy was another rank's it
+    takes *turn* more: kernels of different processes do not run side by side.
     """
 
     call: Seconds = 0.0
     piece: Seconds = 0.0
+    turn: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        not_negative("copies", call=self.call, piece=self.piece)
+        not_negative("copies", call=self.call, piece=self.piece, turn=self.turn)
 
-    def busy(self, pieces: int) -> Seconds:
-        """Return for how long a copy of so many *pieces* keeps its rank's copies from the next one."""
-        return self.call + pieces * self.piece
+    def busy(self, pieces: int, turns: bool = False) -> Seconds:
+        """Return for how long a copy of so many *pieces* keeps its rank's copies from the next one.
+
+        *turns* says whether the device's last copy was another rank's.
+        """
+        return self.call + pieces * self.piece + (self.turn if turns else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +69,11 @@ class Gpu:
     compute: Flops  # dense bf16
     pcie: Rate  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
+    rest: Seconds = math.inf  # without a transfer, after which its copy engines sleep
+    rouse: Seconds = 0.0  # from the next transfer's start until they move its first byte
 
     def __post_init__(self) -> None:
+        not_negative("gpu", rest=self.rest, rouse=self.rouse)
         positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 
@@ -107,11 +115,13 @@ class Host:
     tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
     tcp_latency: Seconds  # one way, of a control message
     wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
+    cold: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *rest*
+    rest: Seconds = 0.0
     copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
 
     def __post_init__(self) -> None:
         positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
-        not_negative("host", tcp_latency=self.tcp_latency, wake=self.wake)
+        not_negative("host", tcp_latency=self.tcp_latency, wake=self.wake, cold=self.cold, rest=self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)

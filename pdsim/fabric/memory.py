@@ -22,6 +22,7 @@ from simpy.events import Event
 from pdsim.clock import Clock, fire
 from pdsim.descriptors import move
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
+from pdsim.fabric.waking import Waking
 from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
@@ -152,6 +153,7 @@ class DeviceMemory:
         self.capacity = capacity
         self.tracked = tracked
         self.used = 0
+        self._copier: object = None
         self._limit = dict.fromkeys(POOLS, capacity) | dict(pools or {})
         self._pool_used = dict.fromkeys(POOLS, 0)
         self._peak = dict.fromkeys(POOLS, 0)
@@ -192,6 +194,11 @@ class DeviceMemory:
     def at(self, address: int) -> SimBuffer | None:
         """Return the buffer that starts at *address*, if any."""
         return self._buffers.get(address)
+
+    def turns(self, copier: object) -> bool:
+        """Note that *copier* copies now; return whether somebody else did so last."""
+        before, self._copier = self._copier, copier
+        return before is not None and before is not copier
 
     def peaks(self) -> dict[str, float]:
         """Return the most that each pool has held, as a share of what it may hold; pools never used are left out."""
@@ -282,8 +289,8 @@ class SimDevice:
 
     Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
     everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a device
-    do not slow each other down.  *copies* says what a copy costs beside bandwidth, and nobody learns of the end of a
-    computation before *wake* has passed.
+    do not slow each other down.  *copies* says what a copy costs beside bandwidth, *waking* when the rank learns of the
+    end of a computation.
     """
 
     holds_bytes: bool
@@ -295,7 +302,7 @@ class SimDevice:
         network: Network,
         link: Link,
         copies: Copies | None = None,
-        wake: float = 0.0,
+        waking: Waking | None = None,
     ) -> None:
         self.memory = memory
         self.symmetric = SymmetricPool(memory)
@@ -304,7 +311,7 @@ class SimDevice:
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
         self._copies = copies
-        self._wake = wake
+        self._waking = waking or Waking()
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
@@ -360,7 +367,7 @@ class SimDevice:
         source.hold()
         target.hold()
         work = batch, source, target, done
-        busy = self._copies.busy(batch.pieces) if self._copies is not None else 0.0
+        busy = self._copies.busy(batch.pieces, self.memory.turns(self)) if self._copies is not None else 0.0
         if busy:
             self._planned = max(self._clock.now, self._planned) + busy
             self._network.clock.call_at(self._planned, self._launch, work)
@@ -376,7 +383,11 @@ class SimDevice:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
-        return self._clock.at(self._free + self._wake)
+        if self._waking.instant:
+            return self._clock.at(self._free)
+        done = Event(self._clock)
+        self._clock.call_at(self._free, self._computed, done)
+        return done
 
     def close(self) -> None:
         """Free everything that is left, as the end of a process does."""
@@ -385,6 +396,9 @@ class SimDevice:
             buffer.free()
         self._buffers.clear()
         self.symmetric.close()
+
+    def _computed(self, done: Event) -> None:
+        self._clock.call_at(self._waking.acts(self._clock.now), fire, done)
 
     def _launch(self, work: _Copy) -> None:
         batch, source, target, _ = work

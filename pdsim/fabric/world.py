@@ -23,6 +23,7 @@ from pdsim.fabric.jobclock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Site, Topology
+from pdsim.fabric.waking import Waking
 from pdsim.ranges import ranks_named
 from pdsim.transfer import Outcome, Program, Rank, RankResult, RankSpec, TransferRecord
 
@@ -143,7 +144,7 @@ class _Job:
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
-        self._fabric = Fabric(*shared, model.machine.host.wake)
+        self._fabric = Fabric(*shared, model.machine.gpu)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
@@ -223,15 +224,16 @@ class _Job:
         host, link = self._model.machine.host, self._topology.memory(site)
         gpu = self._model.machine.gpu if site.gpu is not None else None
         copies = host.copies if gpu is None else gpu.copies
-        device = SimDevice(self._memory(site), clock, self._network, link, copies, host.wake)
+        waking = Waking(host, self._clock.now)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, waking)
         records = _Records()
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
         watch = observer.sent if observer is not None else None
         device.watch = observer.copied if observer is not None else None
-        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
+        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records, waking)
         delay = self._delay if self._model.machine.link is not None else None
-        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay)
+        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, waking)
         return _Member(clock, device, endpoint, channel, records)
 
     def _delay(self, sender: str, receiver: str) -> float:

@@ -7,6 +7,7 @@ import pytest
 from pdsim.clock import Clock
 from pdsim.fabric.channel import SimChannel
 from pdsim.fabric.machine import Host
+from pdsim.fabric.waking import Waking
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
 
@@ -15,7 +16,9 @@ class Bench:
     def __init__(self, host=HOST):
         self.clock = Clock()
         self.ranks = {}
-        self.a, self.b, self.c = (SimChannel(name, host, self.clock, self.clock, self.ranks) for name in "abc")
+        self.a, self.b, self.c = (
+            SimChannel(name, host, self.clock, self.clock, self.ranks, waking=Waking(host)) for name in "abc"
+        )
         self.log = []
 
     def listen(self, channel):

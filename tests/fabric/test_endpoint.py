@@ -3,6 +3,8 @@
 What holds for every implementation is in `tests/conformance`; here is what only the model can say.
 """
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -20,6 +22,7 @@ from pdsim.fabric.jobclock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Topology
+from pdsim.fabric.waking import Waking
 from pdsim.transfer import Batch, Place
 from tests.fabric.machines import cost, engine, machine
 
@@ -37,13 +40,13 @@ class Records:
 class Side:
     """One rank: an endpoint with a registered buffer of 1000 bytes."""
 
-    def __init__(self, fabric, name, place, tracked=True):
+    def __init__(self, fabric, name, place, tracked=True, waking=None):
         self.clock = RankClock(fabric.clock, name)
         site = fabric.topology.site(place)
         memory = DeviceMemory(site.name, 4096, tracked=tracked)
         self.device = SimDevice(memory, self.clock, fabric.network, fabric.topology.memory(site))
         self.records = Records()
-        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records)
+        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records, waking)
         self.buffer = self.device.allocate(1000)
         self.region = self.endpoint.register(self.buffer, "kv")
 
@@ -59,8 +62,11 @@ class Bench:
         self.clock = JobClock()
         network = Network(self.clock)
         topology = Topology(machine(), network)
-        self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout), wake=wake)
-        self.a, self.b = (Side(self.fabric, name, place, tracked) for name, place in zip("ab", places, strict=True))
+        self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout))
+        waking = Waking(replace(machine().host, wake=wake))
+        self.a, self.b = (
+            Side(self.fabric, name, place, tracked, waking) for name, place in zip("ab", places, strict=True)
+        )
         self.log = []
 
     def connect(self):

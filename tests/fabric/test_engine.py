@@ -1,5 +1,8 @@
 """What posting, the wire, completion and the send queue cost.  All times are exact."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 
 from pdsim.clock import Clock
@@ -305,7 +308,7 @@ class TestEvents:
 class Crossing:
     """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
 
-    def __init__(self, **changes):
+    def __init__(self, rest=inf, rouse=0.0, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
@@ -313,7 +316,7 @@ class Crossing:
         self.lanes = {}
         ports = {name: self.network.link(name, 100.0) for name in "abcd"}
         for source in "ab":
-            poster, copier = Poster(), CopyEngine()
+            poster, copier = Poster(), CopyEngine(self.clock, rest, rouse)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
                 name = source + sink
@@ -363,3 +366,44 @@ def test_a_copy_engine_waits_for_the_posting_of_what_it_carries():
     crossing.post("ac", "ad")
     assert other.model.in_order
     assert crossing.run() == [(3.0, "ac"), (4.0, "ad")]
+
+
+class TestRousing:
+    """A copy engine sleeps after 2 s without a transfer, and takes 0.5 s to begin with the next."""
+
+    @staticmethod
+    def crossing(**changes):
+        return Crossing(rest=2.0, rouse=0.5, **changes)
+
+    @staticmethod
+    def post(crossing, *ats):
+        for at in ats:
+            crossing.clock.call_at(at, crossing.post, "ac")
+
+    def test_delays_what_comes_after_a_rest_and_nothing_else(self):
+        crossing = self.crossing()
+        self.post(crossing, 2.0, 5.0, 8.5)
+        assert [at for at, _ in crossing.run()] == [3.0, 6.0, 10.0]
+
+    def test_delays_what_waits_its_turn_with_the_first(self):
+        crossing = self.crossing()
+        self.post(crossing, 4.0, 4.25)
+        assert [at for at, _ in crossing.run()] == [5.5, 6.5]
+
+    def test_goes_on_beside_the_posting_where_the_wire_does(self):
+        crossing = self.crossing(overlap=True)
+        crossing.model = replace(crossing.model, descriptor=2.0)
+        crossing.lanes["ac"].model = crossing.model
+        self.post(crossing, 4.0)
+        assert [at for at, _ in crossing.run()] == [6.0]  # posted, where the wire was done at 5.5
+
+    def test_is_not_begun_again_for_the_next_when_the_first_is_stopped_meanwhile(self):
+        crossing = self.crossing()
+
+        def stop(_):
+            (posting,) = crossing.post("ac")
+            crossing.post("ad")
+            crossing.clock.call_at(4.25, crossing.lanes["ac"].abort, posting)
+
+        crossing.clock.call_at(4.0, stop, None)
+        assert crossing.run() == [(5.5, "ad")]

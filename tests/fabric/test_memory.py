@@ -1,5 +1,6 @@
 """Simulated memory: addresses, capacity, contents, quarantine, and the time that work on it takes."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,9 @@ from pdsim.fabric.jobclock import JobClock, RankClock
 from pdsim.fabric.machine import Copies
 from pdsim.fabric.memory import LAUNCH, DeviceMemory, SimDevice
 from pdsim.fabric.sharing import Network
+from pdsim.fabric.waking import Waking
 from pdsim.transfer import Batch, Region
+from tests.fabric.machines import machine
 
 CAPACITY = 1000
 
@@ -305,6 +308,22 @@ class TestPlanningACopy:
         bench.clock.run(until=both)
         assert bench.clock.now == 6.0 + LAUNCH  # both move from 2 s on, and share the memory
 
+    def test_takes_a_turn_more_where_the_last_one_was_another_rank_s(self, bench):
+        costs = Copies(call=1.0, piece=0.25, turn=10.0)
+        one, other = (bench.new_device(copies=costs) for _ in range(2))
+        ends = []
+        for device in (one, one, other, one):
+            bench.clock.run(until=self.copy(device))
+            ends.append(bench.clock.now)
+        assert [round(after - before, 3) for before, after in pairwise([0.0, *ends])] == [4.0, 4.0, 14.0, 14.0]
+
+    def test_takes_no_turn_on_another_device(self, bench):
+        costs = Copies(call=1.0, turn=10.0)
+        bench.clock.run(until=self.copy(bench.new_device(copies=costs)))
+        elsewhere = Bench()
+        elsewhere.clock.run(until=self.copy(elsewhere.new_device(copies=costs)))
+        assert elsewhere.clock.now == 3.0 + LAUNCH
+
     def test_of_a_rank_that_ends_meanwhile_moves_nothing_and_keeps_no_memory(self):
         bench = Bench()
         clock = RankClock(bench.clock, "rank")
@@ -323,7 +342,7 @@ class TestPlanningACopy:
 
 class TestCompute:
     def test_is_noticed_by_whoever_waits_a_while_after_its_end(self, bench):
-        device = bench.new_device(wake=0.5)
+        device = bench.new_device(waking=Waking(replace(machine().host, wake=0.5)))
         log = []
         for seconds in (2.0, 1.0):
             device.compute(seconds).callbacks.append(lambda _: log.append(bench.clock.now))
