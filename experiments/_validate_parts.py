@@ -54,7 +54,7 @@ class Design:
     repeat: int = 20
     volume: Size = 4 << 30
     placement: tuple[str, ...] = ("packed",)
-    jobs: int = 9  # of transfers and of all-gathers: how often their ranks are started anew; the mean of them counts
+    jobs: int = 9  # how often the ranks of transfers and all-gathers are started anew; the mean counts; see `Part.jobs`
 
 
 class Part(NamedTuple):
@@ -62,6 +62,10 @@ class Part(NamedTuple):
 
     experiment: str
     options: Mapping[str, Any]
+
+    def jobs(self, most: int) -> int:
+        """Return in how many jobs it is run: *most* or, of what takes long, handoffs and `serve`, a third of that."""
+        return most if self.experiment in ("transfer", "allgather") else max(1, most // 3)
 
     def config(self, config: Config) -> Config:
         """Return *config* with this experiment."""
@@ -110,7 +114,7 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
     options = {"placement": "packed" if not gpus or gpus >= most else "sides", "verify": False}
     equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
     if "handoff" in design.classes:
-        few = options | {"repeat": max(4, design.repeat // 4)}
+        few = options | {"repeat": _share(design, max(4, design.repeat // 4))}
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         if whole := tuple(ways) if config.policy.staging else equal:
             yield Part("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
@@ -119,7 +123,13 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
             yield Part("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
     if "metadata" in design.classes:
         both = {"tp": (*equal, *ways)[:1], "paths": ("sliced",), "metadata": ("data", "control")}
-        yield Part("handoff", {"tokens": design.short, "repeat": max(4, design.repeat)} | both | options)
+        repeat = _share(design, max(4, design.repeat))
+        yield Part("handoff", {"tokens": design.short, "repeat": repeat} | both | options)
+
+
+def _share(design: Design, repeat: int) -> int:
+    """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
+    return -(-repeat // Part("handoff", {}).jobs(design.jobs))
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:

@@ -193,11 +193,12 @@ def _measure(
 
 
 def _jobs(config: Config, part: Part, jobs: int, target: Target, failures: list[str]) -> list[Result]:
-    """Run *part* as often as its kind is, and return what came of it; an error is one of *failures*."""
+    """Run *part* in as many jobs as its kind is, and return what came of it; an error is one of *failures*."""
     results: list[Result] = []
-    for job in range(jobs if part.experiment in ("transfer", "allgather") else 1):
+    for job in range(part.jobs(jobs)):
+        seed = config.seed + (job if part.experiment != "serve" else 0)  # which has the same requests each time
         try:
-            results.append(part.run(replace(config, seed=config.seed + job), target))
+            results.append(part.run(replace(config, seed=seed), target))
         except (ConfigError, TransferError) as error:
             failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
     return results

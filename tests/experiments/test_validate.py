@@ -80,6 +80,19 @@ def test_every_class_is_compared(tmp_path: Path):
     }
 
 
+def test_what_takes_long_is_measured_in_a_third_of_the_jobs_and_the_same_requests_are_served_in_each(tmp_path: Path):
+    validate(tmp_path, call=5e-6, jobs=6, classes=("pair", "handoff", "serve"), tp=("1to2",), tokens=(64,))
+    measured = unseal((tmp_path / "measurements.json").read_bytes(), "")
+    assert [(part["experiment"], part["jobs"]) for part in measured["took"]] == [
+        ("transfer", 6),
+        ("handoff", 2),
+        ("handoff", 2),
+        ("serve", 2),
+    ]
+    per_job = {value["label"]: value["per_job"] for value in measured["measured"] if value["group"] == "serve"}
+    assert [first == other for first, other in per_job.values()] == [True] * 3
+
+
 def test_predictions_are_on_disk_before_the_first_job_runs(tmp_path: Path):
     _, target = validate(tmp_path)
     assert target.found

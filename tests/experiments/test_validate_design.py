@@ -82,6 +82,13 @@ def test_the_number_of_gpus_decides_who_hands_over_and_how_many_gather(
     assert of(found, "allgather")[0]["ranks"] == gathered
 
 
+@pytest.mark.parametrize(("jobs", "repeat"), [(1, 5), (3, 5), (6, 3), (9, 2)])
+def test_jobs_of_handoffs_share_the_repeats(tmp_path: Path, jobs: int, repeat: int):
+    found, _ = designed(tmp_path, "hw=2xh200", "backend=nvlink", f"+experiment.jobs={jobs}")
+    staged, sliced, _ = of(found, "handoff")
+    assert (staged["repeat"], sliced["repeat"]) == (repeat, repeat)
+
+
 def test_metadata_goes_by_the_engine_and_over_tcp(tmp_path: Path):
     found, _ = designed(tmp_path, "hw=8xh200", "backend=nvlink")
     assert [part["metadata"] for part in of(found, "handoff") if "metadata" in part] == [("data", "control")]
