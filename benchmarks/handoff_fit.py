@@ -19,7 +19,8 @@ there, all of the other hosts, and the times of staged handoffs as a whole.
   handoffs, which follow one another.
 - *Cold*: what the median time to first token of `serve` is longer than the model with all of the above says.
 
-Records hold a write a row, in microseconds after the start of its job; the first request of each size warmed up.
+Records hold a write a row, in microseconds after the start of its job; requests of further jobs count from `JOB` on.
+The first request of each size warmed up, in each job.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ FITTED = ("nvlink", ("A", "C"))
 PIECE = 1024  # bytes: of Llama-3.1-8B four of the eight KV heads, 128 bf16 each
 PLANES = 64
 TOKEN = PLANES * PIECE  # bytes of a block: K and V of 32 layers
+JOB = 1000
 COPIES = {"gather": 1, "scatter": 2, "turn": 1}  # that a sample contains
 MESSAGES, WAKES = 2, 4  # in a whole handoff, beside the write of rank 1
 STAMPS = ("submitted", "prepared", "posted", "completed", "seen")
@@ -95,27 +97,32 @@ def keep(runs: Mapping[str, Sequence[Path]]) -> None:
 def _ways(folder: Path) -> list[str]:
     """Return what the jobs of *folder* hand over, one after the other; a way that came before is ``""``."""
     found: list[str] = []
-    for part in read(folder / EXPECTED)["design"]:
-        if part["experiment"] == "handoff":
-            ways = Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in part["options"].items()}).ways()
-            found += [f"{way.prefill}to{way.decode} {way.path}" if way.metadata == "policy" else "" for way in ways]
-    return [*found, "serve"]
+    jobs = [part["jobs"] for part in read(folder / MEASURED).get("took", ()) if part["experiment"] == "handoff"]
+    parts = [part for part in read(folder / EXPECTED)["design"] if part["experiment"] == "handoff"]
+    for part, count in zip(parts, jobs or [1] * len(parts), strict=True):
+        ways = Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in part["options"].items()}).ways()
+        named = [f"{way.prefill}to{way.decode} {way.path}" if way.metadata == "policy" else "" for way in ways]
+        found += count * named
+    return found
 
 
 def _writes(folder: Path) -> Iterator[list[object]]:
     """Yield the columns of each write of a handoff, but the first two; jobs follow one another, and number from 1."""
     import pyarrow.parquet as pq
 
-    ways, job, before = _ways(folder), -1, 0
+    ways, job, before, earlier = _ways(folder), -1, 0, dict.fromkeys(WAYS, -1)
     for row in pq.read_table(folder / "transfers.parquet").to_pylist():
         if row["label"].count("/") != 2:
             continue
         number, _, path = row["label"].split("/")
-        job += int(number) == 1 and before != 1 and row["source"] == "prefill0.0"
-        before = int(number)
-        if ways[job] in WAYS:
+        new = int(number) == 1 and before != 1 and row["source"] == "prefill0.0"
+        job, before = job + new, int(number)
+        way = ways[job] if job < len(ways) else "serve"  # which is the last
+        if way in WAYS:
+            earlier[way] += new
             stamps = [round(row[stamp] * 1e6, 1) for stamp in STAMPS]
-            yield [ways[job], number, path, row["source"], row["target"], row["nbytes"], *stamps]
+            request = earlier[way] * JOB + before
+            yield [way, request, path, row["source"], row["target"], row["nbytes"], *stamps]
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -132,6 +139,18 @@ def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]
     return {key: dict(sorted(requests.items())) for key, requests in sorted(found.items())}
 
 
+def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
+    """Return the numbers of *requests* without the first of each size in each job."""
+    seen: set[tuple[int, int]] = set()
+    found = []
+    for number, rows in requests.items():
+        key = number // JOB, max(int(row["nbytes"]) for row in rows)
+        if key in seen:
+            found.append(number)
+        seen.add(key)
+    return found
+
+
 def samples() -> list[Sample]:
     """Return what the records say of copies, warm-ups left out."""
     found = []
@@ -142,13 +161,9 @@ def samples() -> list[Sample]:
 
 
 def _copies(kind: str, writes: Mapping[int, Sequence[Mapping[str, str]]]) -> Iterator[tuple[int, float]]:
-    seen: set[int] = set()
-    for number in sorted(writes):
+    for number in _warm(writes):
         blocks = [row for row in writes[number] if row["path"] == "staged"]
-        nbytes, warm = int(blocks[0]["nbytes"]), int(blocks[0]["nbytes"]) not in seen
-        seen.add(nbytes)
-        if warm:
-            continue
+        nbytes = int(blocks[0]["nbytes"])
         if kind == "gather":
             yield nbytes, (_submitted(blocks[1]) - float(blocks[0]["seen"])) * 1e-6
         elif kind == "turn":
@@ -231,14 +246,14 @@ def rests() -> dict[tuple[str, str, int], float]:
     whole, found = times(), {}
     for (host, engine), writes in _requests("2to2 whole").items():
         spans: dict[int, list[float]] = {}
-        for rows in writes.values():
+        for rows in (writes[number] for number in _warm(writes)):
             last = [row for row in rows if row["source"] == "prefill0.1"]
             tokens = sum(int(row["nbytes"]) for row in last) // TOKEN
             seconds = (max(float(row["seen"]) for row in rows) - min(map(_submitted, last))) * 1e-6
             spans.setdefault(tokens, []).append(seconds)
         for tokens, seconds_of in spans.items():
             label = f"2to2 whole {tokens} tokens"
-            found[host, engine, tokens] = whole[host, engine, label] - float(np.median(seconds_of[1:]))
+            found[host, engine, tokens] = whole[host, engine, label] - float(np.median(seconds_of))
     return found
 
 
@@ -262,7 +277,7 @@ def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
     for (host, engine), requests in _requests(way).items():
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end
             continue
-        rows = [row for number, rows in requests.items() if number > 1 for row in rows if row["path"] == path]
+        rows = [row for number, rows in requests.items() if number % JOB > 1 for row in rows if row["path"] == path]
         stamps = [(float(row["completed"]) - float(row["posted"])) * 1e-6 - int(row["nbytes"]) / rate for row in rows]
         found[host] = stamps
     return found
