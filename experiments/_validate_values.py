@@ -60,14 +60,33 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
             time = float(np.median([record.seen - record.submitted for record in mine]))
             yield Value(group, name, "time", mine[0].nbytes, time)
         if len(by_flow) > 1:
-            rate = sum(_rate(mine) for mine in by_flow.values())
+            rate = sum(_rate(mine, every) for mine in by_flow.values())
             yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate)
 
 
-def _rate(flow: Sequence[TransferRecord]) -> float:
-    """Return bytes/s of *flow* from its own first call to its own end: warm-ups end at times of their own."""
-    seconds = max(record.seen for record in flow) - min(record.submitted for record in flow)
-    return sum(record.nbytes for record in flow) / seconds
+def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
+    """Return bytes/s of *flow*, one of those of a point that make up *every*.
+
+    It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the pauses
+    in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it asks for the
+    next one, which belongs to no transfer and is 0 on the model.
+    """
+    begin, end = min(record.submitted for record in flow), max(record.seen for record in flow)
+    mine = [record for record in every if _initiator(record) == _initiator(flow[0])]
+    return sum(record.nbytes for record in flow) / (end - begin - _pauses(mine, begin, end))
+
+
+def _initiator(record: TransferRecord) -> str:
+    return record.target if record.operation == "read" else record.source
+
+
+def _pauses(records: Sequence[TransferRecord], begin: float, end: float) -> float:
+    """Return how much of the time from *begin* to *end* none of *records* is under way."""
+    total, until = 0.0, begin
+    for record in sorted(records, key=lambda record: record.submitted):
+        total += max(0.0, min(record.submitted, end) - until)
+        until = max(until, min(record.seen, end))
+    return total
 
 
 def _of_handoffs(result: Result) -> Iterator[Value]:

@@ -132,8 +132,9 @@ def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
 def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> list[Form]:
     """Return those of *forms* that *points* can tell anything about, the stages of *base* first.
 
-    Several transfers in flight tell what all share, and one alone what it may have for itself.  Single descriptors do
-    not tell what one costs, nor whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.
+    Several transfers in flight tell what all share, and one alone what it may have for itself; where there are both,
+    `pdsim.calibration.crowds` looks at those in flight.  Single descriptors do not tell what one costs, nor whether
+    stages overlap; within a descriptor they cannot.  Crowds alone hide constants.
     """
     serial = "pipeline" if base.overlap else "sum"
     single = bool((points.blocks == 1).all())
@@ -144,8 +145,6 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
         free = dict.fromkeys(form.free)
         if crowded and not base.in_order:
             free["queue_rate"] = None
-        if crowded and lonely and form.stages == "sum":
-            free |= {"call": None, "latency": None}
         gone = set() if lonely else {"rate", "call", "latency"}
         gone |= {"first1"} if points.queues else set()
         gone |= {"descriptor"} if single else set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.calibration import files, fit, jobs, points, reads
+from pdsim.calibration import crowds, files, fit, jobs, points, reads
 from pdsim.calibration.fit import Fit
 from pdsim.calibration.forms import FORMS, points_of
 from pdsim.calibration.points import Sample, Samples
@@ -40,8 +40,9 @@ class Fitted:
 def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -> Fitted:
     """Return the calibration of the model *at* ("intra" or "inter") of the engine of *config*, fitted to *samples*.
 
-    Only pairs are fitted, of the configuration's operation, and what reads cost beyond writes where there are both:
-    what flows do to each other is the machine's.  Raise a `ConfigError` if there is no such model, or too few samples.
+    Only pairs are fitted, of the configuration's operation, one transfer at a time where there are such; then what
+    several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise a
+    `ConfigError` if there is no such model, or too few samples.
     """
     base = base_of(config.backend, at)
     _, link = files.link_of(config.hw, base.path)
@@ -54,11 +55,13 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
             f"the file has no {operation} of a pair; set experiment.operation to what it has: "
             f"{', '.join(sorted({row.operation for row in samples.rows}))}"
         )
-    kept, left = [row for row in pairs if not row.held], [row for row in pairs if row.held]
+    left = [row for row in pairs if row.held]
+    kept, together = _apart([row for row in pairs if not row.held])
     seen = points_of(kept)
     chosen = fit.choose(seen, base)
     found, spans = fit.told(chosen, seen, base)
     held_out, errors = _errors(found, chosen, kept, left, base)
+    found, spans = crowds.shared(found, spans, points_of(together), base)
     chosen_parameters, told = files.parameters(found, spans, base, config.hw, f"backend.{at}")
     of_reads = _beyond(found, every, base, f"backend.{at}", operation)
     calibration = Calibration(
@@ -77,6 +80,14 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
         provenance=_provenance(samples.about, command),
     )
     return Fitted(calibration, samples, found, errors)
+
+
+def _apart(rows: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return of *rows* those to fit and those of crowds, which tell the rest; all are to fit if few are alone."""
+    alone = [row for row in rows if row.concurrency == 1]
+    if len(alone) < fit.LEAST:
+        return list(rows), []
+    return alone, [row for row in rows if row.concurrency > 1]
 
 
 def base_of(backend: Engine, at: str) -> EngineModel:

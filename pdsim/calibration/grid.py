@@ -1,9 +1,9 @@
 """Which transfers to measure so that a fit can tell an engine's parameters apart.
 
-A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight; and points drawn
-at random between them, which no fit sees.  With one count alone the cost of a call and of a descriptor are one number,
-with one size alone the cost of a descriptor and of its bytes.  Beside writes, a thinner cross of reads, each of which
-has a write of its own configuration there.
+A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a few that are
+nearly all bytes; and points drawn at random between them, which no fit sees.  With one count alone the cost of a call
+and of a descriptor are one number, with one size alone the cost of a descriptor and of its bytes.  Beside writes, a
+thinner cross of reads, each of which has a write of its own configuration there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["Cell", "grid", "reads", "repeats", "write"]
 SMALLEST, LARGEST = 4 << 10, 256 << 20
 COUNTS = tuple(1 << power for power in range(13))  # 1 to 4096
 AT = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
+LONG = tuple((count, 4 << 20) for count in (2, 8, 32))  # nearly all bytes: what tells a rate from posting
 READ_SIZES = tuple(SMALLEST << power for power in range(0, 17, 2))
-READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), (4 << 10, 64 << 10, 1 << 20)
+READ_COUNTS, READ_AT = (4, 16, 64, 256, 1024, 4096), AT  # where it turns from posting to the wire, too
 CROWDS = ((1, 4 << 10), (1, 1 << 20), (1, 16 << 20), (16, 64 << 10), (256, 16 << 10))
 
 DRAWS = 1000
@@ -56,7 +57,7 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     """
     sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
     found = [(1, size, 1) for size in sizes]
-    found += [(count, size, 1) for size in AT for count in COUNTS]
+    found += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
     found += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
     cells = {Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest}
     random = np.random.Generator(np.random.PCG64([seed, 2]))
