@@ -39,7 +39,7 @@ class Design:
 
     classes: tuple[str, ...] = CLASSES
     size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
-    blocks: tuple[int, ...] = (1, 5, 37, 290, 1700)
+    blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)
     limit: Size = 1 << 29  # bytes of a transfer, most
     patterns: tuple[str, ...] = ("pairs:2", "bidirectional", "incast:2", "fanout:2", "cross:2x2", "alltoall:4")
     contended: tuple[Size, ...] = (98304, 6291456)
