@@ -14,7 +14,6 @@ once, and the side that is left learns of it `DETECTION` later.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,7 +71,7 @@ class Fabric:
     def copier(self, site: str) -> CopyEngine:
         """Return what carries the transfers of the ranks at *site* one at a time."""
         if site not in self.copiers:
-            rest, rouse = (self.gpu.rest, self.gpu.rouse) if self.gpu is not None else (inf, 0.0)
+            rest, rouse = (self.gpu.rest, self.gpu.rouse) if self.gpu is not None else (0.0, 0.0)
             self.copiers[site] = CopyEngine(self.clock, rest, rouse)
         return self.copiers[site]
 

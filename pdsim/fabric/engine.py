@@ -58,7 +58,7 @@ class CopyEngine:
 
     __slots__ = ("_busy", "_clock", "_idle", "_rest", "_rouse", "_waiting")
 
-    def __init__(self, clock: Clock, rest: float = inf, rouse: float = 0.0) -> None:
+    def __init__(self, clock: Clock, rest: float = 0.0, rouse: float = 0.0) -> None:
         self._clock = clock
         self._rest = rest
         self._rouse = rouse

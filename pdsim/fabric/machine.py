@@ -69,7 +69,7 @@ class Gpu:
     compute: Flops  # dense bf16
     pcie: Rate  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
-    rest: Seconds = math.inf  # without a transfer, after which its copy engines sleep
+    rest: Seconds = 0.0  # without a transfer, after which its copy engines sleep
     rouse: Seconds = 0.0  # from the next transfer's start until they move its first byte
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class Waking:
     __slots__ = ("_cold", "_last", "_rest", "_wake", "instant")
 
     def __init__(self, host: Host | None = None, now: float = 0.0) -> None:
-        self._wake, self._cold, self._rest = (host.wake, host.cold, host.rest) if host is not None else (0.0, 0.0, inf)
+        self._wake, self._cold, self._rest = (host.wake, host.cold, host.rest) if host is not None else (0.0, 0.0, 0.0)
         self._last = now  # when it acted, or will have acted, upon all that has come
         self.instant = not (self._wake or self._cold)
         """Whether it acts upon everything at once."""

@@ -1,7 +1,6 @@
 """What posting, the wire, completion and the send queue cost.  All times are exact."""
 
 from dataclasses import replace
-from math import inf
 
 import pytest
 
@@ -308,7 +307,7 @@ class TestEvents:
 class Crossing:
     """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
 
-    def __init__(self, rest=inf, rouse=0.0, **changes):
+    def __init__(self, rest=0.0, rouse=0.0, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
