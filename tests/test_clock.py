@@ -371,6 +371,25 @@ class TestWallClock:
         wall.run(until=wall.timeout(0.01))
         assert log == []
 
+    def test_hears_a_descriptor_while_it_spins_for_a_source_without_one(self, pipe, wall):
+        class Endless:
+            def poll(self):
+                return False
+
+            def fileno(self):
+                return None
+
+            def busy(self):
+                return True
+
+        pipe.events.append(wall.event())
+        wall.spin = 5.0
+        wall.watch(Endless())
+        start = time.monotonic()
+        os.write(pipe.write, b"x")
+        wall.run(until=pipe.events[0])
+        assert time.monotonic() - start < 0.9
+
     def test_forgets_a_source(self, wall, pipe):
         wall.unwatch(pipe)
         wall.unwatch(pipe)

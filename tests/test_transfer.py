@@ -135,3 +135,34 @@ def test_a_transfer_that_fails_unseen_does_not_end_the_run():
     clock.run()
     assert not transfer.ok
     assert not transfer.settled.triggered
+
+
+class TestSettled:
+    def test_whoever_asks_later_finds_it_processed(self):
+        transfer = Transfer(Clock(), batch([0], [0], [10]))
+        transfer.settle()
+        assert transfer.settled.processed
+        assert transfer.settled.ok
+
+    def test_what_nobody_waits_for_takes_no_turn_of_the_clock(self):
+        clock = Clock()
+        transfer = Transfer(clock, batch([0], [0], [10]))
+        asked = transfer.settled
+        transfer.settle()
+        assert asked.processed
+        assert clock.peek() == float("inf")
+
+    def test_who_waits_goes_on_in_a_turn_of_its_own(self):
+        clock, log = Clock(), []
+        transfer = Transfer(clock, batch([0], [0], [10]))
+
+        def wait():
+            yield transfer.settled
+            log.append("settled")
+
+        clock.process(wait())
+        clock.step()
+        transfer.settle()
+        assert not log
+        clock.run()
+        assert log == ["settled"]

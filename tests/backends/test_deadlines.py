@@ -1,0 +1,67 @@
+"""Deadlines of many transfers: each is kept, by few wake-ups.  On virtual time, for which they are as good."""
+
+import pytest
+
+from backends.deadlines import Deadlines
+from pdsim.clock import Clock
+
+
+class Flight:
+    def __init__(self, name, deadline):
+        self.name = name
+        self.deadline = deadline
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock):
+    """Starts a flight, and keeps in `expired` what ran out and when."""
+
+    def start(name, deadline):
+        flight = Flight(name, deadline)
+        flights[flight] = None
+        deadlines.watch(flight)
+        return flight
+
+    def expire(flight):
+        del flights[flight]
+        start.expired.append((clock.now, flight.name))
+
+    flights = {}
+    deadlines = Deadlines(clock, flights, expire)
+    start.expired = []
+    start.over = flights.pop
+    return start
+
+
+def test_each_expires_at_its_time_whatever_the_order_in_which_they_began(clock, watch):
+    for name, deadline in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
+        watch(name, deadline)
+    clock.run()
+    assert watch.expired == [(1.0, "a"), (2.0, "b"), (3.0, "c")]
+
+
+def test_what_is_over_before_does_not_expire(clock, watch):
+    first, _ = watch("a", 1.0), watch("b", 2.0)
+    watch.over(first)
+    clock.run()
+    assert watch.expired == [(2.0, "b")]
+
+
+def test_one_that_begins_later_with_less_time_expires_first(clock, watch):
+    watch("patient", 10.0)
+    clock.run(until=5.0)
+    watch("hasty", 6.0)
+    clock.run()
+    assert watch.expired == [(6.0, "hasty"), (10.0, "patient")]
+
+
+def test_a_thousand_that_end_in_time_take_one_wake_up(clock, watch):
+    for number in range(1000):
+        watch.over(watch(str(number), 30.0 + number))
+    clock.run()
+    assert (next(clock._eid), watch.expired) == (1, [])
