@@ -34,7 +34,6 @@ from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
 from pdsim.fabric.flight import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
-from pdsim.fabric.waking import Waking
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
 if TYPE_CHECKING:
@@ -68,13 +67,6 @@ class Fabric:
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
 
-    def copier(self, site: str) -> CopyEngine:
-        """Return what carries the transfers of the ranks at *site* one at a time."""
-        if site not in self.copiers:
-            rest, rouse = (self.gpu.rest, self.gpu.rouse) if self.gpu is not None else (0.0, 0.0)
-            self.copiers[site] = CopyEngine(self.clock, rest, rouse)
-        return self.copiers[site]
-
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `SimEndpoint.address` says, as JSON."""
@@ -86,21 +78,10 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimEndpoint:
-    """One rank's way to move bytes.
-
-    *clock* is the rank's own, *device* holds the buffers that it may register, *waking* says when it acts upon a
-    notification.
-    """
+    """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
 
     def __init__(
-        self,
-        fabric: Fabric,
-        name: str,
-        clock: Clock,
-        device: SimDevice,
-        site: Site,
-        recorder: Recorder,
-        waking: Waking | None = None,
+        self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
     ) -> None:
         self.name = name
         self.site = site
@@ -110,7 +91,6 @@ class SimEndpoint:
         self._clock = clock
         self._device = device
         self._recorder = recorder
-        self._waking = waking or Waking()
         self._engine = f"model:{fabric.engine.name}"
         self._notifications = Mailbox(clock)
         self._poster = Poster()
@@ -357,11 +337,11 @@ class SimEndpoint:
         self._end(flight, record, error)
 
     def _notify(self, there: SimEndpoint, notification: Notification) -> None:
-        clock = self._fabric.clock
-        if there._waking.instant:
+        clock, waking = self._fabric.clock, there._device.waking
+        if waking.instant:
             there._notifications.deliver(notification)
         else:
-            clock.call_at(there._waking.acts(clock.now), there._wake_with, notification)
+            clock.call_at(waking.acts(clock.now), there._wake_with, notification)
 
     def _wake_with(self, notification: Notification) -> None:
         if self.ended is None:
@@ -509,5 +489,7 @@ class SimEndpoint:
             )
         outward = fabric.topology.route(model.path, self.site, remote.site)
         inward = fabric.topology.route(model.path, remote.site, self.site)
-        copier = fabric.copier(self.site.name) if model.in_order else None
+        copier = None
+        if model.in_order:
+            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu))
         return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)

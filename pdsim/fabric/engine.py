@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.clock import Clock
-    from pdsim.fabric.machine import EngineModel
+    from pdsim.fabric.machine import EngineModel, Gpu
     from pdsim.fabric.sharing import Flow, Link, Network, Path
     from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
@@ -53,15 +53,14 @@ class CopyEngine:
     first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200, `docs/validation.md`).  Sources
     that begin with the same sink share its port and leave the other sinks idle, again and again.
 
-    After *rest* seconds without a transfer it sleeps, and takes *rouse* to begin with the next.
+    After `Gpu.rest` seconds without a transfer it sleeps, and takes `Gpu.rouse` to begin with the next.
     """
 
     __slots__ = ("_busy", "_clock", "_idle", "_rest", "_rouse", "_waiting")
 
-    def __init__(self, clock: Clock, rest: float = 0.0, rouse: float = 0.0) -> None:
+    def __init__(self, clock: Clock, gpu: Gpu | None = None) -> None:
         self._clock = clock
-        self._rest = rest
-        self._rouse = rouse
+        self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
         self._idle = clock.now  # since when, or when it will have been roused
         self._busy: Posting | None = None
         self._waiting: deque[tuple[Callable[[Posting], None], Posting]] = deque()

@@ -311,7 +311,7 @@ class SimDevice:
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
         self._copies = copies
-        self._waking = waking or Waking()
+        self.waking = waking or Waking()
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
@@ -383,7 +383,7 @@ class SimDevice:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
-        if self._waking.instant:
+        if self.waking.instant:
             return self._clock.at(self._free)
         done = Event(self._clock)
         self._clock.call_at(self._free, self._computed, done)
@@ -398,7 +398,7 @@ class SimDevice:
         self.symmetric.close()
 
     def _computed(self, done: Event) -> None:
-        self._clock.call_at(self._waking.acts(self._clock.now), fire, done)
+        self._clock.call_at(self.waking.acts(self._clock.now), fire, done)
 
     def _launch(self, work: _Copy) -> None:
         batch, source, target, _ = work

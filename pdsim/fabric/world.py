@@ -231,7 +231,7 @@ class _Job:
         observer = self._model.observer
         watch = observer.sent if observer is not None else None
         device.watch = observer.copied if observer is not None else None
-        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records, waking)
+        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
         delay = self._delay if self._model.machine.link is not None else None
         channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, waking)
         return _Member(clock, device, endpoint, channel, records)

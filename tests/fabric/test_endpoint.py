@@ -44,9 +44,9 @@ class Side:
         self.clock = RankClock(fabric.clock, name)
         site = fabric.topology.site(place)
         memory = DeviceMemory(site.name, 4096, tracked=tracked)
-        self.device = SimDevice(memory, self.clock, fabric.network, fabric.topology.memory(site))
+        self.device = SimDevice(memory, self.clock, fabric.network, fabric.topology.memory(site), waking=waking)
         self.records = Records()
-        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records, waking)
+        self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records)
         self.buffer = self.device.allocate(1000)
         self.region = self.endpoint.register(self.buffer, "kv")
 

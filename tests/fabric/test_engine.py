@@ -10,7 +10,7 @@ from pdsim.fabric.engine import CopyEngine, Lane, Poster
 from pdsim.fabric.machine import Ramp
 from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Route
-from tests.fabric.machines import cost
+from tests.fabric.machines import cost, machine
 
 
 class Bench:
@@ -307,7 +307,7 @@ class TestEvents:
 class Crossing:
     """Two sources and two sinks, ports of 100 bytes/s; `log` has (time, tag) of all completions."""
 
-    def __init__(self, rest=0.0, rouse=0.0, **changes):
+    def __init__(self, gpu=None, **changes):
         self.clock = Clock()
         self.network = Network(self.clock)
         self.model = cost(call=0.0, descriptor=0.0, latency=0.0, in_order=True, **changes)
@@ -315,7 +315,7 @@ class Crossing:
         self.lanes = {}
         ports = {name: self.network.link(name, 100.0) for name in "abcd"}
         for source in "ab":
-            poster, copier = Poster(), CopyEngine(self.clock, rest, rouse)
+            poster, copier = Poster(), CopyEngine(self.clock, gpu)
             for sink in "cd":
                 way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
                 name = source + sink
@@ -372,7 +372,7 @@ class TestRousing:
 
     @staticmethod
     def crossing(**changes):
-        return Crossing(rest=2.0, rouse=0.5, **changes)
+        return Crossing(replace(machine().gpu, rest=2.0, rouse=0.5), **changes)
 
     @staticmethod
     def post(crossing, *ats):
