@@ -16,7 +16,7 @@ from pdsim.calibration.reads import FREE
 from pdsim.calibration.record import Calibration
 from pdsim.fabric.machine import EngineModel, Machine
 
-__all__ = ["beyond", "link_of", "parameters", "save", "text_of"]
+__all__ = ["beyond", "key_of", "link_of", "parameters", "save", "text_of"]
 
 _LINKS = {
     "nvlink": (("interconnect", "rate"), 1.0),
@@ -50,9 +50,9 @@ def parameters(
     model = model_of(*_with(found, base))
     stages: dict[str, Any] = {"overlap": model.overlap, "pipelined": model.pipelined}
     ramps = [{"first": ramp.first, "extra": text_of("extra", ramp.extra)} for ramp in model.ramp]
-    chosen = {f"{at}.{name}": value for name, value in {**given, **stages, "ramp": ramps}.items()}
+    chosen = {key_of(at, name): value for name, value in {**given, **stages, "ramp": ramps}.items()}
     told = {
-        f"{at}.{name}": tuple(text_of(name, _per_queue(name, value, base)) for value in span)
+        key_of(at, name): tuple(text_of(name, _per_queue(name, value, base)) for value in span)
         for name, span in spans.items()
         if name[:-1] not in _OF_RAMPS
     }
@@ -76,6 +76,12 @@ def beyond(
 
 
 _OF_RAMPS = ("extra", "first")
+
+
+def key_of(at: str, name: str) -> str:
+    """Return the key below *at* of the field that the parameter *name* of a form belongs to."""
+    owner = {"saves": "small.saves"} | dict.fromkeys((f"{of}{i + 1}" for of in _OF_RAMPS for i in range(RAMPS)), "ramp")
+    return f"{at}.{owner.get(name, name)}"
 
 
 def _with(found: Fit, base: EngineModel) -> tuple[Any, Mapping[str, float], EngineModel]:

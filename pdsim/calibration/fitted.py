@@ -74,7 +74,7 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
         source=samples.about.get("source", "not said"),
         parameters={**chosen_parameters, **of_reads.parameters},
         intervals={**told, **of_reads.intervals},
-        unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}"),
+        unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}", told),
         held_out=held_out,
         held_out_reads=of_reads.held_out,
         provenance=_provenance(samples.about, command),
@@ -121,9 +121,9 @@ def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, ope
     return _OfReads(*files.beyond(fitted_reads, spans, at), fitted_reads.unidentified, held_out)
 
 
-def _unidentified(parameters: Sequence[str], at: str) -> tuple[str, ...]:
-    fields_of = ["ramp" if name[:-1] in ("extra", "first") else name for name in parameters]
-    return tuple(dict.fromkeys(f"{at}.{name}" for name in fields_of))
+def _unidentified(parameters: Sequence[str], at: str, told: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of *parameters* but those with an interval in *told*, as of a ramp of which one step is known."""
+    return tuple(dict.fromkeys(key for name in parameters if (key := files.key_of(at, name)) not in told))
 
 
 def _errors(

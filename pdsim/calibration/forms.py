@@ -8,6 +8,8 @@ of ``W = n * (s / rate + wire_descriptor)``::
     pipeline   max(P(1) + W, P + W / n) + latency
 
 A read has *read* more latency, *read_descriptor* more of its wire for each descriptor, and *read_rate* at most.
+A batch of up to *small_bytes* and *small_descriptors*, which a backend states, takes *saves* less: of *latency* first,
+then of *call*.
 
 Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
 all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine carries
@@ -25,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.calibration.points import Sample
-from pdsim.fabric.machine import EngineModel, Ramp
+from pdsim.fabric.machine import EngineModel, Ramp, Small
 
 __all__ = ["FORMS", "Form", "Points", "model_of", "points_of", "stages_of", "start_of"]
 
@@ -86,14 +88,15 @@ class Form:
         """Return how long a transfer of each of *points* takes with the parameters *at*."""
         n, total = points.blocks, points.blocks * points.size
         rate = min(at["rate"], at["queue_rate"], at["read_rate"])
-        posting, wire = _posting(at, n), total / rate + n * (at["wire_descriptor"] + at["read_descriptor"])
+        early, late = _saved(at, n, total)
+        posting, wire = _posting(at, n) - early, total / rate + n * (at["wire_descriptor"] + at["read_descriptor"])
         if self.stages == "sum":
             alone = posting + wire
         elif self.stages == "maximum":
             alone = np.maximum(posting, wire)
         else:
-            alone = np.maximum(_posting(at, np.ones(1)) + wire, posting + wire / n)
-        alone = alone + at["latency"] + at["read"]
+            alone = np.maximum(_posting(at, np.ones(1)) - early + wire, posting + wire / n)
+        alone = alone + at["latency"] + at["read"] - late
         shared = wire if at["in_order"] else total / at["queue_rate"]
         crowded = points.concurrency * np.maximum(posting, shared)
         busy: Floats = np.where(points.concurrency > 1, np.maximum(alone, crowded), alone)
@@ -105,6 +108,14 @@ def _posting(at: Parameters, n: Floats) -> Floats:
     for index in range(1, RAMPS + 1):
         seconds = seconds + np.minimum(n, at[f"first{index}"]) * at[f"extra{index}"]
     return seconds
+
+
+def _saved(at: Parameters, n: Floats, total: Floats) -> tuple[Floats, Floats]:
+    """Return by how much posting and latency are shorter, as `EngineModel.saved` does."""
+    small = (n <= at["small_descriptors"]) & (total <= at["small_bytes"])
+    saves = np.where(small, at["saves"], 0.0)
+    late = np.minimum(saves, at["latency"])
+    return np.minimum(saves - late, at["call"]), late
 
 
 _RAMPS = ((), ("extra1", "first1"), ("extra1", "first1", "extra2", "first2"))
@@ -129,6 +140,7 @@ def stages_of(base: EngineModel) -> str:
 
 def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
     """Return *base* with the parameters *at*, of which those of queues replace what its queues allow together."""
+    small = None if base.small is None else replace(base.small, saves=at["saves"])
     ramps = [(round(at[f"first{index}"]), at[f"extra{index}"]) for index in range(1, RAMPS + 1)]
     return replace(
         base,
@@ -141,6 +153,7 @@ def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
         overlap=form.stages != "sum",
         pipelined=form.stages == "pipeline",
         ramp=tuple(Ramp(first=first, extra=extra) for first, extra in ramps if extra > 0.0 and first),
+        small=small,
     )
 
 
@@ -152,5 +165,7 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)
     fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
+    small = base.small or Small(bytes=1, descriptors=1)  # which saves nothing
+    fixed |= {"saves": small.saves, "small_bytes": small.bytes, "small_descriptors": small.descriptors}
     fixed |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": math.inf}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

@@ -10,6 +10,7 @@ The wire starts when posting does (*overlap*), when the first descriptor is post
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
 *In order*, the wire takes the next transfer of a GPU when it is done with the one before: see `CopyEngine`.
 A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
+A *small* transfer takes ``small.saves`` less if all that its poster has under way are such: it is done in the call.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
 work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, one
@@ -39,11 +40,12 @@ __all__ = ["CopyEngine", "Lane", "Poster", "Posting"]
 class Poster:
     """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
 
-    __slots__ = ("free", "slowness")
+    __slots__ = ("free", "slowness", "under_way")
 
     def __init__(self) -> None:
         self.free = 0.0  # when it has done everything that it was given
         self.slowness = 1.0  # how many times as long as usual its work takes
+        self.under_way = 0  # transfers, but those that are done in the call that posts them
 
 
 class CopyEngine:
@@ -98,7 +100,9 @@ class CopyEngine:
 class Posting:
     """One transfer in the hands of the engine.  Made by `Lane.post`."""
 
-    __slots__ = ("_done", "_flow", "_held", "_least", "_wire", "aborted", "descriptors", "nbytes", "posted", "tag")
+    __slots__ = (
+        *("_done", "_flow", "_held", "_least", "_wire", "aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
+    )
 
     def __init__(
         self, wire: _Wire, nbytes: int, descriptors: int, done: Callable[[Posting], None], tag: Any, held: float
@@ -107,6 +111,7 @@ class Posting:
         self.descriptors = descriptors
         self.posted: float | None = None  # when posting ends or has ended; None while it waits for room
         self.aborted = False
+        self.at_once = False  # done in the call that posts it
         self.tag = tag
         self._wire = wire
         self._done = done
@@ -224,15 +229,27 @@ class Lane:
     def _admit(self, posting: Posting) -> None:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
+        early = self._enter(posting)
         start = max(now, poster.free)
-        posting.posted = poster.free = start + model.posting(posting.descriptors) * poster.slowness
+        posting.posted = poster.free = start + (model.posting(posting.descriptors) - early) * poster.slowness
         begin = start if model.overlap else posting.posted
         if model.pipelined:
-            begin = start + model.posting(1) * poster.slowness
+            begin = start + (model.posting(1) - early) * poster.slowness
         if begin > now:
             self._clock.call_at(begin, self._begin, posting)
         else:
             self._begin(posting)
+
+    def _enter(self, posting: Posting) -> float:
+        """Have *posting* done at once, or under way; return by how much its posting is shorter."""
+        small, poster = self.model.small, self._poster
+        if small is None or poster.under_way or not small.takes(posting.descriptors, posting.nbytes):
+            poster.under_way += 1
+            return 0.0
+        posting.at_once = True
+        early, late = self.model.saved(posting.descriptors, posting.nbytes)
+        posting._held -= late
+        return early
 
     def _begin(self, posting: Posting) -> None:
         if posting.aborted:
@@ -259,7 +276,8 @@ class Lane:
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
         ended = max(self._clock.now, ready, posting._least)
-        self._clock.call_at(ended + wire.latency + posting._held, self._complete, posting)
+        over = max(ended, ended + wire.latency + posting._held)  # rounded, what is saved may be more than the latency
+        self._clock.call_at(over, self._complete, posting)
         if self._copier is None:
             return
         if ended > self._clock.now:
@@ -274,6 +292,8 @@ class Lane:
 
     def _leave(self, posting: Posting) -> None:
         self.outstanding -= posting.descriptors
+        if not posting.at_once:
+            self._poster.under_way -= 1
         waiting = self._waiting
         while waiting and self._has_room(waiting[0].descriptors):
             self._admit(waiting.popleft())

@@ -27,6 +27,7 @@ __all__ = [
     "Machine",
     "Nic",
     "Ramp",
+    "Small",
     "Wire",
 ]
 
@@ -244,6 +245,26 @@ class Ramp:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Small:
+    """Batches of up to *bytes* in all and up to *descriptors* that an engine moves within the call that posts them.
+
+    It does so if nothing that it has posted otherwise is under way.  They take *saves* less: nobody asks for their end.
+    """
+
+    bytes: Size
+    descriptors: int
+    saves: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        positive("small", bytes=self.bytes, descriptors=self.descriptors)
+        not_negative("small", saves=self.saves)
+
+    def takes(self, descriptors: int, nbytes: float) -> bool:
+        """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
+        return nbytes <= self.bytes and descriptors <= self.descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineModel:
     """What one engine costs on one kind of path.
 
@@ -256,6 +277,9 @@ class EngineModel:
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
+
+    A *small* batch takes ``small.saves`` less if nothing that its poster has posted is under way but such batches: so
+    much less of *latency* and, where that is not enough, of *call*; never less than without both.
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -276,6 +300,7 @@ class EngineModel:
     pipelined: bool = False  # with overlap
     in_order: bool = False  # the wire carries what a GPU's ranks post one transfer at a time, as its copy engine does
     ramp: tuple[Ramp, ...] = ()
+    small: Small | None = None  # batches that are done in the call that posts them
 
     def __post_init__(self) -> None:
         one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
@@ -302,6 +327,13 @@ class EngineModel:
             seconds += min(descriptors, ramp.first) * ramp.extra
         return seconds
 
+    def saved(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
+        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*."""
+        if self.small is None or not self.small.takes(descriptors, nbytes):
+            return 0.0, 0.0
+        late = min(self.small.saves, self.latency)
+        return min(self.small.saves - late, self.call), late
+
     def fastest(self, *, read: bool) -> Rate:
         """Return the rate of one write, or of one *read*."""
         return min(self.rate, self.read_rate) if read else self.rate
@@ -321,13 +353,14 @@ class EngineModel:
         """
         narrowest = min(narrowest, self.queues * self.queue_rate)
         wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
-        posting = self.posting(descriptors)
-        latency = self.latency + (self.read if read else 0.0)
+        early, late = self.saved(descriptors, nbytes)
+        posting = self.posting(descriptors) - early
+        latency = self.latency + (self.read if read else 0.0) - late
         if not self.overlap:
             return posting + wire + latency
         if not self.pipelined:
             return max(posting, wire) + latency
-        return max(self.posting(1) + wire, posting + wire / descriptors) + latency
+        return max(self.posting(1) - early + wire, posting + wire / descriptors) + latency
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,14 @@ OUTPUTS = Path(__file__).parent / "outputs"
 def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     words = ["hw=2xh200", "backend=mooncake_nvlink", "backend.intra.overlap=false", "backend.intra.pipelined=false"]
     words += ["backend.intra.call=11us", "backend.intra.descriptor=2us", "backend.intra.rate=200GB/s", "--held", "4"]
-    words += ["backend.intra.read=3us", "--jobs", "2"]
+    words += ["backend.intra.read=3us", "backend.intra.small.saves=4us", "--jobs", "2"]
     assert calibrate([*words, "--largest", "4MiB", "--to", str(tmp_path), f"output={tmp_path}/runs"]) == 0
     file = OmegaConf.to_container(OmegaConf.load(tmp_path / "mooncake_nvlink-2xh200.yaml"))
     found = build(Calibration, file, "calibration")
     assert found.parameters["backend.intra.descriptor"] == "2us"
     assert found.parameters["backend.intra.call"] == "11us"
     assert found.parameters["backend.intra.rate"] == "200GB/s"
+    assert found.parameters["backend.intra.small.saves"] == "4us"
     assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == ("3us", "0s")
     assert "backend.intra.read_rate" not in found.parameters  # no limit
     assert (found.held_out.points, found.held_out_reads.points) == (4, 2)
