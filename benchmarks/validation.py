@@ -1,9 +1,9 @@
 """Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
 A validation is a folder of `conf/calibration/validation` with the ``expectations.json`` and ``measurements.json`` of a
-run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept.  Where there
-is an ``again.json``, what the model said later (``experiment.predict=now``), its classes are shown beside.  Of a folder
-with expectations only, which were written ahead of a machine to measure on, the predictions are shown.
+run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept, point by
+point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a machine
+to measure on, the predictions are shown.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pdsim.calibration.validate import Value, by_class, by_decade, compare, fore
 from pdsim.results.record import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-AGAIN = "again.json"
 STORED = ROOT / "conf" / "calibration" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
+CHANGES = (("sliced", "staged"), ("metadata control", "metadata data"), ("default", "symmetric"))
+"""Words of labels: what is before a change of the reports, and what is after it."""
+
 BEGIN, END = "<!-- generated: python -m benchmarks.validation -->", "<!-- end -->"
 AHEAD, END_AHEAD = "<!-- generated, predictions: python -m benchmarks.validation -->", "<!-- end of predictions -->"
 
@@ -41,17 +43,29 @@ def section(folder: Path) -> Iterator[str]:
     yield ""
     for table in tables(by_class(found, bounds(Options()), expected["seed"]), by_decade(found, expected["seed"])):
         yield from _markdown(table)
-    if (folder / AGAIN).is_file():
-        yield from _again(read(folder / AGAIN), measured)
 
 
-def _again(later: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the classes of predictions that were made *later* than what was *measured*."""
-    found = compare([Value(**row) for row in later["expected"]], [Value(**row) for row in measured["measured"]])
-    written, sha256 = later["written"][:16], later["sha256"][:16]
-    yield f"The same, predicted **after** the measurements with the model of {written} (SHA-256 `{sha256}`):"
+def gains(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the lines about how many times longer what is before each of `CHANGES` takes, in *folders*."""
+    columns = {"change": "", "backend": "", "hw": "", "at": "", "predicted": "", "measured": ""}
+    rows = []
+    for folder in folders:
+        expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
+        ours, real = (
+            {row["label"]: row["value"] for row in rows if row["quantity"] == "time"}
+            for rows in (expected["expected"], measured["measured"])
+        )
+        for before, after in CHANGES:
+            for label in real:
+                other = label.replace(before, after)
+                if other != label and other in real and {label, other} <= ours.keys():
+                    at = label.replace(before, "").replace("  ", " ")
+                    found = (f"{times[label] / times[other]:.3g}" for times in (ours, real))
+                    rows.append([f"{before} → {after}", expected["backend"], expected["hw"], at, *found])
+    rows.sort(key=lambda row: [before for before, _ in CHANGES].index(row[0].partition(" → ")[0]))
+    yield "### What a change gains"
     yield ""
-    yield from _markdown(tables(by_class(found, bounds(Options()), later["seed"]), [])[0])
+    yield from _markdown(Table("Gains", columns, rows))
 
 
 def predictions(folders: Sequence[Path]) -> Iterator[str]:
@@ -104,7 +118,7 @@ def _markdown(table: Table) -> Iterator[str]:
 def main(folders: Sequence[str]) -> None:
     """Rewrite the page from *folders*, by default from all that are committed."""
     found = [Path(folder) for folder in folders] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
-    lines = [line for folder in found for line in section(folder)] or ["No validation is committed yet."]
+    lines = [*gains(found), *(line for folder in found for line in section(folder))]
     _rewrite(BEGIN, END, lines)
     ahead = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file())
     _rewrite(AHEAD, END_AHEAD, list(predictions(ahead)) or ["None is committed."])

@@ -36,3 +36,16 @@ def test_an_engine_that_was_not_predicted_for_a_class_has_a_dash(tmp_path: Path)
     rows = validation._medians([first, {**second, "backend": "other"}]).rows
     assert {row[0] for row in rows if row[-1] == "-"} >= {"incast", "handoff, staged"}
     assert [row[-1] for row in rows if row[0] == "pair"] == [row[-2] for row in rows if row[0] == "pair"]
+
+
+def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypatch: pytest.MonkeyPatch):
+    def times(sliced: float, staged: float) -> list[dict[str, object]]:
+        found = {"1to2 sliced 512 tokens": sliced, "1to2 staged 512 tokens": staged, "2to2 whole 512 tokens": 1.0}
+        return [{"label": label, "quantity": "time", "value": value} for label, value in found.items()]
+
+    kept = {
+        Path("a/expectations.json"): {"backend": "fast", "hw": "toy", "expected": times(6.0, 2.0)},
+        Path("a/measurements.json"): {"measured": times(5.0, 2.0)},
+    }
+    monkeypatch.setattr(validation, "read", kept.__getitem__)
+    assert list(validation.gains([Path("a")]))[4:-1] == ["| sliced → staged | fast | toy | 1to2 512 tokens | 3 | 2.5 |"]
