@@ -43,10 +43,23 @@ def test_committed_predictions_of_the_machine_are_the_ones_that_are_tested(
     assert not any(word.startswith("experiment.expected") for word in steps["validate nixl"])
     anew = {step.name: step.words for step in plan("8xh200", ["nvlink"], tmp_path, anew=True)}
     assert not any(word.startswith("experiment.expected") for word in anew["validate nvlink"])
+    (tmp_path / "nvlink-8xh200" / "measurements.json").touch()
+    measured = {step.name: step.words for step in plan("8xh200", ["nvlink"], tmp_path)}
+    assert not any(word.startswith("experiment.expected") for word in measured["validate nvlink"])
+
+
+def test_what_the_machine_has_too_few_gpus_for_is_not_run(tmp_path: Path):
+    steps = {step.name: step.words for step in plan("2xh200", ["nvlink"], tmp_path)}
+    assert "crossing nvlink" not in steps
+    assert "experiment.ranks=[2]" in steps["allgather"]
+    four, hosts = ({step.name: step.words for step in plan(hw, ["nvlink"], tmp_path)} for hw in ("4xh200", "loopback"))
+    assert "crossing nvlink" in four
+    assert "experiment.ranks=[2,4]" in four["allgather"]
+    assert "experiment.ranks=[2,4,8]" in hosts["allgather"]
 
 
 def test_all_gathers_are_validated_once_for_they_are_not_the_engines(tmp_path: Path):
-    steps = {step.name: step.words for step in plan("other", ["nvlink", "nixl"], tmp_path)}
+    steps = {step.name: step.words for step in plan("2xh200", ["nvlink", "nixl"], tmp_path)}
     assert not any("classes" in word for word in steps["validate nvlink"])
     assert "experiment.classes=[pair,read,contention,handoff,metadata,serve]" in steps["validate nixl"]
 
