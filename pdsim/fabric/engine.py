@@ -49,11 +49,12 @@ class Poster:
 
 
 class CopyEngine:
-    """Carries the transfers that the ranks of one GPU post, one at a time, in the order in which their wires begin.
+    """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
 
-    So do the copies of a GPU over NVLink, whatever streams they are in: of two transfers of 1 GiB to two GPUs, the
-    first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200, `docs/validation.md`).  Sources
-    that begin with the same sink share its port and leave the other sinks idle, again and again.
+    So do the copies of a GPU over NVLink, whatever streams of a process they are in: of two transfers of 1 GiB to two
+    GPUs, the first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200, `docs/validation.md`).
+    Sources that begin with the same sink share its port and leave the other sinks idle, again and again.  The copies of
+    two processes on one GPU go on side by side.
 
     After `Gpu.rest` seconds without a transfer it sleeps, and takes `Gpu.rouse` to begin with the next.
     """
@@ -64,36 +65,37 @@ class CopyEngine:
         self._clock = clock
         self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
         self._idle = clock.now  # since when, or when it will have been roused
-        self._busy: Posting | None = None
-        self._waiting: deque[tuple[Callable[[Posting], None], Posting]] = deque()
+        self._busy: dict[Poster, Posting] = {}
+        self._waiting: dict[Poster, deque[tuple[Callable[[Posting], None], Posting]]] = {}
 
-    def take(self, start: Callable[[Posting], None], posting: Posting) -> None:
-        """Call ``start(posting)`` when its turn has come."""
-        if self._busy is None:
-            self._begin(start, posting)
+    def take(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
+        """Call ``start(posting)`` when its turn has come among those of *poster*."""
+        if poster in self._busy:
+            self._waiting.setdefault(poster, deque()).append((start, posting))
         else:
-            self._waiting.append((start, posting))
+            self._begin(start, posting, poster)
 
-    def _begin(self, start: Callable[[Posting], None], posting: Posting) -> None:
-        self._busy = posting
+    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
         now = self._clock.now
-        if now - self._idle > self._rest:
+        if not self._busy and now - self._idle > self._rest:
             self._idle = now + self._rouse
+        self._busy[poster] = posting
         if self._idle > now:
             self._clock.call_at(self._idle, start, posting)
         else:
             start(posting)
 
-    def leave(self, posting: Posting) -> None:
-        """Go on to the next, if it was *posting* that was carried."""
-        if self._busy is not posting:
+    def leave(self, posting: Posting, poster: Poster) -> None:
+        """Go on to the next of *poster*, if it was *posting* that was carried."""
+        if self._busy.get(poster) is not posting:
             return
-        self._busy = None
+        del self._busy[poster]
         self._idle = max(self._idle, self._clock.now)
-        while self._waiting:
-            start, posting = self._waiting.popleft()
+        waiting = self._waiting.get(poster)
+        while waiting:
+            start, posting = waiting.popleft()
             if not posting.aborted:
-                self._begin(start, posting)
+                self._begin(start, posting, poster)
                 return
 
 
@@ -218,7 +220,7 @@ class Lane:
         if posting._flow is not None:
             self._network.abort(posting._flow)
         if self._copier is not None:
-            self._copier.leave(posting)
+            self._copier.leave(posting, self._poster)
         self._leave(posting)
 
     def _has_room(self, descriptors: int) -> bool:
@@ -257,7 +259,7 @@ class Lane:
         if self._copier is None:
             self._carry(posting)
         else:
-            self._copier.take(self._carry, posting)
+            self._copier.take(self._carry, posting, self._poster)
 
     def _carry(self, posting: Posting) -> None:
         if posting.aborted:  # while the copy engine was roused for it
@@ -281,9 +283,13 @@ class Lane:
         if self._copier is None:
             return
         if ended > self._clock.now:
-            self._clock.call_at(ended, self._copier.leave, posting)
+            self._clock.call_at(ended, self._make_way, posting)
         else:
-            self._copier.leave(posting)
+            self._make_way(posting)
+
+    def _make_way(self, posting: Posting) -> None:
+        assert self._copier is not None
+        self._copier.leave(posting, self._poster)
 
     def _complete(self, posting: Posting) -> None:
         if not posting.aborted:

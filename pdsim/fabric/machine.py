@@ -298,7 +298,7 @@ class EngineModel:
     depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
     full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
     pipelined: bool = False  # with overlap
-    in_order: bool = False  # the wire carries what a GPU's ranks post one transfer at a time, as its copy engine does
+    in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
     ramp: tuple[Ramp, ...] = ()
     small: Small | None = None  # batches that are done in the call that posts them
 
