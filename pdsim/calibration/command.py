@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdsim.calibration import files, grid, points, shown, tools
+from pdsim.calibration import files, grid, origin, points, shown, tools
 from pdsim.calibration.fitted import base_of, fitted
 from pdsim.calibration.points import Samples
 from pdsim.config import Config
@@ -148,6 +148,8 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     folders = ", ".join(folder.name for _, folder in runs)
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
     about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
+    if kind == "measured":
+        about |= origin.here()
     failures = "; ".join(failure for result, _ in runs for failure in result.failures)
     return Samples(rows, about | ({"failures": failures} if failures else {}))
 

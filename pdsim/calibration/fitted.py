@@ -17,7 +17,7 @@ from pdsim.calibration.record import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.machine import Engine, EngineModel
-from pdsim.results.environment import commit, environment
+from pdsim.results.environment import commit
 
 __all__ = ["Fitted", "again", "base_of", "fitted"]
 
@@ -159,27 +159,9 @@ def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
 
 
 def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
-    where = environment()
-    host = where["host"]
+    """Return what the samples say of where they are from, and of this fit its command and commit."""
     found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
-    found |= {"fit": command, "commit": commit()}
-    if about.get("kind") == "measured":
-        found |= {"host": f"{host['cpu']}, {host['cores']} cores, {host['kernel']}", **_gpus()}
-        found["versions"] = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
-    return found
-
-
-def _gpus() -> dict[str, str]:
-    """Return the GPUs of this host and their driver, as nvidia-smi says, or nothing."""
-    import shutil
-    import subprocess
-
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
-    lines = sorted(set(done.stdout.split("\n")) - {""})
-    return {"gpus": f"{len(done.stdout.split(chr(10))) - 1} x {'; '.join(lines)}"} if lines else {}
+    return found | {"fit": command, "commit": commit()}
 
 
 def again(names: Sequence[str] = ()) -> list[Fitted]:

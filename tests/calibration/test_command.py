@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
+from pdsim.calibration import origin
 from pdsim.calibration.command import calibrate
 from pdsim.calibration.fitted import again
 from pdsim.calibration.grid import Cell, grid, reads, repeats, write
@@ -16,6 +17,7 @@ from pdsim.configure import build
 from pdsim.errors import ConfigError
 
 OUTPUTS = Path(__file__).parent / "outputs"
+CALIBRATIONS = Path(conf.__file__).parent / "calibration"
 
 
 def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
@@ -55,6 +57,23 @@ def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed
     for line in capsys.readouterr().out.splitlines():
         if line.split(" ")[0] in file.unidentified:
             assert "not identified by these samples" in line
+
+
+def test_a_fit_elsewhere_says_where_its_samples_were_measured(tmp_path):
+    text = (CALIBRATIONS / "cx7-write.csv").read_text().replace("kind: published", "kind: measured")
+    (tmp_path / "kept.csv").write_text("# host: elsewhere\n# measured: 1a2b3c\n# date: 2020-02-02\n" + text)
+    words = ["--from", str(tmp_path / "kept.csv"), "hw=2x8xmi300x", "backend=mori", "--to", str(tmp_path)]
+    assert main(["calibrate", *words, "--name", "again"]) == 0
+    file = OmegaConf.load(tmp_path / "again.yaml")
+    assert (file.date, file.provenance.host, file.provenance.measured) == ("2020-02-02", "elsewhere", "1a2b3c")
+    assert {"fit", "commit"} <= set(file.provenance)
+    assert "versions" not in file.provenance
+
+
+def test_what_is_measured_says_where():
+    found = origin.here()
+    assert {"date", "measured", "host", "versions"} <= set(found)
+    assert "simpy" in found["versions"]
 
 
 @pytest.mark.parametrize(
