@@ -228,6 +228,19 @@ class TestMailboxCosts:
         assert len(mailbox) == 0
 
 
+class Busy:
+    """A source without a descriptor that always waits for something."""
+
+    def poll(self):
+        return False
+
+    def fileno(self):
+        return None
+
+    def busy(self):
+        return True
+
+
 class Pipe:
     """A source: every byte in the pipe triggers the next of its events."""
 
@@ -355,16 +368,6 @@ class TestWallClock:
         assert log == ["idle"] * 3
 
     def test_is_not_idle_while_it_waits_for_less_than_a_millisecond_or_for_a_busy_source(self, wall, log):
-        class Busy:
-            def poll(self):
-                return False
-
-            def fileno(self):
-                return None
-
-            def busy(self):
-                return True
-
         wall.idle = lambda: log.append("idle") or 1.0
         wall.run(until=wall.timeout(0.5e-3))
         wall.watch(Busy())
@@ -372,19 +375,9 @@ class TestWallClock:
         assert log == []
 
     def test_hears_a_descriptor_while_it_spins_for_a_source_without_one(self, pipe, wall):
-        class Endless:
-            def poll(self):
-                return False
-
-            def fileno(self):
-                return None
-
-            def busy(self):
-                return True
-
         pipe.events.append(wall.event())
         wall.spin = 5.0
-        wall.watch(Endless())
+        wall.watch(Busy())
         start = time.monotonic()
         os.write(pipe.write, b"x")
         wall.run(until=pipe.events[0])

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from pdsim.errors import BackendUnavailable
 
-__all__ = ["GuestUnavailable", "Image", "cached"]
+__all__ = ["GuestUnavailable", "Image", "cached", "command"]
 
 INIT = Path(__file__).with_name("init")
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "ib_uverbs", "crc32_generic", "rdma_rxe")
 FOLDERS = ("bin", "dev", "lower", "modules", "proc", "root", "sys", "upper")
 DOWNLOAD = 600.0
-"""Seconds that a package may take to arrive."""
+"""Seconds that a package may take to arrive, and any other step of the making."""
 
 
 class GuestUnavailable(BackendUnavailable):
@@ -71,7 +71,7 @@ def _make(folder: Path) -> None:
 
 def _newest_kernel() -> str:
     """Return the name of the package with Debian's current kernel."""
-    found = re.search(r"Depends: (linux-image-\S+)", _command("apt-cache", "depends", "linux-image-amd64"))
+    found = re.search(r"Depends: (linux-image-\S+)", command("apt-cache", "depends", "linux-image-amd64"))
     if not found:
         raise GuestUnavailable("apt knows no linux-image-amd64: run apt-get update, on Debian for x86-64")
     return found[1]
@@ -80,17 +80,21 @@ def _newest_kernel() -> str:
 def _unpack(package: str, folder: Path) -> None:
     """Download *package* and unpack it into *folder*; nothing is installed."""
     folder.mkdir()
-    _command("apt-get", "download", package, cwd=folder)
-    _command("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder))
+    command("apt-get", "download", package, cwd=folder)
+    command("dpkg-deb", "--extract", str(next(folder.glob("*.deb"))), str(folder))
 
 
-def _command(*command: str, cwd: Path | None = None) -> str:
+def command(*words: str, cwd: Path | None = None, about: str = "the guest's files are Debian packages") -> str:
+    """Run *words* for `DOWNLOAD` seconds at most and return what is printed.
+
+    Raise `GuestUnavailable`, with what it is *about* or with the end of what was said, if that cannot be or fails.
+    """
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=DOWNLOAD, check=False)
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=DOWNLOAD, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GuestUnavailable(f"the guest's files are Debian packages: {error}") from error
+        raise GuestUnavailable(f"{about}: {error}") from error
     if done.returncode:
-        raise GuestUnavailable(f"{' '.join(command)}: {done.stderr.strip()[-300:]}")
+        raise GuestUnavailable(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()[-500:]}")
     return done.stdout
 
 

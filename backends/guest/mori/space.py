@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.guest.image import GuestUnavailable
+from backends.guest.image import GuestUnavailable, command
 from backends.guest.mori import shims
 
 __all__ = ["REPOSITORY", "lacking", "python"]
@@ -33,7 +33,6 @@ ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
 LINKER = "ld-linux-x86-64.so.2"
 TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
 COMPILED = ("pdsim", "backends", "experiments", "tests/conformance/programs")
-PATIENCE = 600.0  # seconds that one step may take
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -49,7 +48,7 @@ def python() -> tuple[Path, Path]:
         _make(folder)
     found = folder / "venv" / "bin" / "python"
     # where it is emulated, it could neither do so quickly nor keep what it has done
-    _run(str(found), "-m", "compileall", "-q", *(str(REPOSITORY / name) for name in COMPILED))
+    _made(str(found), "-m", "compileall", "-q", *(str(REPOSITORY / name) for name in COMPILED))
     return found, folder / "libraries"
 
 
@@ -80,7 +79,7 @@ def _make(folder: Path) -> None:
     libraries.mkdir(parents=True)
     _libraries(libraries)
     found = _environment(folder, libraries)
-    _run(str(found), "-m", "pip", "install", "-q", WHEEL, "-e", str(REPOSITORY))
+    _made(str(found), "-m", "pip", "install", "-q", WHEEL, "-e", str(REPOSITORY))
     packages = next((folder / "venv").glob("lib/python3.12/site-packages"))
     shims.make(packages.glob("mori/**/*.so"), libraries)
     (packages / "torch.py").write_text(TORCH)
@@ -97,7 +96,7 @@ def _libraries(folder: Path) -> None:
         _download(FROM_NEWER, work, *_apt(work / "apt"))
         _download(FROM_HERE, work)
         for package in work.glob("*.deb"):
-            _run("dpkg-deb", "--extract", str(package), str(work / "files"))
+            _made("dpkg-deb", "--extract", str(package), str(work / "files"))
         for library in (work / "files").glob("**/x86_64-linux-gnu/*.so*"):
             shutil.copy(library, folder, follow_symlinks=False)
     for alias, name in ALIASES.items():
@@ -105,20 +104,20 @@ def _libraries(folder: Path) -> None:
 
 
 def _download(packages: tuple[str, ...], folder: Path, *options: str) -> None:
-    _run("apt-get", *options, "-qq", "download", *packages, cwd=folder)
+    _made("apt-get", *options, "-qq", "download", *packages, cwd=folder)
 
 
 def _apt(folder: Path) -> tuple[str, ...]:
     """Return options with which apt knows `NEWER` on the mirror of this machine; it keeps its lists in *folder*."""
     for part in ("lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
-    mirrors = _run("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
+    mirrors = _made("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages").split()
     if not mirrors:
         raise GuestUnavailable("apt has no list of packages: run apt-get update, on Debian 12 for x86-64")
     (folder / "sources").write_text(f"deb {mirrors[0]} {NEWER} main\n")
     places = {"State::lists": "lists", "Cache": "cache", "Etc::sourcelist": "sources", "Etc::sourceparts": "-"}
     options = tuple(f"-oDir::{key}={folder / value}" for key, value in places.items())
-    _run("apt-get", *options, "-qq", "update")
+    _made("apt-get", *options, "-qq", "update")
     return options
 
 
@@ -129,7 +128,7 @@ def _environment(folder: Path, libraries: Path) -> Path:
     """Make a virtual environment whose Python starts with the linker in *libraries*; return that Python."""
     base = _base()
     assert base is not None, "lacking() says so"
-    _run(str(base), "-m", "venv", str(folder / "venv"))
+    _made(str(base), "-m", "venv", str(folder / "venv"))
     found = folder / "venv" / "bin" / "python"
     found.unlink()
     # the linker tells Python where it was started from, or it would not find its environment
@@ -156,11 +155,5 @@ def _candidates() -> Iterator[str]:
         yield from map(str, folder.glob(f"{name}/bin/python3.12"))
 
 
-def _run(*command: str, cwd: Path | None = None) -> str:
-    try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise GuestUnavailable(f"MORI's test environment is made of packages: {error}") from error
-    if done.returncode:
-        raise GuestUnavailable(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()[-500:]}")
-    return done.stdout
+def _made(*words: str, cwd: Path | None = None) -> str:
+    return command(*words, cwd=cwd, about="MORI's test environment is made of packages")
