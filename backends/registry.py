@@ -87,9 +87,9 @@ MOONCAKE_CUDA = Library(
     "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
 )
 NIXL = Library("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
-_CUDA = Library("from backends.cudart import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
+_CUDA = Library("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
 MORI = Library(
-    "from backends.rocm import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
+    "from backends.engines.rocm import missing; (lacking := '; '.join(missing())) and exit(lacking); import mori.io",
     ("amd-mori", "amd-mori-nightly"),
     "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
 )

@@ -1,4 +1,4 @@
-"""All-gathers of the GPU libraries in `backends.nccl`, without the interface: every size in one job.
+"""All-gathers of the GPU libraries in `backends.collectives.nccl`, without the interface: every size in one job.
 
     python benchmarks/allgather.py OUTPUT.csv [--ranks 2] [--repeat 30]
 
@@ -63,8 +63,8 @@ def be_rank(
     """Measure all kinds of memory."""
     import torch
 
-    from backends.nccl import Nccl, SymmetricMemory
-    from backends.symmetric import SymmetricPool
+    from backends.base.symmetric_pool import SymmetricPool
+    from backends.collectives.nccl import Nccl, SymmetricMemory
 
     device = SimpleNamespace(gpu=index, symmetric=SymmetricPool(f"cuda:{index}"))
     rank = Rank(index, ranks, repeat, warmup, [size for size in SIZES if size <= largest], queue)

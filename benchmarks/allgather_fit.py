@@ -15,16 +15,16 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdsim.fabric.machine import Collective, CollectiveModel
+from pdsim.costs import Collective, CollectiveModel
+from pdsim.repository import data
 from pdsim.results.record import Table
-from pdsim.results.report import show_table
+from pdsim.results.terminal import show_table
 
-FOLDER = Path(__file__).parent.parent / "conf" / "collective"
+FOLDER = data("collective")
 FITTED = ("latency", "step", "rate", "own_rate")
 SCALE = 0.1
 """The relative error from which on a point counts less: what jobs of equal calls differ by."""
@@ -64,7 +64,7 @@ def points() -> list[Point]:
 
 
 def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> Point:
-    ranks, _, size, pool, *more = label.split(" ")  # as `experiments._allgather_rows.Point.label` says it
+    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.tables.Point.label` says it
     kind = "plain" if pool == "default" else "symmetric"
     batch = more[1] if "batch" in more else ""
     return Point(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
@@ -227,7 +227,7 @@ def growth_errors(libraries: Mapping[str, Collective]) -> Table:
 
 def main() -> None:
     """Fit, and print."""
-    from pdsim.run import compose
+    from pdsim.cli.run import compose
 
     every, libraries = points(), {}
     for name in ("nccl", "symm_mem"):

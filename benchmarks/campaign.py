@@ -29,9 +29,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from benchmarks.validation import STORED
-from experiments._validate_files import EXPECTED, MEASURED, keep
+from experiments.validate.files import EXPECTED, MEASURED, keep
+from pdsim.cli.run import compose
 from pdsim.results.environment import environment
-from pdsim.run import compose
 
 ENGINES = "nvlink,mooncake_nvlink,nixl"
 LIMITS = {"doctor": 60, "validate": 240, "calibrate": 180, "crossing": 120, "allgather": 120, "seed": 240, "again": 300}

@@ -18,14 +18,14 @@ from functools import cache, partial
 
 import numpy as np
 
-from backends.gather import Gather, tiles
-from backends.worker import keep_memory
+from backends.cuda.gather import Gather, tiles
+from backends.jobs.worker import keep_memory
 from pdsim.descriptors import Int64s, move
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import HeadSlice
-from pdsim.kv.staging import block_plans
+from pdsim.kv.staging.ring import block_plans
 from pdsim.results.record import Table
-from pdsim.results.report import show_table
+from pdsim.results.terminal import show_table
 from pdsim.transfer import Batch, Region
 
 SHAPE = KvShape(layers=32, heads=8, head_bytes=256)
@@ -51,7 +51,7 @@ def blocks(tokens: int) -> Iterator[tuple[str, Callable[[], Batch]]]:
 
 
 def table(batch: Batch) -> None:
-    """Do as `backends.gather` does before it calls the GPU."""
+    """Do as `backends.cuda.gather` does before it calls the GPU."""
     columns = tiles(batch)
     np.stack(columns, axis=1, out=_buffer(len(columns[0])))
 

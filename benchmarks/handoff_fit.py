@@ -35,19 +35,20 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments import serve
-from experiments._validate_files import EXPECTED, MEASURED, read
 from experiments.handoff import Options
+from experiments.validate.files import EXPECTED, MEASURED, read
+from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.machine import Copies
+from pdsim.fabric.job import Model
 from pdsim.fabric.memory import LAUNCH
-from pdsim.fabric.world import Model
+from pdsim.hardware import Copies
+from pdsim.repository import data
 from pdsim.results.record import Table
-from pdsim.results.report import show_table
-from pdsim.run import compose
+from pdsim.results.terminal import show_table
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "benchmarks" / "results" / "handoffs-2xh200.csv"
-TIMES = ROOT / "benchmarks" / "results" / "handoff-times-2xh200.csv"
+RECORDS = data("benchmarks", "handoffs-2xh200.csv")
+TIMES = data("benchmarks", "handoff-times-2xh200.csv")
 WAYS = ("1to2 staged", "2to1 staged", "2to2 whole", "serve")
 """Whose writes are kept; of slices nothing is fitted here."""
 

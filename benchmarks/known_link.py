@@ -30,9 +30,10 @@ from typing import Any
 import numpy as np
 
 from pdsim.config import Config
-from pdsim.fabric.machine import Change
-from pdsim.fabric.world import Model
-from pdsim.transfer import Batch, Place, Program, Rank, RankSpec
+from pdsim.fabric.job import Model
+from pdsim.hardware import LinkChange
+from pdsim.job import Place, Rank, RankSpec
+from pdsim.transfer import Batch, Program
 from pdsim.units import parse_rate
 
 BACKENDS = ("mooncake_tcp", "nixl_tcp")
@@ -167,7 +168,7 @@ def times(config: Config, flows: Sequence[Flow], every: Sequence[Point]) -> tupl
 def _target(config: Config) -> Any:
     if config.target == "model":
         return Model(config.hw, config.backend)
-    from backends.launch import Processes
+    from backends.jobs.launcher import Processes
 
     return Processes(config.backend, deadline=600, link=config.hw.link, nodes=config.hw.nodes)
 
@@ -194,7 +195,7 @@ def flows(link: str) -> list[Flow]:
 
 def composed(backend: str, link: str, target: str) -> Config:
     """Return the configuration of *link*."""
-    from pdsim.run import compose
+    from pdsim.cli.run import compose
 
     return compose([f"target={target}", *_words(backend, link)])
 
@@ -271,7 +272,7 @@ def validate(path: Path, links: Iterable[str], until: float = float("inf")) -> N
 
 def _validated(backend: str, link: str) -> list[list[Any]]:
     """Return size, predicted and measured seconds of each point, and hash and times of the predictions."""
-    from pdsim.run import run
+    from pdsim.cli.run import run
 
     with tempfile.TemporaryDirectory() as folder:
         run([*DESIGN, "target=real", *_words(backend, link), f"output={folder}"], quiet=True)
@@ -316,7 +317,7 @@ def disturbed(backend: str, link: str, target: str, kind: str = "", length: floa
     """
     config = composed(backend, link, target)
     if kind:
-        changes = (Change(kind=kind, start=AT + 0.2, end=AT + 0.2 + length),)
+        changes = (LinkChange(kind=kind, start=AT + 0.2, end=AT + 0.2 + length),)
         assert config.hw.link is not None
         config = replace(config, hw=replace(config.hw, link=replace(config.hw.link, changes=changes)))
     found, late = times(config, flows(link), [(1, SIZE, AT, 1)])
@@ -325,7 +326,7 @@ def disturbed(backend: str, link: str, target: str, kind: str = "", length: floa
 
 def hurry() -> None:
     """Go before all else that this machine does, with all ranks."""
-    from backends.processors import keep_for
+    from backends.jobs.affinity import keep_for
 
     os.nice(-20)  # with autogroups, among the processes of its control group only
     keep_for(1e-4)

@@ -35,7 +35,7 @@ from benchmarks.known_link import (
 )
 from pdsim.config import Config
 from pdsim.results.record import Table
-from pdsim.results.report import show_table
+from pdsim.results.terminal import show_table
 
 Rows = list[dict[str, str]]
 Pairs = list[tuple[Mapping[str, str], float]]

@@ -24,12 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 import experiments.serve
+from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.repository import data
 from pdsim.results.record import Result
-from pdsim.run import compose
 
-TABLES = Path(__file__).parent / "kv_tables"
+TABLES = data("kv_tables")
 FITTED = (
     "sglang_mooncake_h20_qwen3_235b_tp8.csv",
     ("hw=2x8xh20", "model=qwen3-235b-a22b"),

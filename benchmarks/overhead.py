@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from backends.registry import gpu_count
-from pdsim.fabric.machine import Engine, EngineModel
-from pdsim.transfer import Batch, Peer, Place, Program, Rank, RankSpec, Region
+from pdsim.costs import Engine, EngineModel
+from pdsim.job import Place, Rank, RankSpec
+from pdsim.transfer import Batch, Peer, Program, Region
 from pdsim.units import format_size
 
 SHAPES = ((1, 4 << 10), (1, 64 << 10), (1, 1 << 20), (1, 16 << 20), (1, 64 << 20), (1000, 16 << 10))

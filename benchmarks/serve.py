@@ -20,9 +20,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 
 from experiments.serve import run
-from pdsim import configure
+from pdsim.cli import typed
 from pdsim.config import Config
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 
 MOST_EVENTS = {"light": 64.0, "heavy": 63.0}
@@ -33,12 +33,12 @@ def configuration(overrides: Sequence[str]) -> Config:
     """Return what `pdsim run` with *overrides*, by default on 8xh20, would run."""
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="_defaults", node=configure.defaults())
+    ConfigStore.instance().store(name="_defaults", node=typed.defaults())
     with initialize_config_module("conf", version_base="1.3"):
         composed = compose("config", overrides=list(overrides))
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, Mapping)
-    return configure.load({str(key): value for key, value in values.items() if key != "hydra"})
+    return typed.load({str(key): value for key, value in values.items() if key != "hydra"})
 
 
 def measure(config: Config) -> tuple[Result, float]:

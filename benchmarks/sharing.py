@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdsim.clock import Alarm, Clock
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -302,7 +302,7 @@ def main() -> int:
     parser.add_argument("--simgrid-source", type=Path, default=env("SIMGRID_SOURCE"), help="SimGrid 4.1's source")
     parser.add_argument("--scaling", action="store_true", help="any-to-any traffic from 8 to 512 GPUs")
     parser.add_argument("--repeat", type=int, default=5, help="each figure is the best of so many")
-    parser.add_argument("--write", action="store_true", help="keep the figures in benchmarks/results")
+    parser.add_argument("--write", action="store_true", help="keep the figures in data/benchmarks")
     args = parser.parse_args()
     only = set(filter(None, args.only.split(",")))
     workloads = [work for work in read_oracle(args.oracle) if not only or work.name in only] if args.oracle else []
@@ -327,7 +327,7 @@ def report(about: dict[str, str], rows: Sequence[Row], costs: Sequence[tuple[flo
     text = "\n\n".join(filter(None, parts))
     print(text)
     if write:
-        stem = HERE / "results" / f"sharing-{about['date']}"
+        stem = HERE.parent / "data" / "benchmarks" / f"sharing-{about['date']}"
         stem.parent.mkdir(exist_ok=True)
         stem.with_suffix(".md").write_text(text + "\n")
         figures = {

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from pdsim.clock import Clock
-from pdsim.fabric.machine import Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
-from pdsim.fabric.world import Model
-from pdsim.transfer import Batch, Outcome, Place, Program, Rank, RankSpec
+from pdsim.costs import Engine, EngineModel
+from pdsim.fabric.job import Model
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Outcome, Place, Rank, RankSpec
+from pdsim.transfer import Batch, Program
 
 BLOCK = 16384
 

@@ -1,6 +1,6 @@
 """Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
-A validation is a folder of `conf/calibration/validation` with the ``expectations.json`` and ``measurements.json`` of a
+A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a
 run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept, point by
 point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a machine
 to measure on, the predictions are shown.
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments._validate_files import EXPECTED, MEASURED, read
 from experiments.validate import Options, bounds
-from pdsim.calibration.validate import Value, by_class, by_decade, compare, foretold, tables
+from experiments.validate.files import EXPECTED, MEASURED, read
 from pdsim.results.record import Table
+from pdsim.validation.compare import Value, by_class, by_decade, compare, foretold, tables
 
 ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "conf" / "calibration" / "validation"
+STORED = ROOT / "data" / "validation"
 PAGE = ROOT / "docs" / "validation.md"
 CHANGES = (("sliced", "staged"), ("metadata control", "metadata data"), ("default", "symmetric"))
 """Words of labels: what is before a change of the reports, and what is after it."""

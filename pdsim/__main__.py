@@ -2,6 +2,6 @@
 
 import sys
 
-from pdsim.cli import main
+from pdsim.cli.main import main
 
 sys.exit(main())

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdsim.calibration.record import Calibration
-from pdsim.fabric.machine import Collective, Engine, Machine
+from pdsim.calibration.definition import Calibration
+from pdsim.costs import Collective, Engine
+from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 

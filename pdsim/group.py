@@ -12,14 +12,12 @@ Which engine the ranks' endpoints use makes no difference here.  A group is had 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from simpy.events import Event
 
 from pdsim.errors import InvalidBatch
-
-if TYPE_CHECKING:
-    from simpy.events import Event
-
-    from pdsim.transfer import Buffer
+from pdsim.transfer import Buffer
 
 __all__ = ["SYMMETRIC", "Group", "check_gather", "is_symmetric"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.guest.engines import Engines
-from backends.guest.image import GuestUnavailable
-from backends.guest.machine import Guest, boot
+from backends.emulation.guest.engines import Engines
+from backends.emulation.guest.image import GuestUnavailable
+from backends.emulation.guest.machine import Guest, boot
 from tests.rdma.verbs import unavailable
 
 # A shell without job control starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of
@@ -19,7 +19,7 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 
 @pytest.fixture(scope="session")
 def guest() -> Iterator[Guest]:
-    """A machine with an RDMA device, booted once for all tests; see `backends.guest`."""
+    """A machine with an RDMA device, booted once for all tests; see `backends.emulation.guest`."""
     try:
         with boot() as machine:
             yield machine

@@ -14,7 +14,7 @@ import pytest
 
 import experiments.transfer
 import pdsim
-from pdsim.cli import main
+from pdsim.cli.main import main
 
 ROOT = Path(pdsim.__file__).parent.parent
 QUICK = (

@@ -12,14 +12,15 @@ from omegaconf import OmegaConf
 
 import conf
 import experiments.transfer
-from pdsim import checks, configure
-from pdsim.calibration import points
+from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
+from pdsim.cli import checks, typed
+from pdsim.cli.overrides import describe, groups, options
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import EVIDENCE
-from pdsim.fabric.world import Model
-from pdsim.overrides import describe, groups, options
+from pdsim.fabric.job import Model
+from pdsim.hardware import EVIDENCE
+from pdsim.repository import data
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
 CHOICES = [(group, option) for group in groups() for option in options(group) if group != "calibration"]
@@ -29,10 +30,10 @@ TRANSFER = {"name": "transfer", "patterns": ("pair",), "size": (65536,), "blocks
 @cache
 def composed(*words: str) -> Config:
     """Return the configuration that *words* choose."""
-    ConfigStore.instance().store(name="_defaults", node=configure.defaults())
+    ConfigStore.instance().store(name="_defaults", node=typed.defaults())
     with initialize_config_module("conf", version_base="1.3"):
         values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
-    return configure.load(values)
+    return typed.load(values)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -62,7 +63,7 @@ def test_every_calibration_is_for_its_machines_and_engines_and_has_its_samples(n
             if file.name in text
         ]  # fmt: skip
         assert set(said) == {key for key, value in file.parameters.items() if not isinstance(value, bool) and value}
-    samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv")
+    samples = points.read(data("calibration", f"{file.name}.csv"))
     assert samples.about["kind"] == config.calibration.kind
 
 
@@ -81,7 +82,7 @@ def test_a_calibrated_engine_is_as_close_to_its_samples_as_the_calibration_says(
     config = composed(f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"calibration={name}")
     if config.hw.link is not None:
         pytest.skip("its samples are of many links: tests/calibration/test_known_link.py")
-    samples = points.read(Path(conf.__file__).parent / "calibration" / f"{file.name}.csv").rows
+    samples = points.read(data("calibration", f"{file.name}.csv")).rows
     path = next(iter(file.intervals)).split(".")[1]
     model = getattr(config.backend, path)
     _, link = link_of(config.hw, model.path)
@@ -109,13 +110,13 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 )
 def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(group, option):
     part = getattr(composed(f"{group}={option}"), group)
-    numbers = set(configure.numbers(part))
+    numbers = set(typed.numbers(part))
     assert numbers
     for keys, text in part.sources.items():
         kind, _, reason = text.partition(": ")
         assert kind in EVIDENCE
         assert reason
-        assert text != configure.UNSAID, f"{keys} has no source"
+        assert text != typed.UNSAID, f"{keys} has no source"
         for key in keys.split(", "):
             assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
 

@@ -6,10 +6,11 @@ from typing import Literal
 
 import pytest
 
+from pdsim.cli.typed import ON_THE_COMMAND_LINE, UNSAID, build, defaults, load
 from pdsim.config import Config
-from pdsim.configure import ON_THE_COMMAND_LINE, UNSAID, build, defaults, load
+from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Engine, EngineModel, Machine, Nic
+from pdsim.hardware import Machine, Nic
 from pdsim.serving.settings import Kv, Parallel, Workload
 from pdsim.units import Rate, Seconds, Size
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim import checks
+from pdsim.cli import checks
 from pdsim.errors import ConfigError
 from pdsim.kv.policy import Policy, Staging
 from tests.test_conf import composed

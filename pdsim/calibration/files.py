@@ -8,13 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pdsim.calibration import points
+from pdsim.calibration import samples as points
+from pdsim.calibration.definition import Calibration
 from pdsim.calibration.fit import Fit
 from pdsim.calibration.forms import RAMPS, model_of
-from pdsim.calibration.points import Samples
-from pdsim.calibration.reads import FREE
-from pdsim.calibration.record import Calibration
-from pdsim.fabric.machine import EngineModel, Machine
+from pdsim.calibration.read_overhead import FREE
+from pdsim.calibration.samples import Samples
+from pdsim.costs import EngineModel
+from pdsim.hardware import Machine
 
 __all__ = ["beyond", "key_of", "link_of", "parameters", "save", "text_of"]
 
@@ -68,7 +69,7 @@ def parameters(
 def beyond(
     found: Fit, spans: Mapping[str, tuple[float, float]], at: str
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return what reads cost beyond writes, as *found* by `pdsim.calibration.reads`, and its intervals."""
+    """Return what reads cost beyond writes, as *found* by `pdsim.calibration.read_overhead`, and its intervals."""
     known = {name: found.at[name] for name in FREE if name not in found.unidentified}
     known = {name: value for name, value in known.items() if math.isfinite(value)}  # a rate that does not limit
     told = {f"{at}.{name}": tuple(text_of(name, value) for value in span) for name, span in spans.items()}

@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.calibration.definition import HeldOut
 from pdsim.calibration.forms import FORMS, Floats, Form, Points, stages_of, start_of
-from pdsim.calibration.record import HeldOut
+from pdsim.costs import EngineModel
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import EngineModel
 
 __all__ = ["LEAST", "Fit", "choose", "errors", "fit", "held_out", "intervals", "simplest", "summary", "told"]
 
@@ -133,9 +133,9 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
     """Return those of *forms* that *points* can tell anything about, the stages of *base* first.
 
     Several transfers in flight tell what all share, and one alone what it may have for itself; where there are both,
-    `pdsim.calibration.crowds` looks at those in flight.  Single descriptors do not tell what one costs, nor whether
-    stages overlap; within a descriptor they cannot.  Crowds alone hide constants.  What small batches save is a term of
-    each form for a *base* that says which they are.
+    `pdsim.calibration.concurrency` looks at those in flight.  Single descriptors do not tell what one costs, nor
+    whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.  What small batches save is
+    a term of each form for a *base* that says which they are.
     """
     serial = "pipeline" if base.overlap else "sum"
     single = bool((points.blocks == 1).all())

@@ -26,8 +26,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.calibration.points import Sample
-from pdsim.fabric.machine import EngineModel, Ramp, Small
+from pdsim.calibration.samples import Sample
+from pdsim.costs import EngineModel, InlineSaving, Ramp
 
 __all__ = ["FORMS", "Form", "Points", "model_of", "points_of", "stages_of", "start_of"]
 
@@ -165,7 +165,7 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)
     fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
-    small = base.small or Small(bytes=1, descriptors=1)  # which saves nothing
+    small = base.small or InlineSaving(bytes=1, descriptors=1)  # which saves nothing
     fixed |= {"saves": small.saves, "small_bytes": small.bytes, "small_descriptors": small.descriptors}
     fixed |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": math.inf}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

@@ -2,7 +2,7 @@
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
 ``tcp_latency`` to arrive, the *delay* of the links between the nodes, and then as long as the receiver takes to act on
-it (`pdsim.fabric.waking`).  A message costs one event, or two where that takes time.
+it (`pdsim.fabric.host_latency`).  A message costs one event, or two where that takes time.
 A faulty network holds messages up (`pdsim.fabric.faults`), but never lets one overtake another on the same socket.
 Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a receiver
 that does not read.
@@ -14,7 +14,7 @@ from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 from pdsim.clock import Clock, Mailbox
-from pdsim.fabric.waking import Waking
+from pdsim.fabric.host_latency import Waking
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from simpy.events import Event
 
-    from pdsim.fabric.machine import Host
+    from pdsim.hardware import Host
 
 __all__ = ["SimChannel"]
 

@@ -34,10 +34,10 @@ from pdsim.transfer import TransferRecord
 from pdsim.units import format_size
 
 if TYPE_CHECKING:
-    from pdsim.fabric.jobclock import RankClock
-    from pdsim.fabric.machine import Collective, CollectiveModel
+    from pdsim.costs import Collective, CollectiveModel
+    from pdsim.fabric.flows.network import Flow, Path
+    from pdsim.fabric.job_clock import RankClock
     from pdsim.fabric.memory import SimDevice, SymmetricPool
-    from pdsim.fabric.sharing import Flow, Path
     from pdsim.transfer import Buffer, Recorder
 
 __all__ = ["SimGroup", "SimGroups"]

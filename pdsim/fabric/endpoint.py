@@ -30,18 +30,19 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
+from pdsim.fabric.connections import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
-from pdsim.fabric.flight import Connection, Flight, Part, Registration, part_of
 from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
 if TYPE_CHECKING:
+    from pdsim.costs import Engine
     from pdsim.fabric.faults import Chance, Observer
-    from pdsim.fabric.machine import Engine, Gpu
+    from pdsim.fabric.flows.network import Network
     from pdsim.fabric.memory import SimDevice
-    from pdsim.fabric.sharing import Network
     from pdsim.fabric.topology import Site, Topology
+    from pdsim.hardware import Gpu
 
 __all__ = ["DETECTION", "Fabric", "SimEndpoint"]
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdsim.clock import Clock
-    from pdsim.fabric.machine import EngineModel, Gpu
-    from pdsim.fabric.sharing import Flow, Link, Network, Path
+    from pdsim.costs import EngineModel
+    from pdsim.fabric.flows.network import Flow, Link, Network, Path
     from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
+    from pdsim.hardware import Gpu
 
 __all__ = ["CopyEngine", "Lane", "Poster", "Posting"]
 

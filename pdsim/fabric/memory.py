@@ -22,13 +22,13 @@ from simpy.events import Event
 from pdsim.clock import Clock, fire
 from pdsim.descriptors import move
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
-from pdsim.fabric.waking import Waking
+from pdsim.fabric.host_latency import Waking
 from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
 if TYPE_CHECKING:
-    from pdsim.fabric.machine import Copies
-    from pdsim.fabric.sharing import Link, Network
+    from pdsim.fabric.flows.network import Link, Network
+    from pdsim.hardware import Copies
     from pdsim.transfer import Batch, Buffer, Region
 
     _Copy = tuple[Batch, "SimBuffer", "SimBuffer", Event]

@@ -1,4 +1,4 @@
-"""What TCP adds to a transfer over a `Wire` whose way takes time: rounds of answers, and a window that grows.
+"""What TCP adds to a transfer over a `NetworkLink` whose way takes time: rounds of answers, and a window that grows.
 
 Without an event for a packet, or for a round: the sums below say how long a transfer takes at least, and the flow that
 carries its bytes at a fair share says the rest.
@@ -9,7 +9,7 @@ carries its bytes at a fair share says the rest.
   larger (slow start, RFC 5681: it doubles in a round trip), until it covers what the way holds.  A link that loses
   nothing leaves it at that.  While a stream is idle its window is halved every retransmission time-out, down to where
   it began (RFC 2861).
-- A stream never has more than `Wire.window` under way.
+- A stream never has more than `NetworkLink.window` under way.
 - Its window goes on growing when the way is full, so that bytes wait in front of it, and the times after which TCP
   suspects that something is lost, which follow the round trip, grow with them.
 """
@@ -20,7 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdsim.fabric.machine import Wire
+    from pdsim.hardware import NetworkLink
 
 __all__ = ["Chain", "Streams"]
 
@@ -84,7 +84,7 @@ class Streams:
         "_window",
     )
 
-    def __init__(self, wire: Wire, trip: float, answer: float, rate: float, lanes: int) -> None:
+    def __init__(self, wire: NetworkLink, trip: float, answer: float, rate: float, lanes: int) -> None:
         self._trip = trip
         self._answer = answer
         self._rate = rate
@@ -191,9 +191,9 @@ class Streams:
 
 
 class Chain:
-    """A `Wire` and all streams over it."""
+    """A `NetworkLink` and all streams over it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: NetworkLink) -> None:
         self.wire = wire
         self._streams: list[Streams] = []
 

@@ -23,9 +23,9 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.tcp import Chain
 
 if TYPE_CHECKING:
-    from pdsim.fabric.machine import Machine
-    from pdsim.fabric.sharing import Link, Network
-    from pdsim.transfer import Place
+    from pdsim.fabric.flows.network import Link, Network
+    from pdsim.hardware import Machine
+    from pdsim.job import Place
 
 __all__ = ["Route", "Site", "Topology"]
 

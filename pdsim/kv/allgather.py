@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from pdsim.errors import InvalidBatch, OutOfMemory
 from pdsim.group import SYMMETRIC, Group
-from pdsim.transfer import Batch, Buffer, Program, Rank, Region
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Buffer, Program, Region
 
 __all__ = ["PaddedAllGather", "Split", "allocate", "contiguous", "zigzag"]
 

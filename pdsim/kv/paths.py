@@ -3,7 +3,7 @@
 ==========  ============================================================================================
 grouped     both ranks keep the same rows: runs of neighbouring pages, all planes in one write or one each
 sliced      they keep different heads: a descriptor a token and plane
-staged      the same, gathered before and scattered after: one descriptor (`pdsim.kv.staging`)
+staged      the same, gathered before and scattered after: one descriptor (`pdsim.kv.staging.ring`)
 metadata    first-token metadata and state alone, where the other paths do not take them along
 ==========  ============================================================================================
 
@@ -21,7 +21,7 @@ from pdsim.kv.metadata import route
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs, planner
 from pdsim.kv.policy import Policy
-from pdsim.kv.staging import BlockPlan, block_plans
+from pdsim.kv.staging.ring import BlockPlan, block_plans
 from pdsim.transfer import Batch, Peer
 
 __all__ = ["PATHS", "REGION", "STAGING", "Piece", "Target", "sources", "targets"]

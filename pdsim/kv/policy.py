@@ -1,13 +1,13 @@
 """What distinguishes the ways in which backends hand KV over, as data: `policy` in `conf/backend`.
 
-Unknown here: what a transfer costs (`pdsim.fabric.machine.Engine`), and how any of this is done.
+Unknown here: what a transfer costs (`pdsim.costs.Engine`), and how any of this is done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdsim.ranges import one_of
+from pdsim.guards import one_of
 
 __all__ = ["POOLS", "Policy", "Staging"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pdsim.job import Rank
 from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
-from pdsim.kv.landing import Landing
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import (
@@ -23,7 +23,8 @@ from pdsim.kv.messages import (
 from pdsim.kv.paths import REGION
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, Fading
-from pdsim.transfer import Notification, Rank
+from pdsim.kv.staging.receiver import Landing
+from pdsim.transfer import Notification
 
 __all__ = ["KvReceiver"]
 

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.errors import PeerLost, TransferError, TransferTimeout
+from pdsim.job import Rank
 from pdsim.kv import metadata
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.links import Links
 from pdsim.kv.mapping import Grid, share
 from pdsim.kv.messages import (
     Arrival,
@@ -25,14 +25,15 @@ from pdsim.kv.messages import (
     Settled,
     encode,
 )
-from pdsim.kv.outgoing import Delivery, Handoffs, Room
 from pdsim.kv.paths import REGION, Piece, Target, sources, targets
+from pdsim.kv.peers import Links
 from pdsim.kv.plan import Runs, cut
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.queues import Queues
-from pdsim.kv.staging import GatherBuffers
+from pdsim.kv.sender_rooms import Delivery, Handoffs, Room
+from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
-from pdsim.transfer import Batch, Program, Rank, Transfer
+from pdsim.transfer import Batch, Program, Transfer
 
 __all__ = ["KvSender"]
 

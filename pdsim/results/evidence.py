@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pdsim.calibration.record import Calibration
+from pdsim.calibration.definition import Calibration
 from pdsim.config import Config
-from pdsim.fabric.machine import EVIDENCE
+from pdsim.hardware import EVIDENCE
 
 __all__ = ["Evidence", "gather"]
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdsim.transfer import Outcome, TransferRecord
+from pdsim.job import Outcome
+from pdsim.transfer import TransferRecord
 
 __all__ = ["Metric", "Result", "Table"]
 

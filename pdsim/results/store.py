@@ -188,7 +188,7 @@ def config_yaml(config: Config) -> str:
 
 
 def as_written(config: Config) -> dict[str, Any]:
-    """Return *config* as `pdsim.configure.load` takes it: with the policy under the key of the backend."""
+    """Return *config* as `pdsim.cli.typed.load` takes it: with the policy under the key of the backend."""
     found: dict[str, Any] = plain(config)
     found["backend"]["policy"] = found.pop("policy")
     return found

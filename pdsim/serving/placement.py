@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Machine
+from pdsim.hardware import Machine
+from pdsim.job import Place
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side
-from pdsim.transfer import Place
 from pdsim.units import format_size
 
 __all__ = ["pages", "places"]

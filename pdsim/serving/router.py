@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 from simpy.events import Event
 
+from pdsim.job import Rank
 from pdsim.kv.bootstrap import Whereabouts
 from pdsim.kv.messages import (
     Abort,
@@ -32,10 +33,10 @@ from pdsim.kv.messages import (
     Submit,
     Took,
 )
-from pdsim.serving.fleet import POLICIES, Fleet
-from pdsim.serving.job import Job, instance_of, leader
-from pdsim.serving.member import Handler, Member
-from pdsim.transfer import Program, Rank
+from pdsim.serving.deployment import Job, instance_of, leader
+from pdsim.serving.instances import POLICIES, Fleet
+from pdsim.serving.rank_process import Handler, Member
+from pdsim.transfer import Program
 
 __all__ = ["POLICIES", "program"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pdsim.ranges import not_negative, one_of, positive
+from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Rate, Seconds, Size
 
 __all__ = ["DTYPES", "Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from backends.launch import Processes
-from pdsim.fabric.machine import Engine
-from pdsim.transfer import RankSpec
+from backends.jobs.launcher import Processes
+from pdsim.costs import Engine
+from pdsim.job import RankSpec
 from tests.backends import programs
 from tests.conformance.conftest import engine, make_target
 

@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 
 from pdsim.errors import RegistrationError
-from pdsim.transfer import Batch, Program, Rank
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Program
 
 
 def sleep(rank: Rank, seconds: float) -> Program:

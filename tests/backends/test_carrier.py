@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.carrier import HEADER, LATE, Chain, Hop
+from backends.emulation.link.packet_forwarder import HEADER, LATE, Chain, Hop
 
 PACKET = bytes(HEADER + 100)  # 0.1 s on the wire
 
@@ -70,7 +70,7 @@ def test_a_hop_is_full_at_its_backlog_and_what_is_on_its_way_and_takes_again_wha
 
 def test_what_is_passed_on_later_than_a_millisecond_after_its_time_is_counted(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr("backends.carrier.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("backends.emulation.link.packet_forwarder.time", SimpleNamespace(monotonic=lambda: now[0]))
     reader, writer = os.pipe()
     packet = PACKET[: HEADER + 19] + b"\x02" + PACKET[HEADER + 20 :]  # to the second node
     up = hop()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.deadlines import Deadlines
+from backends.base.deadlines import Deadlines
 from pdsim.clock import Clock
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from tests.backends import programs
 from tests.backends.conftest import spec
 
 
 def test_everything_listens_on_loopback_only_except_mooncake(any_engine):
     outcome = Processes(any_engine, deadline=60).run([spec("a", programs.list_listening)])
-    # Mooncake binds its two ports to all interfaces and has no setting for it (backends/mooncake.py)
+    # Mooncake binds its two ports to all interfaces and has no setting for it (backends/engines/mooncake.py)
     expected = ["0.0.0.0", "127.0.0.1", "::"] if any_engine.name == "mooncake_tcp" else ["127.0.0.1"]
     assert outcome.ranks["a"].value == expected
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from backends.environment import captured_stderr, prepare
+from backends.base.native import captured_stderr, prepare
 from pdsim.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.gather import LEAST, TILES, copy_with_torch, tiles
+from backends.cuda.gather import LEAST, TILES, copy_with_torch, tiles
 from pdsim.transfer import Batch, Region
 
 CASES: dict[str, dict[str, Any]] = {

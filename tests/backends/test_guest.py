@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from backends.guest import engines, machine
-from backends.guest.image import GuestUnavailable
-from backends.guest.mori import space
+from backends.emulation.guest import engines, machine
+from backends.emulation.guest.image import GuestUnavailable
+from backends.emulation.guest.mori import space
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.host import HostDevice
+from backends.base.host import HostDevice
 from pdsim.clock import WallClock
 from pdsim.errors import OutOfMemory, RegistrationError
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from tests.backends import programs
 from tests.backends.conftest import spec
 
 RUN = """
 import sys
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from tests.backends.conftest import spec
 from tests.backends import programs
 from tests.conformance.conftest import engine

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from backends import registry, rocm
-from backends.launch import Processes
+from backends import registry
+from backends.engines import rocm
+from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, ConfigError
 from tests.backends import programs
 from tests.backends.conftest import spec
@@ -34,7 +35,7 @@ def test_the_diagnosis_says_everything_that_is_missing():
 
 
 def test_what_is_missing_is_printed_a_line_for_each():
-    command = [sys.executable, "-m", "backends.rocm"]
+    command = [sys.executable, "-m", "backends.engines.rocm"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == LACKS
 

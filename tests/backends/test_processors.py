@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from backends.processors import EVERY, QuickProcessor, keep_for, pace, shares
-from pdsim.transfer import Place, RankSpec
+from backends.jobs.affinity import EVERY, QuickProcessor, keep_for, pace, shares
+from pdsim.job import Place, RankSpec
 
 
 def ranks(*gpus):

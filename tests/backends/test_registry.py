@@ -12,7 +12,7 @@ from pdsim.errors import BackendUnavailable, ConfigError
 def test_names_are_listed_without_importing_an_engine():
     code = (
         "import sys; from backends.registry import names; assert {'mooncake', 'nixl'} <= set(names()); "
-        "assert not {'mooncake', 'nixl_cu13', 'zmq', 'backends.nixl'} & set(sys.modules)"
+        "assert not {'mooncake', 'nixl_cu13', 'zmq', 'backends.engines.nixl'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

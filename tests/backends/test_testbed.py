@@ -12,30 +12,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backends.launch import Processes
-from backends.namespaces import DEVICE
-from backends.testbed import Lateness, joined, lacking
+from backends.emulation.link.emulated_link import Lateness, joined, lacking
+from backends.emulation.link.namespaces import DEVICE
+from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, TransferError
-from pdsim.fabric.machine import Change, Wire
-from pdsim.transfer import Place
+from pdsim.hardware import LinkChange, NetworkLink
+from pdsim.job import Place
 from tests.backends import programs
 from tests.backends.conftest import spec
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"needs network namespaces: {lacking()}")
 
-LINK = Wire(rate=1e8, delay=1e-3)
+LINK = NetworkLink(rate=1e8, delay=1e-3)
 
 RUN = """
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from dataclasses import replace
-from pdsim.fabric.machine import Wire
+from pdsim.hardware import NetworkLink
 from pdsim.transfer import Place
 from tests.backends.conftest import spec
 from tests.backends import programs
 from tests.conformance.conftest import engine
 
 ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
-Processes(engine("mooncake_tcp"), link=Wire(rate=1e8, delay=1e-3), nodes=2).run(ranks)
+Processes(engine("mooncake_tcp"), link=NetworkLink(rate=1e8, delay=1e-3), nodes=2).run(ranks)
 """
 
 
@@ -92,7 +92,7 @@ def test_transfers_between_nodes_arrive_whole(any_engine, ends):
 
 @pytest.mark.parametrize("kind", ["cut", "stall"])
 def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
-    link = replace(LINK, changes=(Change(kind=kind, start=0.02, end=0.3),))
+    link = replace(LINK, changes=(LinkChange(kind=kind, start=0.02, end=0.3),))
     ranks = at(0, "a", programs.write_many, to="b", count=200), at(1, "b", programs.be_written, by="a")
     records = run(mooncake, *ranks, link=link).ranks["a"].transfers
     assert len(records) == 200
@@ -139,7 +139,7 @@ def test_nothing_is_left_when_a_rank_fails(mooncake):
 
 def test_nothing_is_left_when_the_carrier_cannot_be_made(monkeypatch):
     before = state()
-    monkeypatch.setattr("backends.testbed.CARRIER", Path("/nowhere.py"))
+    monkeypatch.setattr("backends.emulation.link.emulated_link.CARRIER", Path("/nowhere.py"))
     with pytest.raises(BackendUnavailable, match="carrier did not start: exit code 2"), joined(LINK, 2):
         pass
     assert state() == before

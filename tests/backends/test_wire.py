@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends import wire
+from backends.jobs import supervision
 from pdsim.transfer import TransferRecord
 
 RECORD = TransferRecord("engine", "write", "a", "b", 1 << 40, 3, 0.1, 0.2, 0.3, 0.4, 0.5, "ok", "chunk 0")
@@ -16,22 +16,22 @@ def encoded(message, monkeypatch=None):
             self.data += data
 
     sink = Sink()
-    wire.send(sink, message)
+    supervision.send(sink, message)
     return sink.data
 
 
 def test_a_hundred_thousand_records_cross():
-    done = wire.Done({"x": 1}, "", "engine", [RECORD] * 100_000, {}, 5)
-    (found,) = wire.Decoder().feed(encoded(done))
+    done = supervision.Done({"x": 1}, "", "engine", [RECORD] * 100_000, {}, 5)
+    (found,) = supervision.Decoder().feed(encoded(done))
     assert found == done
     assert found.transfers[0] == RECORD
     assert isinstance(found.transfers[0], TransferRecord)
 
 
 def test_pieces_are_put_together():
-    messages = [wire.Ready(f"tcp://127.0.0.1:{port}") for port in range(5)]
+    messages = [supervision.Ready(f"tcp://127.0.0.1:{port}") for port in range(5)]
     data = b"".join(encoded(message) for message in messages)
-    decoder, found = wire.Decoder(), []
+    decoder, found = supervision.Decoder(), []
     for index in range(len(data)):
         found += decoder.feed(data[index : index + 1])
     assert found == messages
@@ -39,4 +39,4 @@ def test_pieces_are_put_together():
 
 def test_what_is_not_plain_data_is_refused():
     with pytest.raises(TypeError):
-        wire.check_plain({"a": object()})
+        supervision.check_plain({"a": object()})

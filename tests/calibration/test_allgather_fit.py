@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.allgather_fit import fit, hosts, points, seen
-from pdsim.run import compose
+from pdsim.cli.run import compose
 
 EVERY = points()
 

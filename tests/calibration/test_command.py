@@ -7,14 +7,15 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.calibration import origin
-from pdsim.calibration.command import calibrate
-from pdsim.calibration.fitted import again
-from pdsim.calibration.grid import Cell, grid, reads, repeats, write
-from pdsim.calibration.record import Calibration
-from pdsim.cli import main
-from pdsim.configure import build
+from pdsim.calibration import provenance
+from pdsim.calibration.definition import Calibration
+from pdsim.calibration.design import Cell, grid, reads, repeats, write
+from pdsim.calibration.from_samples import again
+from pdsim.cli.calibrate import calibrate
+from pdsim.cli.main import main
+from pdsim.cli.typed import build
 from pdsim.errors import ConfigError
+from pdsim.repository import data
 
 OUTPUTS = Path(__file__).parent / "outputs"
 CALIBRATIONS = Path(conf.__file__).parent / "calibration"
@@ -60,7 +61,7 @@ def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed
 
 
 def test_a_fit_elsewhere_says_where_its_samples_were_measured(tmp_path):
-    text = (CALIBRATIONS / "cx7-write.csv").read_text().replace("kind: published", "kind: measured")
+    text = data("calibration", "cx7-write.csv").read_text().replace("kind: published", "kind: measured")
     (tmp_path / "kept.csv").write_text("# host: elsewhere\n# measured: 1a2b3c\n# date: 2020-02-02\n" + text)
     words = ["--from", str(tmp_path / "kept.csv"), "hw=2x8xmi300x", "backend=mori", "--to", str(tmp_path)]
     assert main(["calibrate", *words, "--name", "again"]) == 0
@@ -71,7 +72,7 @@ def test_a_fit_elsewhere_says_where_its_samples_were_measured(tmp_path):
 
 
 def test_what_is_measured_says_where():
-    found = origin.here()
+    found = provenance.here()
     assert {"date", "measured", "host", "versions"} <= set(found)
     assert "simpy" in found["versions"]
 

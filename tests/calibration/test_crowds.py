@@ -6,12 +6,13 @@ from math import inf
 import numpy as np
 import pytest
 
-from pdsim.calibration import crowds, fit
-from pdsim.calibration.fitted import fitted
+from pdsim.calibration import concurrency as crowds
+from pdsim.calibration import fit
 from pdsim.calibration.forms import Form, Points
-from pdsim.calibration.points import Sample, Samples
-from pdsim.fabric.machine import EngineModel
-from pdsim.run import compose
+from pdsim.calibration.from_samples import fitted
+from pdsim.calibration.samples import Sample, Samples
+from pdsim.cli.run import compose
+from pdsim.costs import EngineModel
 
 BASE = EngineModel(path="tcp", call=0.0, descriptor=2e-6, overlap=False, latency=0.0)
 IN_ORDER = replace(BASE, in_order=True)

@@ -7,7 +7,7 @@ import pytest
 
 from pdsim.calibration import fit
 from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
-from pdsim.fabric.machine import EngineModel, Ramp
+from pdsim.costs import EngineModel, Ramp
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
 KINDS = {

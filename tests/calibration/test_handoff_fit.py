@@ -20,9 +20,9 @@ from benchmarks.handoff_fit import (
     rousing,
     times,
 )
+from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.machine import Copies
-from pdsim.run import compose
+from pdsim.hardware import Copies
 
 RATE = 1e12
 SIZES = (1 << 25, 1 << 27, 1 << 29)

@@ -1,16 +1,15 @@
 """The calibrations of the known link: the model, with them, against the medians of what was measured there."""
 
-from pathlib import Path
 from statistics import median
 
 import pytest
 
-import conf
 from benchmarks import known_link as link
 from benchmarks import known_link_model as model
+from pdsim.repository import data
 
-SAMPLES = Path(conf.__file__).parent / "calibration"
-RESULTS = Path(link.__file__).parent / "results" / "known_link_validate.csv"
+SAMPLES = data("calibration")
+RESULTS = data("benchmarks", "known_link_validate.csv")
 
 
 def fitted(backend):

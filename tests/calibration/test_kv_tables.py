@@ -1,13 +1,12 @@
 """The published KV tables are read in the units that they are in: MiB and GiB here, 10^6 and 10^9 bytes there."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
-import conf
+from pdsim.repository import data
 
-TABLES = Path(conf.__file__).parent.parent / "benchmarks" / "kv_tables"
+TABLES = data("kv_tables")
 PAGE = 16
 
 

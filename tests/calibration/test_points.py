@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments._transfer_points import read as read_points
-from pdsim.calibration import points
-from pdsim.calibration.points import Sample, Samples, from_transfers
+from experiments.transfer.points import read as read_points
+from pdsim.calibration import samples as points
+from pdsim.calibration.samples import Sample, Samples, from_transfers
 from pdsim.errors import ConfigError
 from pdsim.transfer import TransferRecord
 

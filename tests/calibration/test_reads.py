@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pdsim.calibration import fit, reads
+from pdsim.calibration import fit, read_overhead
 from pdsim.calibration.forms import Form, points_of
-from pdsim.calibration.points import Sample
-from pdsim.fabric.machine import EngineModel
+from pdsim.calibration.samples import Sample
+from pdsim.costs import EngineModel
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
 SUM = {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}
@@ -30,7 +30,7 @@ def samples(more, noise=0.0, misfit=0.0, **where):
 def told(rows):
     """Return what the reads of *rows* tell, beside a fit of their writes."""
     writes = points_of([row for row in rows if row.operation == "write"])
-    return reads.beyond(fit.fit(Form("sum", tuple(SUM)), writes, BASE), rows, BASE)
+    return read_overhead.beyond(fit.fit(Form("sum", tuple(SUM)), writes, BASE), rows, BASE)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_is_wrong_of_a_configuration_is_not_taken_for_what_reading_costs(mo
 def test_reads_that_cost_what_writes_do_cost_nothing_more():
     found, spans = told(samples({}, noise=0.02, misfit=0.1))
     assert (found.form.free, spans) == ((), {})
-    assert [found.at[name] for name in reads.FREE] == [0.0, 0.0, float("inf")]
+    assert [found.at[name] for name in read_overhead.FREE] == [0.0, 0.0, float("inf")]
 
 
 def test_reads_that_are_faster_cost_nothing_more():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pdsim.configure import ON_THE_COMMAND_LINE, load
+from pdsim.cli.typed import ON_THE_COMMAND_LINE, load
 from pdsim.errors import ConfigError
 from pdsim.results.evidence import gather
-from pdsim.results.report import spread
 from pdsim.results.store import as_written, plain
+from pdsim.results.terminal import spread
 from tests.test_config import CONFIG
 
 CALIBRATION = {

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from pdsim.calibration import fit
-from pdsim.calibration.fitted import fitted
 from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
-from pdsim.calibration.points import Sample, Samples
-from pdsim.calibration.spread import variants
-from pdsim.fabric.machine import EngineModel, Ramp, Small
-from pdsim.run import compose
+from pdsim.calibration.from_samples import fitted
+from pdsim.calibration.samples import Sample, Samples
+from pdsim.cli.run import compose
+from pdsim.costs import EngineModel, InlineSaving, Ramp
 from pdsim.units import parse_time
+from pdsim.validation.intervals import variants
 
 BASE = EngineModel(
     path="nvlink",
@@ -21,7 +21,7 @@ BASE = EngineModel(
     overlap=False,
     latency=0.0,
     in_order=True,
-    small=Small(bytes=1 << 16, descriptors=16),
+    small=InlineSaving(bytes=1 << 16, descriptors=16),
 )
 TRUTH = replace(
     BASE,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.calibration.tools import FORMATS, read
+from pdsim.calibration.importers import FORMATS, read
 from pdsim.errors import ConfigError
 
 OUTPUTS = Path(__file__).parent / "outputs"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pdsim.calibration.page import page
-from pdsim.calibration.record import Calibration
-from pdsim.calibration.spread import predicted, variants
-from pdsim.calibration.validate import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
+from pdsim.calibration.definition import Calibration
 from pdsim.config import Config
+from pdsim.costs import Ramp
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Ramp
+from pdsim.validation.compare import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
+from pdsim.validation.intervals import predicted, variants
+from pdsim.validation.page import page
 from tests.results.conftest import make_config
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from backends.guest.machine import PATIENCE as GUEST_PATIENCE
-from pdsim.fabric.machine import Collective, CollectiveModel, Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
-from pdsim.transfer import Outcome, Place, RankSpec, Target
+from backends.emulation.guest.machine import PATIENCE as GUEST_PATIENCE
+from pdsim.costs import Collective, CollectiveModel, Engine, EngineModel
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Outcome, Place, RankSpec, Target
 from tests.conformance import programs
 from tests.conformance.programs.tools import PATIENCE
 from tests.rdma.verbs import VERBS
@@ -83,12 +84,12 @@ def place(name: str, index: int) -> Place:
 def make_target(name: str) -> Target:
     """Return the target called *name*, or skip the test if its library is not installed."""
     if name in MODELS:
-        from pdsim.fabric.world import Model
+        from pdsim.fabric.job import Model
 
         return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
     if name in GATHERING:
         return _gathering(name)
-    from backends.launch import Processes
+    from backends.jobs.launcher import Processes
     from backends.registry import devices, diagnose
 
     diagnosis = diagnose(engine(name).name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments._exchange import exchange
-from pdsim.transfer import Program, Rank
+from experiments.transfer.program import exchange
+from pdsim.job import Rank
+from pdsim.transfer import Program
 
 
 class Remembering:

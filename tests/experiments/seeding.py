@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-from experiments._seeds import as_rows
+from experiments.reports.claims import as_rows
+from pdsim import plugins
 from pdsim.config import Config
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 
 __all__ = ["measure", "points"]
@@ -16,7 +16,7 @@ __all__ = ["measure", "points"]
 def measure(config: Config) -> Result:
     """Return what the seed that *config* names finds on the model."""
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    seed = import_module(f"experiments.{config.experiment['name']}")
+    seed = plugins.resolve(plugins.EXPERIMENTS, config.experiment["name"])
     result: Result = seed.run(config, model, lambda share, text: None)
     return result
 

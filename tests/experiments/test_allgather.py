@@ -11,7 +11,7 @@ import pytest
 from experiments.allgather import check, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 from tests.conformance.conftest import COLLECTIVE
 from tests.results.conftest import ENGINE, MACHINE, make_config

@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from experiments._faults_scenario import KINDS, attempt, draw
-from experiments._faults_shrink import Trial, shrunk
 from experiments.faults import Options, run, tries
+from experiments.faults.scenario import KINDS, attempt, draw
+from experiments.faults.shrink import Trial, shrunk
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
-from pdsim.serving import prefill
-from pdsim.serving.reader import Worker
-from pdsim.serving.writer import Worker as Follower
+from pdsim.serving.decode.worker import Worker
+from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.prefill.worker import Worker as Follower
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.results.conftest import make_config

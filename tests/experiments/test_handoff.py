@@ -11,12 +11,12 @@ import pytest
 from experiments.handoff import Options, Way, check, run, specs
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Copies
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.hardware import Copies
+from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from pdsim.transfer import Place, Target
 from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import EIGHT, GQA
 from tests.experiments.test_transfer_real import LOOPBACK

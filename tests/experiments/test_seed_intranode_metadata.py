@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from experiments.seed_intranode_metadata import Options
+from experiments.reports.intranode_metadata import Options
+from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.results.record import Result
-from pdsim.run import compose
 from tests.experiments.seeding import measure, points
 
 SMALL = ("experiment.tokens=[128,8192]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")

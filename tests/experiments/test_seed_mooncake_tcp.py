@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.seed_mooncake_tcp import Options, run
+from experiments.reports.mooncake_tcp import Options, run
 from experiments.serve import Options as Serving
 from experiments.serve import job
 from pdsim.results.record import Result

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments._seeds import as_rows
-from experiments.seed_mori_state import Options, run
-from pdsim.fabric.world import Model
+from experiments.reports.claims import as_rows
+from experiments.reports.mori_state import Options, run
+from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 from tests.test_conf import composed
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from experiments._seeds import as_rows
-from experiments.seed_nixl_staging import Options
+from experiments.reports.claims import as_rows
+from experiments.reports.nixl_staging import Options
+from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
-from pdsim.run import compose
 from tests.experiments import seeding
 from tests.experiments.seeding import measure
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.seed_symmetric_allgather import Options
+from experiments.reports.symmetric_allgather import Options
+from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
-from pdsim.run import compose
 from tests.experiments.seeding import measure, points
 
 SMALL = ("experiment.size=[64KiB,32MiB]", "experiment.batches=[[9,9],[4096,77,1000]]", "experiment.repeat=3")

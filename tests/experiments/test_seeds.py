@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import _seeds_points
-from experiments._seeds import Claim, Trial, as_rows
-from experiments._seeds_points import Point, committed, keep
+from experiments.reports import points
+from experiments.reports.claims import Claim, Trial, as_rows
+from experiments.reports.points import Point, committed, keep
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 from tests.experiments.test_handoff import configured
 
@@ -76,10 +76,10 @@ def test_a_trial_tells_of_each_claim_and_keeps_the_transfers_of_its_variants():
 
 @pytest.fixture
 def toy_file(monkeypatch, tmp_path: Path) -> Path:
-    """The file of a seed's points, in place of those of `conf`."""
-    (tmp_path / "experiment").mkdir()
-    monkeypatch.setattr(_seeds_points.resources, "files", lambda package: tmp_path)
-    return tmp_path / "experiment" / "seed_toy.csv"
+    """The file of a seed's points, in place of the committed ones."""
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setattr(points, "data", lambda *parts: tmp_path.joinpath(*parts))
+    return tmp_path / "reports" / "seed_toy.csv"
 
 
 def test_measured_results_that_are_committed_stand_beside_those_of_this_run(toy_file: Path):

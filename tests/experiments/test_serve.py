@@ -12,12 +12,12 @@ import pytest
 from experiments.serve import Options, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Interconnect
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.hardware import Interconnect
+from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
 from pdsim.results.schema import requests_table
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side, Workload
-from pdsim.transfer import Outcome, RankSpec
 from tests.results.conftest import ENGINE, LLM, MACHINE, make_config
 
 EIGHT = replace(MACHINE, gpus=8)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import Options, job, specs
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request
-from pdsim.transfer import Outcome
 from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import GQA
 from tests.experiments.test_transfer_real import LOOPBACK

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from experiments._transfer_layout import flows
 from experiments.transfer import Options, check, run
+from experiments.transfer.layout import flows
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
-from pdsim.fabric.machine import Machine, Nic
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.hardware import Machine, Nic
+from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
-from pdsim.transfer import Outcome, RankSpec
 from tests.results.conftest import ENGINE, MACHINE, make_config
 
 EIGHT = replace(MACHINE, gpus=8)

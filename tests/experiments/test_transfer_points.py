@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from experiments._transfer_layout import flows
-from experiments._transfer_points import Point, shuffled
 from experiments.transfer import check, run
+from experiments.transfer.layout import flows
+from experiments.transfer.points import Point, shuffled
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
-from pdsim.transfer import Outcome, RankSpec
 from tests.experiments.test_transfer import EIGHT, ENGINE, configured, measure, rows, values
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from experiments.transfer import run
 from pdsim.config import Config
-from pdsim.fabric.machine import Host, Interconnect
-from pdsim.transfer import Outcome, RankSpec, Target
+from pdsim.hardware import Host, Interconnect
+from pdsim.job import Outcome, RankSpec, Target
 from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_transfer import rows
 from tests.results.conftest import MACHINE, make_config

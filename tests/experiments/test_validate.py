@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from experiments.validate import BOUNDS, Options, run
-from pdsim.calibration.validate import unseal
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, RankSpec
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from pdsim.transfer import Outcome, RankSpec
+from pdsim.validation.compare import unseal
 from tests.experiments.test_serve import EIGHT, GQA
 from tests.results.conftest import ENGINE, make_config
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from experiments._transfer_points import read
-from experiments._validate_parts import Part, parts
+from experiments.transfer.points import read
 from experiments.validate import Options
+from experiments.validate.design import Part, parts
 from pdsim.config import Config
 
 
 @cache
 def composed(*words: str) -> Config:
     """Return the configuration that ``pdsim validate`` has of *words*."""
-    from pdsim.run import compose
+    from pdsim.cli.run import compose
 
     return compose(["experiment=validate", *words])
 

@@ -1,6 +1,6 @@
 """The rate of a point is that of its transfers: neither pauses of a program nor ranks that begin apart count."""
 
-from experiments._validate_values import values
+from experiments.validate.values import values
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdsim.fabric.machine import Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
-from pdsim.fabric.world import Model
-from pdsim.transfer import Outcome, Place, Program, RankSpec
+from pdsim.costs import Engine, EngineModel
+from pdsim.fabric.job import Model
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Outcome, Place, RankSpec
+from pdsim.transfer import Program
 
 
 def machine(

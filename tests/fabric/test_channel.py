@@ -6,8 +6,8 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.fabric.channel import SimChannel
-from pdsim.fabric.machine import Host
-from pdsim.fabric.waking import Waking
+from pdsim.fabric.host_latency import Waking
+from pdsim.hardware import Host
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from pdsim.costs import Collective, CollectiveModel
 from pdsim.errors import ConfigError, OutOfMemory, TransferError
 from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.machine import Collective, CollectiveModel
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.group import SYMMETRIC
-from pdsim.transfer import Batch, Outcome, Place, Program, Rank, RankSpec
+from pdsim.job import Outcome, Place, Rank, RankSpec
+from pdsim.transfer import Batch, Program
 from tests.fabric.machines import cost, engine, machine
 
 RING = CollectiveModel(path="nvlink", pattern="ring", latency=3.0, step=0.5, rate=50.0, own_rate=100.0, copies=2)

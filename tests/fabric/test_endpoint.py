@@ -18,12 +18,13 @@ from pdsim.errors import (
     TransferTimeout,
 )
 from pdsim.fabric.endpoint import DETECTION, Fabric, SimEndpoint
-from pdsim.fabric.jobclock import JobClock, RankClock
+from pdsim.fabric.flows.network import Network
+from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
-from pdsim.fabric.sharing import Network
 from pdsim.fabric.topology import Topology
-from pdsim.fabric.waking import Waking
-from pdsim.transfer import Batch, Place
+from pdsim.job import Place
+from pdsim.transfer import Batch
 from tests.fabric.machines import cost, engine, machine
 
 SAME_NODE = (Place(0, 0), Place(0, 1))

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pdsim.clock import Clock
+from pdsim.costs import Ramp
 from pdsim.errors import SendQueueFull
 from pdsim.fabric.engine import CopyEngine, Lane, Poster
-from pdsim.fabric.machine import Ramp
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 from pdsim.fabric.topology import Route
 from tests.fabric.machines import cost, machine
 

@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from pdsim.errors import ConfigError, PeerLost, TransferError
+from pdsim.fabric.connections import part_of
 from pdsim.fabric.faults import Faults, Slow, Squeeze
-from pdsim.fabric.flight import part_of
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
 from pdsim.transfer import Batch, Region
 from tests.fabric.machines import engine, machine, run
 

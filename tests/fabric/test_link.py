@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.fabric.machine import Change, Wire
-from pdsim.fabric.world import Model
-from pdsim.transfer import Batch, Place, RankSpec
+from pdsim.fabric.job import Model
+from pdsim.hardware import LinkChange, NetworkLink
+from pdsim.job import Place, RankSpec
+from pdsim.transfer import Batch
 from tests.fabric.machines import cost, engine, machine
 
 FIXED = 1.25 + 0.5 + 2 * 3.0
@@ -44,7 +45,7 @@ def run(flows, nodes=2, at=0, start=100.0, blocks=1, inter=(), **link):
     """Write as each of *flows*, node to bytes, says, all to node *at* and all at once; return what they return."""
     hosts = machine(nodes=nodes, gpus=0, vendor="cpu")
     host = replace(hosts.host, tcp_rate=1e9, memory_rate=1e9, tcp_latency=0.5)
-    hosts = replace(hosts, host=host, link=Wire(**({"rate": 1000.0, "delay": 3.0, "mtu": 1000} | link)))
+    hosts = replace(hosts, host=host, link=NetworkLink(**({"rate": 1000.0, "delay": 3.0, "mtu": 1000} | link)))
     names = {f"from{node}": (node, size) for node, size in flows.items()}
     specs = [RankSpec("sink", f"{__name__}:sink", Place(at), {"clients": list(names)})]
     specs += [
@@ -91,13 +92,13 @@ def test_two_flows_share_the_hop_that_both_pass():
     ids=["stall", "slow", "cut"],
 )
 def test_a_transfer_waits_while_the_link_does_not_carry_it(change, more):
-    changes = (Change(start=103.0, end=107.0, **change),)
+    changes = (LinkChange(start=103.0, end=107.0, **change),)
     took = run({1: 9480}, changes=changes, timeout=1.0)
     assert took[1][1] == pytest.approx(9480 / 948 + FIXED + more)
 
 
 def test_a_change_of_another_hop_concerns_nobody_else():
-    changes = (Change(kind="stall", start=103.0, end=107.0, hop=1),)
+    changes = (LinkChange(kind="stall", start=103.0, end=107.0, hop=1),)
     assert run({1: 9480}, nodes=3, changes=changes)[1][1] == pytest.approx(9480 / 948 + FIXED)
 
 
@@ -118,7 +119,7 @@ def test_within_a_node_nothing_passes_the_link():
         ({"filled": 1.5}, "hw.link.filled must be > 0 and <= 1, got 1.5"),
         ({"mtu": 100}, "hw.link.mtu must be from 576 to 65000 bytes, got 100"),
         ({"rates": (1.0, 2.0)}, "hw.link.rates must have a rate for each of 1 hops, got 2"),
-        ({"changes": (Change(kind="cut", start=1, end=2, hop=1),)}, "hop must be < 1, got 1"),
+        ({"changes": (LinkChange(kind="cut", start=1, end=2, hop=1),)}, "hop must be < 1, got 1"),
         ({"nodes": 1}, "hw.nodes must be from 2 to 250 with hw.link"),
     ],
 )
@@ -139,4 +140,4 @@ def test_a_link_that_cannot_be_is_refused(changes, message):
 )
 def test_a_change_that_cannot_be_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        Change(**({"kind": "cut", "start": 1.0, "end": 2.0} | values))
+        LinkChange(**({"kind": "cut", "start": 1.0, "end": 2.0} | values))

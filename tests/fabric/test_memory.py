@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.errors import InvalidBatch, OutOfMemory
-from pdsim.fabric.jobclock import JobClock, RankClock
-from pdsim.fabric.machine import Copies
+from pdsim.fabric.flows.network import Network
+from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import LAUNCH, DeviceMemory, SimDevice
-from pdsim.fabric.sharing import Network
-from pdsim.fabric.waking import Waking
+from pdsim.hardware import Copies
 from pdsim.transfer import Batch, Region
 from tests.fabric.machines import machine
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.sharing import any_to_any_cost
 from pdsim.clock import Clock
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ class TestArguments:
 
 
 class TestRounding:
-    """Each of these once went wrong in a fluid model: see `pdsim.fabric.waterfill`."""
+    """Each of these once went wrong in a fluid model: see `pdsim.fabric.flows.waterfill`."""
 
     def test_a_rest_of_capacity_below_zero_does_not_loop(self, clock, network, start, done):
         """Sums and differences of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""

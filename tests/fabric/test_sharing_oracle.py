@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import linprog
 
 from pdsim.clock import Clock
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 
 ORACLE = Path(os.environ.get("PDSIM_ORACLE", Path(__file__).parents[3] / "shared" / "data" / "oracle"))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.clock import Clock
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 
 SLACK = 1e-9
 END = 10.0  # by then all that was going to happen has happened, and dead links are mended

@@ -2,14 +2,14 @@
 
 import pytest
 
-from backends import mooncake
+from backends.engines import mooncake
+from pdsim.cli.run import compose
+from pdsim.costs import InlineSaving
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Small
-from pdsim.run import compose
 from tests.fabric.machines import cost
 from tests.fabric.test_engine import Bench
 
-SMALL = Small(bytes=100, descriptors=4, saves=0.25)  # what `Bench` posts unless told otherwise: 3.5 s
+SMALL = InlineSaving(bytes=100, descriptors=4, saves=0.25)  # what `Bench` posts unless told otherwise: 3.5 s
 
 
 def test_a_small_batch_takes_so_much_less():
@@ -68,7 +68,7 @@ def test_what_is_stopped_is_not_under_way():
 
 @pytest.mark.parametrize(("saves", "seconds"), [(0.5, 3.0), (1.0, 2.5), (9.0, 2.0)])
 def test_it_saves_of_the_latency_first_then_of_the_call_and_no_more_than_both(saves, seconds):
-    bench = Bench(small=Small(bytes=100, descriptors=4, saves=saves))
+    bench = Bench(small=InlineSaving(bytes=100, descriptors=4, saves=saves))
     bench.post("a")
     assert bench.run() == [(seconds, "a")]
 
@@ -77,7 +77,7 @@ def test_it_saves_of_the_latency_first_then_of_the_call_and_no_more_than_both(sa
 @pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
 @pytest.mark.parametrize(("nbytes", "descriptors"), [(77, 1), (100, 4), (100, 5), (101, 4)])
 def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(saves, stages, nbytes, descriptors):
-    bench = Bench(call=1 / 3, small=Small(bytes=100, descriptors=4, saves=saves), **stages)
+    bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saves=saves), **stages)
     bench.post("a", nbytes=nbytes, descriptors=descriptors)
     ((seconds, _),) = bench.run()
     assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0), rel=1e-14)

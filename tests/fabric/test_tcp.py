@@ -2,14 +2,14 @@
 
 import pytest
 
-from pdsim.fabric.machine import Wire
 from pdsim.fabric.tcp import OVERHEAD, QUEUE, Chain, Streams, late
+from pdsim.hardware import NetworkLink
 
 
 def streams(lanes=0, answer=0.5, rate=100.0, **wire):
     values = {"rate": 1e9, "delay": 1.0, "mtu": 652, "initial": 10, "window": 1 << 40, "timeout": 1.0} | wire
     values["window"] = values["window"] * (600 + OVERHEAD) // 600  # so that it holds so many bytes of data
-    made = Wire(**values)
+    made = NetworkLink(**values)
     return Streams(made, 2.0, answer, rate, lanes)
 
 
@@ -133,7 +133,7 @@ def test_a_timer_of_the_kernel_is_half_of_its_step_late(wait, more):
 
 
 def test_streams_that_are_idle_wait_for_none_while_others_are_busy():
-    chain = Chain(Wire(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
+    chain = Chain(NetworkLink(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
     assert chain.recovery(10.0, 10.5) == 11.0  # no stream yet: what is sent then waits for a time-out
     busy, _ = (chain.streams(2.0, 0.0, 100.0, 0) for _ in range(2))
     assert chain.recovery(10.0, 10.5) == pytest.approx(16.13)

@@ -4,9 +4,9 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.errors import ConfigError
-from pdsim.fabric.sharing import Network
+from pdsim.fabric.flows.network import Network
 from pdsim.fabric.topology import Site, Topology
-from pdsim.transfer import Place
+from pdsim.job import Place
 from tests.fabric.machines import machine
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.fabric.machine import Host, Machine
-from pdsim.fabric.waking import Waking
-from pdsim.fabric.world import Model
-from pdsim.transfer import Place, Program, Rank, RankSpec
+from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.job import Model
+from pdsim.hardware import Host, Machine
+from pdsim.job import Place, Rank, RankSpec
+from pdsim.transfer import Program
 from tests.fabric.machines import engine, machine
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=1e9, tcp_latency=0.5, wake=1.0, cold=4.0, rest=10.0)

@@ -4,8 +4,9 @@ import pytest
 
 from pdsim.errors import ConfigError
 from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.world import STRIDE, Model
-from pdsim.transfer import Batch, Place, RankSpec
+from pdsim.fabric.job import STRIDE, Model
+from pdsim.job import Place, RankSpec
+from pdsim.transfer import Batch
 from tests.fabric.machines import cost, engine, machine, run
 
 # --- programs -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.gather import Gather, copy_with_torch
+from backends.cuda.gather import Gather, copy_with_torch
 from pdsim.clock import WallClock
 from pdsim.errors import OutOfMemory, RegistrationError
 from tests.backends.test_gather import CASES, batch, expected
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def device():
-    from backends.cuda import CudaDevice
+    from backends.cuda.device import CudaDevice
 
     device = CudaDevice(WallClock(), 0, 1 << 30)
     yield device

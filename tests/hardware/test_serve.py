@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.launch import Processes
+from backends.jobs.launcher import Processes
 from backends.registry import gpu_count
 from experiments.serve import run
+from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
-from pdsim.transfer import Outcome, Place, RankSpec, Target
 from tests.conformance.conftest import engine
 from tests.experiments.test_serve import GQA
 from tests.experiments.test_serve_paths_real import FEW

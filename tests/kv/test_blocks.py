@@ -9,7 +9,7 @@ from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, RankMap
 from pdsim.kv.plan import Planner
-from pdsim.kv.staging import block_plans
+from pdsim.kv.staging.ring import block_plans
 from pdsim.transfer import Region
 
 SOURCE_PAGES, TARGET_PAGES = ((5, 2), (1, 1)), ((0, 1), (4, 2))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.kv.leftovers import Leftovers
-from pdsim.kv.owners import Owners
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.paths import REGION
+from pdsim.kv.verify.leaks import Leftovers
+from pdsim.kv.verify.ownership import Owners
 from pdsim.transfer import Batch, Region
 
 LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, pages=8, slots=2)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pdsim.errors import OutOfMemory
-from pdsim.fabric.world import Model
-from pdsim.kv.staging import GatherBuffers
-from pdsim.transfer import Batch, Outcome, Place, Program, Rank, RankSpec, Region
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, Place, Rank, RankSpec
+from pdsim.kv.staging.ring import GatherBuffers
+from pdsim.transfer import Batch, Program, Region
 from tests.results.conftest import ENGINE, MACHINE
 
 SIZE = 1000

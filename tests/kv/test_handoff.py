@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Settled, decode, encode
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.transfer import Outcome, Place, Program, Rank, RankSpec
+from pdsim.transfer import Program
 from tests.results.conftest import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=16)

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from pdsim.fabric.job import Model
 from pdsim.fabric.memory import LAUNCH
-from pdsim.fabric.world import Model
-from pdsim.kv.landing import Landing
+from pdsim.job import Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
 from pdsim.kv.policy import Staging
-from pdsim.transfer import Place, Program, Rank, RankSpec
+from pdsim.kv.staging.receiver import Landing
+from pdsim.transfer import Program
 from tests.results.conftest import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=1 << 16)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdsim.errors import OutOfMemory
-from pdsim.kv.staging import Ring, Slot
+from pdsim.kv.staging.ring import Ring, Slot
 
 
 def test_an_empty_ring_takes_what_does_not_fit_behind_its_head():

@@ -17,7 +17,7 @@ from pdsim.kv.messages import Chunk, Register
 from pdsim.kv.paths import REGION, STAGING, Target
 from pdsim.kv.plan import Runs
 from pdsim.kv.policy import Policy
-from pdsim.serving.compute import kv_shape
+from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.settings import Hybrid, Llm
 from pdsim.transfer import Peer, Region
 

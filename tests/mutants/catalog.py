@@ -1,8 +1,9 @@
 """Known defects of KV handoffs, each as a small change of our own code that the trial must catch.
 
 A mutant changes exactly what its line says, for the time of a ``with mutant.applied():``, and names the invariant of
-`pdsim.kv.checks` that has to find it.  *relevant* tells scenarios in which the change can show at all from those that
-need not be run; they count as seeds all the same.  What is too rare among all scenarios has a *setting* of its own.
+`pdsim.kv.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all from
+those that need not be run; they count as seeds all the same.  What is too rare among all scenarios has a *setting* of
+its own.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from unittest.mock import patch
 
-from experiments._faults_scenario import Scenario, attempt, draw
-from pdsim.kv import mapping, outgoing, sender
-from pdsim.kv.landing import Landing
-from pdsim.kv.links import Links
+from experiments.faults.scenario import Scenario, attempt, draw
+from pdsim.kv import mapping, sender, sender_rooms
+from pdsim.kv.peers import Links
 from pdsim.kv.queues import Queues
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging import GatherBuffers, Ring
-from pdsim.serving import decode, prefill, reader, router
+from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.staging.ring import GatherBuffers, Ring
+from pdsim.serving import router
+from pdsim.serving.decode import scheduler as decode
+from pdsim.serving.decode import worker as reader
+from pdsim.serving.prefill import scheduler as prefill
 from tests.mutants.defects import (
     ELEVEN,
     HELD,
@@ -168,7 +172,7 @@ def replicating(scenario: Scenario) -> bool:
 
 MUTANTS = (
     Mutant("Z1", "a status is the greater of old and new, so that a failure can become a success", "I1",
-           ((outgoing, "advance", maximum), mutated(counted_as_done, KvSender, "_broken")), failing),
+           ((sender_rooms, "advance", maximum), mutated(counted_as_done, KvSender, "_broken")), failing),
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((mapping, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not begun anew, nor a question refused in time", "I5",

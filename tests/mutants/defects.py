@@ -8,10 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
-from experiments import _faults_scenario as scenarios
+from experiments.faults import scenario as scenarios
 from pdsim.errors import TransferTimeout
 from pdsim.kv import mapping, sender
-from pdsim.kv.landing import Landing
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived, Ask
 from pdsim.kv.plan import cut
@@ -19,10 +18,14 @@ from pdsim.kv.policy import Policy
 from pdsim.kv.queues import Queues
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging import Ring
+from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.staging.ring import Ring
 from pdsim.kv.status import Status
-from pdsim.serving import decode, prefill, reader, router
-from pdsim.serving.job import ROUTER, index_of, instance_of
+from pdsim.serving import router
+from pdsim.serving.decode import scheduler as decode
+from pdsim.serving.decode import worker as reader
+from pdsim.serving.deployment import ROUTER, index_of, instance_of
+from pdsim.serving.prefill import scheduler as prefill
 from pdsim.serving.settings import Side
 from pdsim.transfer import Transfer
 

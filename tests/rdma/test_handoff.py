@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.guest.engines import Engines
-from backends.guest.machine import PATIENCE
+from backends.emulation.guest.engines import Engines
+from backends.emulation.guest.machine import PATIENCE
 from experiments.serve import run
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload

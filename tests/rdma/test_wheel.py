@@ -1,4 +1,4 @@
-"""What `backends.mori` takes from MORI's wheel is there, under these names and with these arguments.
+"""What `backends.engines.mori` takes from MORI's wheel is there, under these names and with these arguments.
 
 On GPU memory and over xGMI, where nothing has been run, this is all that is known.
 """
@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from backends.guest.image import GuestUnavailable
-from backends.guest.mori import space
+from backends.emulation.guest.image import GuestUnavailable
+from backends.emulation.guest.mori import space
 from tests.rdma.verbs import unavailable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from backends.guest.engines import Engines, GuestTarget
-from backends.guest.image import GuestUnavailable
-from backends.guest.machine import PATIENCE
-from pdsim.fabric.machine import Engine
+from backends.emulation.guest.engines import Engines, GuestTarget
+from backends.emulation.guest.image import GuestUnavailable
+from backends.emulation.guest.machine import PATIENCE
+from pdsim.costs import Engine
 
 __all__ = ["VERBS", "target", "unavailable"]
 

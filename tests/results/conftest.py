@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from pdsim.config import Config
-from pdsim.fabric.machine import Engine, EngineModel, Gpu, Host, Interconnect, Machine, Nic
+from pdsim.costs import Engine, EngineModel
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Outcome, RankResult
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Llm, Parallel, Side
-from pdsim.transfer import Outcome, RankResult, TransferRecord
+from pdsim.transfer import TransferRecord
 
 MACHINE = Machine(
     name="toy",

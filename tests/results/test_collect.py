@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.errors import ConfigError, PeerLost
-from pdsim.results.collect import collect, table
 from pdsim.results.record import Metric
 from pdsim.results.store import INCOMPLETE, Run, refuse
+from pdsim.sweep.collect import collect, table
 from tests.results.conftest import MACHINE, make_config, make_result
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.results import report
+from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
 from tests.results.conftest import MACHINE, make_config, make_result

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pdsim.errors import ConfigError, PeerLost
+from pdsim.job import Outcome, RankResult
 from pdsim.results import store
 from pdsim.results.store import FILES, INCOMPLETE, Run
-from pdsim.transfer import Outcome, RankResult
 from tests.results.conftest import make_config, make_result
 
 
@@ -99,7 +99,7 @@ def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(c
 
 
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
-    from pdsim.configure import load
+    from pdsim.cli.typed import load
 
     config = make_config(tmp_path, experiment={"name": "transfer"})
     first = load(store.as_written(config))

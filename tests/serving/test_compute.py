@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.fabric.machine import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.serving.compute import HOST_FLOPS, forward_time, kv_shape
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.settings import Compute, Llm
 
 MACHINE = Machine(

@@ -10,7 +10,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from backends.channel import ZmqChannel
+from backends.base.channel import ZmqChannel
 from pdsim.clock import WallClock
 from pdsim.fabric.endpoint import SimEndpoint
 from pdsim.serving.settings import Side

@@ -11,12 +11,12 @@ import pytest
 
 from experiments.serve import Options, job, specs
 from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Terms
 from pdsim.serving.settings import Side
 from pdsim.serving.workload import Request
-from pdsim.transfer import Outcome, RankSpec
 from tests.experiments.test_serve import EIGHT, GQA, ONE, configured
 
 TWO = Side(tp=1, instances=2)

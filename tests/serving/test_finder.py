@@ -11,7 +11,7 @@ from experiments.serve import Options
 from pdsim.clock import Clock
 from pdsim.kv.bootstrap import KNOWN, Whereabouts
 from pdsim.kv.messages import Locate, Submit, decode
-from pdsim.serving.finder import PATIENCE, RETRY, Finder
+from pdsim.serving.decode.room_lookup import PATIENCE, RETRY, Finder
 from pdsim.serving.settings import Side
 from tests.experiments.test_serve import GENERATED, GQA, POOL, configured, rows, serve
 from tests.serving.test_faults import at_rest

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pdsim.errors import ConfigError
-from pdsim.fabric.machine import Machine
-from pdsim.serving.compute import kv_shape
+from pdsim.hardware import Machine
+from pdsim.job import Place
+from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.placement import pages, places
 from pdsim.serving.settings import Kv, Parallel, Scheduler, Side
-from pdsim.transfer import Place
 from tests.serving.test_compute import MACHINE, MODEL
 
 TWO_NODES = replace(MACHINE, nodes=2)

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from experiments.serve import Options, job, specs
-from pdsim.fabric.world import Model
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, Rank
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import after
-from pdsim.serving.decode import Leader
-from pdsim.serving.job import Job
-from pdsim.serving.reader import Worker
+from pdsim.serving.decode.scheduler import Leader
+from pdsim.serving.decode.worker import Worker
+from pdsim.serving.deployment import Job
 from pdsim.serving.settings import Hybrid, Llm, Side
 from pdsim.serving.workload import Request
-from pdsim.transfer import Outcome, Program, Rank
+from pdsim.transfer import Program
 from tests.experiments.test_serve import GQA, MLA, ONE, configured
 
 PAGE = 16  # tokens

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from pdsim.job import Outcome
 from pdsim.kv.messages import Destination
-from pdsim.serving import decode
+from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.workload import Request
-from pdsim.transfer import Outcome
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
 
 FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps the job going for a while

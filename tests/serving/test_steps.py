@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.serve import Options, job
-from pdsim.serving.job import Job
+from pdsim.serving.decode.steps import Stretch
+from pdsim.serving.deployment import Job
 from pdsim.serving.settings import Scheduler, Side, Workload
-from pdsim.serving.steps import Stretch
 from tests.experiments.test_serve import configured, serve
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from pdsim.errors import TransferError
 from pdsim.group import SYMMETRIC, Group
+from pdsim.job import Rank
 from pdsim.kv.allgather import PaddedAllGather, zigzag
-from pdsim.transfer import Program, Rank, Region
+from pdsim.transfer import Program, Region
 from tests.conformance.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
 
 

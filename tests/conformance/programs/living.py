@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pdsim.errors import PdsimError
-from pdsim.transfer import Batch, Program, Rank
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Program
 from tests.conformance.programs.tools import (
     Mail,
     filled,

@@ -6,7 +6,8 @@ import os
 import signal
 from collections import deque
 
-from pdsim.transfer import Program, Rank, Transfer
+from pdsim.job import Rank
+from pdsim.transfer import Program, Transfer
 from tests.conformance.programs.tools import (
     PATIENCE,
     Mail,

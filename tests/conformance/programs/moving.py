@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdsim.transfer import Batch, Notification, Program, Rank
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Notification, Program
 from tests.conformance.programs.tools import (
     PATIENCE,
     Mail,

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.transfer import Batch, Program, Rank, Region, Transfer
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Program, Region, Transfer
 from tests.conformance.programs.tools import (
     GUARD,
     PATIENCE,

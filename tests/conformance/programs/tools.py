@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import PdsimError, TransferError
-from pdsim.transfer import Batch, Buffer, Peer, Rank, Region, Transfer
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Buffer, Peer, Region, Transfer
 
 Steps = Generator[Any, Any, Any]
 GUARD = 0xA5

@@ -1,0 +1,207 @@
+"""What endpoints tell each other beside the engine: that they are alive, and short notes of a `kind`.
+
+Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX over shared memory
+never does, and neither tells an initiator that the other side withdrew memory.  So endpoints that know each other keep
+a TCP connection of their own: the kernel closes it when a process ends, however it ends, and the other side sees that
+in milliseconds.  A process that is stopped keeps its connection; only a deadline can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from backends.base.channel import Inbox, dial
+from backends.base.process_identity import myself
+from pdsim.clock import WallClock
+from pdsim.errors import PeerLost
+
+__all__ = ["Card", "Line", "Link"]
+
+_HELLO, _BYE = b"hello", b"bye"
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """Who an endpoint is and where it listens.  The token tells two lives of one name apart."""
+
+    name: str
+    uri: str
+    token: bytes
+    process: str  # see `backends.base.process_identity`
+
+
+@dataclass(eq=False)
+class Line:
+    """The connection to one other endpoint."""
+
+    card: Card
+    socket: Any
+    monitor: Any
+    lost: str = ""  # why it is gone
+    closed: bool = False  # whether it said goodbye, with nothing under way
+
+    @property
+    def name(self) -> str:
+        """The rank at the other end."""
+        return self.card.name
+
+
+Handler = Callable[[Line, list[bytes]], None]
+
+
+class Link:
+    """All lines of one endpoint, as a `Source`.
+
+    *handlers* are called with notes by kind; *on_lost* with a line whose other end has gone, once.
+    """
+
+    def __init__(
+        self, clock: WallClock, rank: str, bind: str, handlers: Mapping[bytes, Handler], on_lost: Callable[[Line], None]
+    ) -> None:
+        import zmq
+        from zmq.utils.monitor import recv_monitor_message
+
+        self._zmq = zmq
+        self._read_event = recv_monitor_message
+        self._clock = clock
+        self._context = zmq.Context()
+        self._handlers = handlers
+        self._on_lost = on_lost
+        self._lines: dict[bytes, Line] = {}  # by token
+        self._epoll = select.epoll()
+        self._inbox = Inbox(self._context, bind, self._deliver)
+        self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
+        self.card = Card(rank, self._inbox.uri, secrets.token_bytes(16), myself())
+        clock.watch(self)
+
+    # --- Source -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Deliver notes and notice lost lines."""
+        if not self._epoll.poll(0):
+            return False
+        found = self._inbox.poll()
+        for line in tuple(self._lines.values()):
+            found |= self._watch(line)
+        return found
+
+    def fileno(self) -> int:
+        """Return an epoll descriptor over all sockets."""
+        return self._epoll.fileno()
+
+    def busy(self) -> bool:
+        """Return False: the descriptor tells."""
+        return False
+
+    # --- lines ------------------------------------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Those that are not lost."""
+        return tuple(line for line in self._lines.values() if not line.lost)
+
+    def known(self, name: str) -> list[Line]:
+        """Return the lines to all lives of rank *name* that this endpoint has met, lost ones included."""
+        return [line for line in self._lines.values() if line.name == name]
+
+    def reach(self, card: Card, timeout: float) -> Line:
+        """Return the line to *card*, made if need be.  Raise `PeerLost` if nothing answers within *timeout* seconds."""
+        self.poll()
+        line = self._lines.get(card.token)
+        if line is None:
+            line = self._dial(card)
+            self._await_handshake(line, timeout)
+            self._lines[card.token] = line
+            self._epoll.register(line.monitor.FD, select.EPOLLIN)
+            self.send(line, _HELLO, msgspec.msgpack.encode(self.card))
+        self._watch(line)
+        if line.lost:
+            raise PeerLost(f"{card.name} {line.lost}")
+        return line
+
+    def send(self, line: Line, kind: bytes, *body: bytes) -> None:
+        """Send a note; one to a lost line goes nowhere."""
+        with contextlib.suppress(self._zmq.Again):
+            line.socket.send_multipart([kind, self.card.token, line.card.token, *body], self._zmq.NOBLOCK)
+
+    def close(self, clean: bool) -> None:
+        """Say goodbye (*clean*: nothing of this endpoint is under way any more) and close all sockets."""
+        if self._context.closed:
+            return
+        self._clock.unwatch(self)
+        for line in self._lines.values():
+            if clean and not line.lost:
+                self.send(line, _BYE)
+            self._hang_up(line)
+        self._epoll.close()
+        self._inbox.close()
+        self._context.term()
+
+    def _dial(self, card: Card) -> Line:
+        zmq = self._zmq
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        monitors: list[Any] = []
+
+        def watch(socket: Any) -> None:
+            monitors.append(socket.get_monitor_socket(events | failures))
+            monitors[0].linger = 0
+
+        socket = dial(self._context, card.uri, watch)
+        return Line(card, socket, monitors[0])
+
+    def _await_handshake(self, line: Line, timeout: float) -> None:
+        event = 0
+        if line.monitor.poll(int(timeout * 1e3)):
+            event = self._read_event(line.monitor)["event"]
+        if event != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._hang_up(line)
+            reason = "refused the connection" if event else f"did not answer within {timeout:g} s"
+            raise PeerLost(f"{line.name} at {line.card.uri} {reason}")
+
+    def _hang_up(self, line: Line) -> None:
+        with contextlib.suppress(OSError, ValueError):  # never registered, or the descriptor is closed already
+            self._epoll.unregister(line.monitor.FD)
+        line.socket.disable_monitor()
+        line.monitor.close()
+        line.socket.close(0 if line.lost else None)
+
+    def _watch(self, line: Line) -> bool:
+        found = False
+        while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
+            if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                found |= self._lose(line, "is gone: its connection was closed")
+        return found
+
+    def _lose(self, line: Line, reason: str) -> bool:
+        if line.lost:
+            return False
+        line.lost = reason
+        self._on_lost(line)
+        return True
+
+    def _deliver(self, frames: list[bytes]) -> None:
+        if len(frames) < 3 or frames[2] != self.card.token:  # not one of ours, or for an earlier owner of this port
+            return
+        kind, sender, _, *body = frames
+        if kind == _HELLO:
+            self._accept(msgspec.msgpack.decode(body[0], type=Card))
+        elif sender in self._lines:
+            line = self._lines[sender]
+            if kind == _BYE:
+                line.closed = True
+                self._lose(line, "closed its endpoint")
+            else:
+                self._handlers[kind](line, body)
+
+    def _accept(self, card: Card) -> None:
+        """Connect back to an endpoint that has connected to this one."""
+        if card.token not in self._lines:
+            line = self._lines[card.token] = self._dial(card)
+            self._epoll.register(line.monitor.FD, select.EPOLLIN)

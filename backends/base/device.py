@@ -1,0 +1,177 @@
+"""What real memory of every kind has in common as a `Device`: accounts, quarantine, and a queue of emulated work.
+
+It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers that
+bytes may still move in or out of.  Memory that is held is not given back to the system, and not handed out again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from simpy.events import Event
+
+from backends.base.symmetric_pool import SymmetricPool
+from pdsim.clock import WallClock
+from pdsim.errors import OutOfMemory, RegistrationError
+from pdsim.group import SYMMETRIC
+from pdsim.transfer import Batch, Buffer, Region
+
+__all__ = ["POOLS", "RealBuffer", "RealDevice"]
+
+POOLS = ("default", SYMMETRIC, "nvlink")
+"""The pools that `pdsim.transfer.Device` names; here they differ in nothing but their accounts."""
+
+
+class RealBuffer(ABC):
+    """Zeroed memory at *address*, a pointer of this process."""
+
+    def __init__(self, address: int, size: int, pool: str) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.registered = False
+        self.holds = 0  # reasons for which bytes may still move here
+        self.freed = False
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a copy of *size* bytes at *offset*; an `IndexError` outside the buffer."""
+        self._check(offset, size)
+        return self._load(offset, size)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Store *data* at *offset*; an `IndexError` outside the buffer."""
+        self._check(offset, len(data))
+        self._store(offset, data)
+
+    @abstractmethod
+    def unmap(self) -> None:
+        """Give the memory back to the system.  Nothing may know its address any more."""
+
+    @abstractmethod
+    def _load(self, offset: int, size: int) -> bytes: ...
+
+    @abstractmethod
+    def _store(self, offset: int, data: bytes) -> None: ...
+
+    def _check(self, offset: int, size: int) -> None:
+        if self.freed:
+            raise IndexError("this buffer was freed")
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise IndexError(f"[{offset}, {offset + size}) is outside a buffer of {self.size} bytes")
+
+
+class RealDevice(ABC):
+    """Memory of limited capacity, and one queue of emulated work."""
+
+    holds_bytes = True
+
+    def __init__(self, clock: WallClock, capacity: int, name: str) -> None:
+        if capacity <= 0:
+            raise ValueError(f"capacity must be > 0 bytes, got {capacity}")
+        self.clock = clock
+        self.name = name
+        self.capacity = capacity
+        self.symmetric = SymmetricPool(name)
+        self.peak = dict.fromkeys(POOLS, 0)  # bytes
+        self._used = dict.fromkeys(POOLS, 0)
+        self._buffers: dict[int, RealBuffer] = {}  # by address
+        self._free_at = 0.0  # when the queue of work is empty
+
+    @abstractmethod
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the device; see `pdsim.transfer.Device.copy`."""
+
+    @abstractmethod
+    def _make(self, size: int, pool: str) -> RealBuffer:
+        """Return new zeroed memory.  Raise `OutOfMemory` if the system has none."""
+
+    def enter(self) -> None:  # noqa: B027 most devices are every thread's
+        """Make the calling thread work on this device, as engines expect of threads that call them."""
+
+    def close(self) -> None:  # noqa: B027 most devices hold nothing but memory
+        """Give back what is not memory, which the end of the process gives back."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that are allocated or held."""
+        return sum(self._used.values())
+
+    def allocate(self, size: int, pool: str = "default") -> RealBuffer:
+        """Return a zeroed buffer of *size* bytes.
+
+        Raise a `ValueError` for a size that is not positive or an unknown pool, and `OutOfMemory` beyond the capacity.
+        """
+        if size <= 0:
+            raise ValueError(f"size must be > 0 bytes, got {size}")
+        if pool not in POOLS:
+            raise ValueError(f"pool must be one of {', '.join(POOLS)}, got {pool!r}")
+        if pool == SYMMETRIC:
+            buffer: RealBuffer = self.symmetric.allocate(size)
+        else:
+            self._check_room(size)
+            buffer = self._make(size, pool)
+            self.account(size, pool)
+        self._buffers[buffer.address] = buffer
+        return buffer
+
+    def account(self, size: int, pool: str) -> None:
+        """Note that *pool* takes *size* bytes more, or gives them back.  Raise `OutOfMemory` beyond the capacity."""
+        self._check_room(size)
+        self._used[pool] += size
+        self.peak[pool] = max(self.peak[pool], self._used[pool])
+
+    def _check_room(self, size: int) -> None:
+        if self.used + size > self.capacity:
+            raise OutOfMemory(
+                f"{self.name}: {size} bytes asked for, {self.capacity - self.used} of {self.capacity} left; "
+                f"free something, or give the rank more memory"
+            )
+
+    def free(self, buffer: Buffer) -> None:
+        """Give *buffer* back, at once or, if bytes may still move in it, when they have stopped.
+
+        Raise a `RegistrationError` while it is registered, and a `ValueError` if it is not a buffer of this device.
+        """
+        own = self._buffers.get(buffer.address)
+        if own is not buffer or own.freed:
+            raise ValueError(f"{buffer!r} is not allocated on {self.name}")
+        if own.registered:
+            raise RegistrationError("the buffer is registered with an endpoint; deregister its region first")
+        own.freed = True
+        self._reclaim(own)
+
+    def hold(self, buffer: RealBuffer) -> None:
+        """Keep *buffer*'s memory, freed or not, until `release`."""
+        buffer.holds += 1
+
+    def release(self, buffer: RealBuffer) -> None:
+        """End one `hold`."""
+        buffer.holds -= 1
+        self._reclaim(buffer)
+
+    def _reclaim(self, buffer: RealBuffer) -> None:
+        if not buffer.freed or buffer.holds:
+            return
+        del self._buffers[buffer.address]
+        if buffer.pool != SYMMETRIC:  # whose memory was accounted when it was reserved
+            self.account(-buffer.size, buffer.pool)
+        buffer.unmap()
+
+    def buffer_of(self, region: Region) -> RealBuffer:
+        """Return the buffer behind *region*; a `RegistrationError` if there is none on this device."""
+        buffer = self._buffers.get(region.address)
+        if buffer is None or buffer.freed or buffer.size < region.size:
+            raise RegistrationError(
+                f"region {region.owner}/{region.name} is not memory of {self.name}, or not any more"
+            )
+        return buffer
+
+    def compute(self, seconds: float) -> Event:
+        """Occupy the device for *seconds* of real time, without using a processor."""
+        if seconds < 0:
+            raise ValueError(f"seconds must be >= 0, got {seconds}")
+        return self._enqueue(seconds)
+
+    def _enqueue(self, seconds: float) -> Event:
+        self._free_at = max(self._free_at, self.clock.now) + seconds
+        return self.clock.at(self._free_at)

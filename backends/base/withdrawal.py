@@ -1,0 +1,75 @@
+"""Memory that its owner has withdrawn, but that others may still be writing to.
+
+An owner that deregisters a region tells every endpoint that knows it, and holds the memory until each has said that
+none of its transfers moves there any more.  Endpoints that connect later with an older address ask first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backends.base.control import Line, Link
+from backends.base.device import RealBuffer, RealDevice
+from backends.base.state import PeerState
+
+__all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Lending", "give_back"]
+
+WITHDRAW, RETURN, MEET, WELCOME = b"withdraw", b"return", b"meet", b"welcome"
+
+
+class Lending:
+    """The owner's side: who may still write to what was withdrawn."""
+
+    def __init__(self, device: RealDevice) -> None:
+        self._device = device
+        self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
+        self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
+
+    def withdraw(self, link: Link, name: str, epoch: int, buffer: RealBuffer) -> None:
+        """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it."""
+        self._withdrawn[name] = epoch
+        lines = link.lines
+        if not lines:
+            return
+        self._lent[name, epoch] = (buffer, {line.card.token for line in lines})
+        self._device.hold(buffer)
+        for line in lines:
+            link.send(line, WITHDRAW, name.encode(), str(epoch).encode())
+
+    def since(self, epoch: int) -> list[bytes]:
+        """Return the names of the regions that were withdrawn after *epoch*."""
+        return [name.encode() for name, when in self._withdrawn.items() if when > epoch]
+
+    def on_return(self, line: Line, body: list[bytes]) -> None:
+        """Note that *line* returns a region."""
+        self._take_back((body[0].decode(), int(body[1])), line)
+
+    def on_lost(self, line: Line) -> None:
+        """Note that *line* is gone; if it left in order, nothing of its transfers is under way."""
+        for key in tuple(self._lent) if line.closed else ():
+            self._take_back(key, line)
+
+    def close(self) -> None:
+        """Release everything: the engine is gone, and nobody can write through it any more."""
+        for buffer, _ in self._lent.values():
+            self._device.release(buffer)
+        self._lent.clear()
+
+    def _take_back(self, key: tuple[str, int], line: Line) -> None:
+        buffer, holders = self._lent.get(key, (None, set()))
+        holders.discard(line.card.token)
+        if buffer is not None and not holders:
+            del self._lent[key]
+            self._device.release(buffer)
+
+
+def give_back(link: Link, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:
+    """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in; the borrower's side.
+
+    *forget* is called before, with each region that goes back.
+    """
+    for name, epoch in tuple(state.owed):
+        if not state.moving[name]:
+            state.owed.remove((name, epoch))
+            forget(state, name)
+            link.send(state.line, RETURN, name.encode(), str(epoch).encode())

@@ -1,0 +1,1 @@
+"""Groups of real ranks: Gloo on host memory, NCCL and symmetric memory on GPUs."""

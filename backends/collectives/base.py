@@ -1,0 +1,161 @@
+"""What groups of real ranks are made of: the libraries that move their bytes, and what ranks say to each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from simpy.events import Event
+
+from pdsim.clock import WallClock
+from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError, TransferError, TransferFailed
+from pdsim.group import is_symmetric
+
+__all__ = [
+    "TOPIC",
+    "Bye",
+    "Call",
+    "Hello",
+    "Intent",
+    "Library",
+    "Settings",
+    "background",
+    "decode",
+    "disagreement",
+    "encode",
+]
+
+TOPIC = b"group"
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a rank needs to know of `pdsim.costs.Collective`."""
+
+    name: str
+    implementation: str
+    grow: bool
+    check: bool
+    timeout: float
+
+
+class Library(ABC):
+    """What moves the bytes of one group.  Raises `TransferError`s."""
+
+    engine: str  # as it reports itself
+
+    @abstractmethod
+    def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
+        """Meet the other ranks at a store, which the first opens on *listener*.  On a thread of its own; may block."""
+
+    @abstractmethod
+    def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
+        """Begin to gather and return the work."""
+
+    @abstractmethod
+    def poll(self, work: Any) -> float | None:
+        """Return None while *work* goes on, then the seconds that it took on the device, 0 if nobody knows."""
+
+    @abstractmethod
+    def reserve(self, size: int) -> Callable[[], None]:
+        """Allocate and register *size* bytes together with the other ranks; on a thread of its own, and may block.
+
+        Return what adds them to the device's pool, to be called on the clock's thread.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Have nothing move any more.  Called on a thread of its own, and may block."""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A rank is in the group: what proves its death, and, from the first, where the store is."""
+
+    group: list[str]
+    identity: str
+    port: int
+
+
+class Intent(msgspec.Struct, tag=True):
+    """What a rank is about to do, or, with *done*, has done."""
+
+    group: list[str]
+    number: int
+    kind: str
+    size: int
+    refusal: str = ""
+    done: bool = False
+
+
+class Bye(msgspec.Struct, tag=True):
+    """A rank has left."""
+
+    group: list[str]
+    calls: int  # that were over when it left
+    why: str
+
+
+decode = msgspec.msgpack.Decoder(Hello | Intent | Bye).decode
+encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective of this rank."""
+
+    number: int
+    size: int
+    event: Event
+    submitted: float
+    timeout: float
+    label: str = ""
+    buffers: tuple[Any, Any] | None = None  # source and target; None: it reserves
+    announced: bool = False
+    prepared: float = 0.0
+    posted: float = 0.0
+    started: bool = False
+    work: Any = None
+    add: Callable[[], None] | None = None  # the reserved memory to the pool, once all have theirs
+
+    @property
+    def kind(self) -> str:
+        """``"plain"``, ``"symmetric"`` or ``"reserve"``."""
+        if self.buffers is None:
+            return "reserve"
+        return "symmetric" if is_symmetric(*self.buffers) else "plain"
+
+
+Then = Callable[[Any, BaseException | None], None]
+
+
+def disagreement(said: Mapping[str, Intent]) -> TransferError | None:
+    """Return what keeps ranks that have *said* this from doing it together."""
+    for intent in said.values():
+        if intent.refusal:
+            kind, _, text = intent.refusal.partition(": ")
+            return _ERRORS.get(kind, TransferFailed)(text)
+    if len({(intent.kind, intent.size) for intent in said.values()}) == 1:
+        return None
+    all_said = ", ".join(f"{name} {intent.kind} of {intent.size} bytes" for name, intent in sorted(said.items()))
+    return InvalidBatch(f"the ranks of a group must call alike, got {all_said}; pad to the longest")
+
+
+_ERRORS: dict[str, type[TransferError]] = {"OutOfMemory": OutOfMemory, "RegistrationError": RegistrationError}
+
+
+def background(clock: WallClock, function: Callable[[], Any], then: Then) -> None:
+    """Run *function* on a thread of its own, and ``then(result, error)`` on the clock's."""
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as exception:
+            error = exception
+        clock.call(lambda: then(result, error))
+
+    threading.Thread(target=work, daemon=True).start()

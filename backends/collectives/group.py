@@ -1,0 +1,443 @@
+"""Groups of real ranks: who is there, what they call, and in which order; the bytes are a library's.
+
+Ranks of a group speak over their control channels: each says hello, with what proves its death
+(`backends.base.process_identity`); the first of the names opens the library's store; before every call whose sizes
+are to be compared, and before every reservation, each says what it is about to do.  A rank that asks for no group
+pays nothing for any of that.
+
+A call is given to the library when all before it are over.  A library that is told to `abort` moves nothing any more
+when that returns; until then the buffers of the call are held.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from simpy.events import Event
+
+from backends.base.channel import ZmqChannel
+from backends.base.process_identity import is_dead, myself
+from backends.collectives.base import (
+    TOPIC,
+    Bye,
+    Call,
+    Hello,
+    Intent,
+    Library,
+    Settings,
+    background,
+    decode,
+    disagreement,
+    encode,
+)
+from pdsim.clock import WallClock
+from pdsim.errors import PeerLost, RegistrationError, TransferError, TransferFailed, TransferTimeout
+from pdsim.group import SYMMETRIC, check_gather, is_symmetric
+from pdsim.transfer import Buffer, Recorder, TransferRecord
+from pdsim.units import format_size
+
+__all__ = ["RealGroup", "RealGroups"]
+
+WATCH = 0.1
+"""Seconds between two looks at whether the members are alive, while something is under way."""
+
+
+class RealGroups:
+    """All groups of a rank."""
+
+    def __init__(
+        self,
+        rank: str,
+        clock: WallClock,
+        device: Any,
+        channel: ZmqChannel,
+        recorder: Recorder,
+        bind: str,
+        settings: Settings,
+        make: Callable[[Settings, Any], Library],
+    ) -> None:
+        self.rank = rank
+        self.clock = clock
+        self.device = device
+        self.channel = channel
+        self.recorder = recorder
+        self.bind = bind
+        self.settings = settings
+        self._make = make
+        self._groups: dict[tuple[str, ...], RealGroup] = {}
+        self._early: dict[tuple[str, ...], list[tuple[str, Any]]] = defaultdict(list)
+
+    def __call__(self, names: tuple[str, ...]) -> RealGroup:
+        """Return the group of *names*."""
+        if not self._groups:
+            self.channel.listen(TOPIC, self._deliver)
+        group = self._groups.get(names)
+        if group is None:
+            library = self._make(self.settings, self.device)
+            group = self._groups[names] = RealGroup(self, names, library)
+            for sender, message in self._early.pop(names, ()):
+                group.hear(sender, message)
+        return group
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in self._groups.values():
+            group.close()
+
+    def _deliver(self, message: Any) -> None:
+        found = decode(message.payload)
+        names = tuple(found.group)
+        if names in self._groups:
+            self._groups[names].hear(message.sender, found)
+        else:
+            self._early[names].append((message.sender, found))
+
+
+@dataclass
+class _Others:
+    """What the other ranks have said."""
+
+    hello: dict[str, Hello] = field(default_factory=dict)
+    intents: dict[int, dict[str, Intent]] = field(default_factory=lambda: defaultdict(dict))
+    done: dict[int, dict[str, Intent]] = field(default_factory=lambda: defaultdict(dict))
+    gone: dict[str, Bye] = field(default_factory=dict)
+
+
+class RealGroup:
+    """One rank's membership; a source of the wall clock while a call is under way."""
+
+    def __init__(self, groups: RealGroups, names: tuple[str, ...], library: Library) -> None:
+        self.names = names
+        self.index = names.index(groups.rank)
+        self.growths = 0
+        self.growth_seconds = 0.0
+        self._groups = groups
+        self._clock = groups.clock
+        self._device = groups.device
+        self._settings = groups.settings
+        self._library = library
+        self._others = _Others()
+        self._expected = [name for name in names if name != groups.rank]
+        self._calls: deque[Call] = deque()  # that are not over
+        self._number = 0
+        self._over = 0
+        self._connected = self._connecting = False
+        self._lost = ""  # why the group is no more
+        self._watching = False
+        self._listener = socket.create_server((groups.bind, 0)) if self.index == 0 else None
+        self._port = self._listener.getsockname()[1] if self._listener else 0
+        self._tell(Hello(list(names), myself(), self._port))
+        self._meet()
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of this rank's symmetric pool."""
+        return int(self._device.symmetric.reserved)
+
+    def all_gather(
+        self, source: Buffer, target: Buffer, size: int | None = None, *, timeout: float | None = None, label: str = ""
+    ) -> Event:
+        """Start to gather; the contract and errors of `pdsim.group.Group.all_gather`."""
+        size = source.size if size is None else size
+        check_gather(len(self.names), source, target, size)
+        if is_symmetric(source, target) and self._device.symmetric.owner is not self:
+            raise RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
+        return self._add(size, timeout, label, (source, target))
+
+    def reserve(self, size: int, *, timeout: float | None = None) -> Event:
+        """Start to grow the pool; the contract and errors of `pdsim.group.Group.reserve`."""
+        if size <= 0:
+            raise ValueError(f"size={size} must be > 0")
+        return self._add(size, timeout, "", None)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._break("closed", TransferFailed(f"{self._groups.rank} left the group during the call"))
+
+    # --- calls ---
+
+    def _add(self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None) -> Event:
+        timeout = self._settings.timeout if timeout is None else timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} must be > 0")
+        event = Event(self._clock)
+        event.defused = True
+        call = Call(self._number, size, event, self._clock.now, timeout, label, buffers)
+        call.prepared = call.posted = call.submitted
+        self._number += 1
+        if self._lost:
+            self._fail(call, PeerLost(self._lost))
+            return event
+        for buffer in buffers or ():
+            self._device.hold(buffer)
+        self._calls.append(call)
+        self._clock.call_at(call.submitted + timeout, self._expire, call)
+        self._watch()
+        self._advance()
+        return event
+
+    def _advance(self) -> None:
+        """Begin the first call, if it may."""
+        if not self._calls or self._calls[0].started or not self._connected:
+            return
+        call = self._calls[0]
+        if self._settings.check or call.kind == "reserve":
+            if not call.announced:
+                call.announced = True
+                refusal = self._refusal(call)
+                intent = Intent(list(self.names), call.number, call.kind, call.size, refusal)
+                self._others.intents[call.number][self._groups.rank] = intent
+                self._tell(intent)
+            said = self._others.intents[call.number]
+            if len(said) < len(self.names):
+                return
+            if error := disagreement(said):
+                self._finish(call, error)
+                return
+        self._begin(call)
+
+    def _begin(self, call: Call) -> None:
+        call.started = True
+        call.prepared = self._clock.now
+        if call.buffers is None:
+            self._device.account(call.size, SYMMETRIC)
+            background(self._clock, lambda: self._library.reserve(call.size), lambda *how: self._reserved(call, *how))
+            call.posted = self._clock.now
+            return
+        try:
+            call.work = self._library.start(*call.buffers, call.size, call.kind == SYMMETRIC)
+        except TransferError as error:
+            self._break(str(error), error)
+            return
+        call.posted = self._clock.now
+        self._clock.watch(self)
+
+    def poll(self) -> bool:
+        """Look whether the call under way is over."""
+        call = self._calls[0] if self._calls else None
+        if call is None or call.work is None:
+            self._clock.unwatch(self)
+            return False
+        try:
+            took = self._library.poll(call.work)
+        except TransferError as error:
+            call.work = None
+            self._break(str(error), error.with_traceback(None))
+            return True
+        if took is None:
+            return False
+        self._finish(call, None, took)
+        return True
+
+    def fileno(self) -> int | None:
+        """Return None: only polling can tell."""
+        return None
+
+    def busy(self) -> bool:
+        """Return whether a call is under way."""
+        return bool(self._calls) and self._calls[0].work is not None
+
+    def _finish(self, call: Call, error: TransferError | None, took: float = 0.0) -> None:
+        """End the first call."""
+        assert self._calls[0] is call
+        self._calls.popleft()
+        call.work = None  # it may keep the memory of the buffers
+        self._over += 1
+        self._clock.unwatch(self)
+        self._others.intents.pop(call.number, None)
+        self._others.done.pop(call.number, None)
+        for buffer in call.buffers or ():
+            self._device.release(buffer)
+        if error is not None:
+            self._fail(call, error)
+        elif not call.event.triggered:
+            now = self._clock.now
+            completed = min(now, max(call.posted, call.prepared + took)) if took else now
+            call.event.succeed(self._record(call, "ok", completed, now))
+        self._leave_if_alone()
+        self._advance()
+
+    # --- the symmetric pool ---
+
+    def _refusal(self, call: Call) -> str:
+        """Return why this rank cannot do what all are about to do, as the class of an error and its message."""
+        if call.kind != "reserve":
+            return ""
+        pool = self._device.symmetric
+        if pool.owner not in (None, self):
+            return f"RegistrationError: the symmetric pool of {self._groups.rank} belongs to another group"
+        if pool.reserved and not self._settings.grow:
+            return (
+                f"OutOfMemory: the symmetric pool has {format_size(pool.reserved)} and may not grow by "
+                f"{format_size(call.size)} (collective.grow=false); reserve more at the start with collective.pool"
+            )
+        room = self._device.capacity - self._device.used
+        if call.size > room:
+            return (
+                f"OutOfMemory: {format_size(call.size)} do not fit on {self._device.name} of {self._groups.rank}, "
+                f"which has {format_size(room)} left"
+            )
+        return ""
+
+    def _reserved(self, call: Call, add: Callable[[], None] | None, error: BaseException | None) -> None:
+        """Tell the others that this rank has its memory, or not."""
+        if not self._calls or self._calls[0] is not call:
+            return
+        refusal = f"{type(error).__name__}: {error}" if error is not None else ""
+        if refusal:
+            self._device.account(-call.size, SYMMETRIC)
+        call.add = add
+        done = Intent(list(self.names), call.number, call.kind, call.size, refusal, done=True)
+        self._others.done[call.number][self._groups.rank] = done
+        self._tell(done)
+        self._settle(call)
+
+    def _settle(self, call: Call) -> None:
+        """End the reservation *call* if all ranks have their memory."""
+        said = self._others.done[call.number]
+        if len(said) < len(self.names):
+            return
+        if error := disagreement(said):
+            self._finish(call, error)
+            return
+        assert call.add is not None
+        pool = self._device.symmetric
+        if pool.reserved:
+            self.growths += 1
+            self.growth_seconds += self._clock.now - call.submitted
+        pool.owner = self
+        call.add()
+        self._finish(call, None)
+
+    # --- the others ---
+
+    def hear(self, sender: str, message: Any) -> None:
+        """Take a message of another member."""
+        if self._lost:
+            return
+        if isinstance(message, Hello):
+            self._others.hello[sender] = message
+            self._meet()
+        elif isinstance(message, Bye):
+            self._others.gone[sender] = message
+            self._leave_if_alone()
+        elif message.done:
+            self._others.done[message.number][sender] = message
+            if self._calls and self._calls[0].number == message.number:
+                self._settle(self._calls[0])
+        else:
+            self._others.intents[message.number][sender] = message
+            self._advance()
+
+    def _leave_if_alone(self) -> None:
+        """Break the group if a rank has left that a call still needs."""
+        for name, bye in self._others.gone.items():
+            if self._calls and self._calls[0].number >= bye.calls:
+                self._break(f"{name} has left the group {self._name}: {bye.why}", None)
+                return
+
+    def _meet(self) -> None:
+        """Connect once everyone has said hello."""
+        hello = self._others.hello
+        if self._connecting or self._lost or len(hello) < len(self._expected):
+            return
+        self._connecting = True
+        port = self._port or hello[self.names[0]].port
+        where = self.index, len(self.names), self._groups.bind, port, self._listener
+        background(self._clock, lambda: self._library.connect(*where), self._met)
+
+    def _met(self, _: Any, error: BaseException | None) -> None:
+        if self._lost:
+            return
+        if error is not None:
+            found = error if isinstance(error, TransferError) else TransferFailed(f"{type(error).__name__}: {error}")
+            self._break(f"no group {self._name}: {found}", found)
+            return
+        self._connected = True
+        self._advance()
+
+    def _watch(self) -> None:
+        """Look now and then whether the others live, while there are calls."""
+        if not self._watching:
+            self._watching = True
+            self._clock.call_at(self._clock.now + WATCH, self._look, None)
+
+    def _look(self, _: Any) -> None:
+        self._watching = False
+        if self._lost or not self._calls:
+            return
+        for name, hello in self._others.hello.items():
+            if name not in self._others.gone and is_dead(hello.identity):
+                self._break(f"{name} of the group {self._name} is gone", None)
+                return
+        self._watch()
+
+    def _tell(self, message: Any) -> None:
+        for name in self._expected:
+            self._groups.channel.tell(name, TOPIC, encode(message))
+
+    # --- ends ---
+
+    def _expire(self, call: Call) -> None:
+        if call.event.triggered or self._lost:
+            return
+        late = [name for name in self._expected if name not in self._others.hello]
+        late = late or [n for n in self._expected if call.announced and n not in self._others.intents[call.number]]
+        waiting = f"; {', '.join(late)} had not called" if late else ""
+        error = TransferTimeout(f"a collective of {self._name} is not over after {call.timeout:g} s{waiting}")
+        self._fail(call, error)
+        self._break(f"{self._groups.rank} has given up: {error}", None)
+
+    def _break(self, why: str, error: TransferError | None) -> None:
+        """End the group: calls fail with *error* or as lost, once the library is proven to have stopped."""
+        if self._lost:
+            return
+        self._lost = why
+        self._clock.unwatch(self)
+        self._tell(Bye(list(self.names), self._over, why[:200]))
+        calls, self._calls = list(self._calls), deque()
+        if not self._connecting:
+            self._stopped(calls, error)
+            return
+        background(self._clock, self._library.abort, lambda _, failed: self._aborted(calls, error, failed))
+
+    def _aborted(self, calls: list[Call], error: TransferError | None, failed: BaseException | None) -> None:
+        if failed is None:
+            self._stopped(calls, error)
+            return
+        for call in calls:  # no proof: their buffers stay in quarantine
+            self._fail(call, error or PeerLost(self._lost))
+
+    def _stopped(self, calls: list[Call], error: TransferError | None) -> None:
+        for call in calls:
+            call.work = None
+            for buffer in call.buffers or ():
+                self._device.release(buffer)
+            self._fail(call, error or PeerLost(self._lost))
+
+    def _fail(self, call: Call, error: TransferError) -> None:
+        if call.event.triggered:
+            return
+        now = self._clock.now
+        self._record(call, type(error).__name__, now, now)
+        call.event.fail(error)
+
+    def _record(self, call: Call, status: str, completed: float, seen: float) -> TransferRecord:
+        ranks = len(self.names)
+        nbytes = call.size * (1 if call.buffers is None else ranks)
+        operation = "reserve" if call.buffers is None else "all_gather"
+        times = call.submitted, call.prepared, call.posted, completed, seen
+        engine = f"{self._library.engine}:{call.kind}"
+        record = TransferRecord(
+            engine, operation, self._name, self._groups.rank, nbytes, ranks, *times, status, call.label
+        )
+        self._groups.recorder.transfer(record)
+        return record
+
+    @property
+    def _name(self) -> str:
+        return "+".join(self.names)

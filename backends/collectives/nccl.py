@@ -1,0 +1,223 @@
+"""Groups on GPU memory: NCCL, and PyTorch's symmetric memory read by the copy engines.
+
+Both leave NVLink multicast alone, and refuse to start where the environment does not switch it off.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from backends.collectives.base import Library
+from backends.collectives.libraries import store, translated
+from pdsim.errors import BackendUnavailable
+from pdsim.group import SYMMETRIC
+
+__all__ = ["Nccl", "SymmetricMemory"]
+
+SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""What keeps libraries from NVLink multicast, which needs rights on the switch that a rank may not have."""
+
+SEGMENT = 2 << 20
+"""Bytes that reservations are rounded up to: the granularity of CUDA's virtual memory."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A gather under way, between two events of its stream."""
+
+    begin: Any
+    end: Any
+
+
+class _View:
+    """Memory at an address, as PyTorch may look at it without copying."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _OnGpu(Library):
+    """What both have in common: a stream, events around each gather, and views of buffers."""
+
+    def __init__(self, device: Any, timeout: float) -> None:
+        for name, value in SWITCHES.items():
+            if os.environ.setdefault(name, value) != value:
+                raise BackendUnavailable(f"{name}={os.environ[name]} switches NVLink multicast on; set it to {value}")
+        self._device = device
+        self._timeout = timeout
+        self._stream: Any = None
+        self._group: Any = None
+        self._count = self._index = 0
+        self._kept: list[Any] = []  # what reserved memory lives in
+        self._tensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
+        """Meet; see `Library.connect`."""
+        import torch
+        from torch.distributed import ProcessGroupNCCL
+
+        torch.cuda.set_device(self._device.gpu)
+        self._index, self._count = index, count
+        self._stream = torch.cuda.Stream()
+        try:
+            self._store = store(count, host, port, listener, self._timeout)
+            options = ProcessGroupNCCL.Options()
+            options._timeout = datetime.timedelta(seconds=self._timeout)
+            self._group = ProcessGroupNCCL(self._store, index, count, options)
+            self._first(torch)
+        except RuntimeError as error:
+            raise translated(error, self.engine) from error
+
+    def _first(self, torch: Any) -> None:
+        """Have the communicator made, which NCCL does at the first call."""
+        with torch.cuda.stream(self._stream):
+            one = torch.zeros(16, dtype=torch.uint8, device="cuda")
+            every = torch.zeros(16 * self._count, dtype=torch.uint8, device="cuda")
+            self._group._allgather_base(every, one).wait()
+        self._stream.synchronize()
+
+    def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
+        """Begin; see `Library.start`."""
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        try:
+            with torch.cuda.stream(self._stream):
+                begin.record(self._stream)
+                self._gather(self._tensor(source)[:size], self._tensor(target)[: size * self._count], symmetric)
+                end.record(self._stream)
+        except RuntimeError as error:
+            raise translated(error, self.engine) from error
+        return _Work(begin, end)
+
+    def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
+        """Give the stream an all-gather."""
+        self._group._allgather_base(whole, piece).wait()  # the stream waits, not this thread
+
+    def poll(self, work: Any) -> float | None:
+        """Return the seconds between the two events of *work*, once the second has happened."""
+        try:
+            if not work.end.query():
+                return None
+            return float(work.begin.elapsed_time(work.end)) / 1e3
+        except RuntimeError as error:
+            raise translated(error, self.engine) from error
+
+    def abort(self) -> None:
+        """Abort the communicator: its kernels end, and then so does what the stream was given."""
+        if self._group is not None:
+            self._group.abort()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _add(self, whole: Any, size: int) -> Callable[[], None]:
+        """Return what adds the tensor *whole* to the pool."""
+        import torch
+
+        self._kept.append(whole)
+        stream, base, device = self._stream, int(whole.data_ptr()), self._device
+
+        def cut(offset: int, part: int, give_back: Callable[[], None]) -> Any:
+            from backends.cuda.device import CudaBuffer
+
+            with torch.cuda.stream(stream):
+                whole[offset : offset + part].zero_()
+            stream.synchronize()
+            piece: Any = CudaBuffer(device, base + offset, part, SYMMETRIC)
+            piece.unmap = give_back
+            return piece
+
+        return lambda: self._device.symmetric.add(size, cut)
+
+    def _tensor(self, buffer: Any) -> Any:
+        import torch
+
+        found = self._tensors.get(buffer)
+        if found is None:
+            view = _View(buffer.address, buffer.size)
+            found = self._tensors[buffer] = torch.as_tensor(view, device=f"cuda:{self._device.gpu}")
+        return found
+
+
+class Nccl(_OnGpu):
+    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered with the communicator."""
+
+    engine = "nccl"
+    window = False  # whether to register for symmetric kernels, or for buffers of the user's only
+
+    def reserve(self, size: int) -> Callable[[], None]:
+        """Allocate a pool, register it, and find out that it works."""
+        import torch
+
+        torch.cuda.set_device(self._device.gpu)
+        try:
+            pool = torch.cuda.MemPool(self._group.mem_allocator)
+            with torch.cuda.use_mem_pool(pool):
+                whole = torch.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+            self._group.register_mem_pool(pool, **({"symm": True} if self.window else {}))
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise translated(error, self.engine) from error
+        self._kept.append(pool)
+        return self._add(whole, size)
+
+
+class SymmetricMemory(_OnGpu):
+    """PyTorch's symmetric memory: every rank reads the pieces of the others with its copy engines.
+
+    A barrier before sees to it that the pieces are there, one after that nobody writes to one that is still read.
+    Plain memory goes through NCCL.
+    """
+
+    engine = "symm_mem"
+
+    def __init__(self, device: Any, timeout: float) -> None:
+        super().__init__(device, timeout)
+        self._handles: list[tuple[int, int, Any]] = []  # address, size, and what maps the others' segments
+
+    def reserve(self, size: int) -> Callable[[], None]:
+        """Allocate, and map the memory of the others."""
+        import torch
+        import torch.distributed._symmetric_memory as symmetric
+        from torch.distributed import distributed_c10d as c10d
+
+        torch.cuda.set_device(self._device.gpu)
+        try:
+            if not c10d.is_initialized():
+                store = c10d.PrefixStore("symm_mem", self._store)
+                c10d.init_process_group("nccl", store=store, rank=self._index, world_size=self._count)
+            whole = symmetric.empty(-(-size // SEGMENT) * SEGMENT, dtype=torch.uint8, device="cuda")
+            handle = symmetric.rendezvous(whole, c10d.group.WORLD.group_name)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            raise translated(error, self.engine) from error
+        self._handles.append((int(whole.data_ptr()), whole.numel(), handle))
+        return self._add(whole, size)
+
+    def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:
+        if not symmetric:
+            super()._gather(piece, whole, symmetric)
+            return
+        import torch
+
+        address, size = piece.data_ptr(), piece.numel()
+        base, _, handle = next(one for one in self._handles if one[0] <= address < one[0] + one[1])
+        handle.barrier(channel=0)
+        for step in range(self._count):  # each begins with another peer, so that no port is everybody's first
+            peer = (self._index + step) % self._count
+            theirs = piece
+            if peer != self._index:
+                theirs = handle.get_buffer(peer, (size,), torch.uint8, address - base)
+            whole[peer * size : (peer + 1) * size].copy_(theirs)
+        handle.barrier(channel=1)

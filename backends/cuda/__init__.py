@@ -1,0 +1,1 @@
+"""CUDA memory as a `Device`: the runtime through ctypes, completions, gather and scatter kernels."""

@@ -1,0 +1,68 @@
+"""Learning that a GPU's work is done without waiting for it: events, which the wall clock polls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from backends.cuda.runtime import Cudart
+from pdsim.clock import WallClock
+from pdsim.errors import TransferFailed
+
+__all__ = ["Completions"]
+
+Done = Callable[[TransferFailed | None], None]
+
+
+class Completions:
+    """A `Source`.  Work of one stream ends in order, so only the oldest of each is asked for."""
+
+    def __init__(self, clock: WallClock, cuda: Cudart) -> None:
+        self._clock = clock
+        self._cuda = cuda
+        self._waiting: dict[int, deque[tuple[int, Done]]] = {}  # by stream: events, oldest first
+        self._queues: tuple[deque[tuple[int, Done]], ...] = ()  # the same: replaced, never changed, for `poll`
+        self._spare: list[int] = []  # events that nobody waits for
+        clock.watch(self)
+
+    def when_done(self, stream: int, done: Done) -> None:
+        """Call *done* once all that *stream* has been given so far has ended, with the error if it failed."""
+        event = self._spare.pop() if self._spare else self._cuda.event()
+        self._cuda.record(event, stream)
+        waiting = self._waiting.get(stream)
+        if waiting is None:
+            waiting = self._waiting[stream] = deque()
+            self._queues = (*self._queues, waiting)
+        waiting.append((event, done))
+
+    def poll(self) -> bool:
+        """Call what is due."""
+        found = False
+        for waiting in self._queues:
+            while waiting:
+                event, done = waiting[0]
+                error = None
+                try:
+                    if not self._cuda.happened(event):
+                        break
+                except TransferFailed as failure:
+                    error = failure.with_traceback(None)  # or it would hold this frame, which holds it
+                waiting.popleft()
+                self._spare.append(event)
+                done(error)
+                found = True
+        return found
+
+    def fileno(self) -> None:
+        """Return None: the driver has no descriptor for it."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether anything is waited for."""
+        return any(self._queues)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._clock.unwatch(self)
+        self._waiting.clear()
+        self._queues = ()

@@ -1,0 +1,116 @@
+"""A GPU's memory as a `Device`: cudaMalloc, one segment a buffer, so that engines can share it with other processes.
+
+Computation is emulated by waiting, as on the host; copies are kernels on a stream of their own, and like those of the
+model they do not wait for computation.
+"""
+
+from __future__ import annotations
+
+from simpy.events import Event
+
+from backends.base.device import RealBuffer, RealDevice
+from backends.cuda.completions import Completions
+from backends.cuda.gather import Gather
+from backends.cuda.runtime import SEGMENT, Cudart, cudart
+from pdsim.clock import WallClock
+from pdsim.errors import BackendUnavailable, TransferFailed
+from pdsim.transfer import Batch
+
+__all__ = ["CudaBuffer", "CudaDevice"]
+
+
+class CudaBuffer(RealBuffer):
+    """One allocation of a `CudaDevice`.
+
+    *kept*: peers may have it mapped for ever, so it is used again and never given back to the driver.
+    """
+
+    def __init__(self, device: CudaDevice, address: int, size: int, pool: str) -> None:
+        super().__init__(address, size, pool)
+        self.kept = False
+        self._device = device
+
+    def _load(self, offset: int, size: int) -> bytes:
+        return self._device.cuda.load(self.address + offset, size, self._device.stream)
+
+    def _store(self, offset: int, data: bytes) -> None:
+        self._device.cuda.store(self.address + offset, data, self._device.stream)
+
+    def unmap(self) -> None:
+        """Give the memory back.  Nothing may write to its address any more."""
+        self._device.reuse(self)
+
+
+class CudaDevice(RealDevice):
+    """GPU number *gpu* as this process counts them; *capacity* bytes of it, or all that it has if that is less.
+
+    Raise `BackendUnavailable` if there is no such GPU.
+    """
+
+    def __init__(self, clock: WallClock, gpu: int, capacity: int) -> None:
+        self.cuda: Cudart = cudart()
+        try:
+            count = self.cuda.devices()
+        except TransferFailed as error:
+            raise BackendUnavailable(f"no GPU works on this machine: {error}; check the NVIDIA driver") from error
+        if gpu >= count:
+            raise BackendUnavailable(
+                f"a rank is placed on GPU {gpu}, but this process sees {count}; choose a machine (hw) with as many, or "
+                f"look at CUDA_VISIBLE_DEVICES"
+            )
+        self.gpu = gpu
+        self.enter()
+        super().__init__(clock, min(capacity, self.cuda.memory()), f"cuda:{gpu}")
+        self.stream = self.cuda.stream()
+        self.completions = Completions(clock, self.cuda)
+        self._gather = Gather(gpu)
+        self._spare: dict[int, list[int]] = {}  # segments that peers may have mapped, by size: addresses
+
+    def enter(self) -> None:
+        """Make the calling thread work on this GPU."""
+        self.cuda.use(self.gpu)
+
+    def close(self) -> None:
+        """Stop polling."""
+        self.completions.close()
+
+    def _make(self, size: int, pool: str) -> CudaBuffer:
+        segment = _segment(size)
+        spare = self._spare.get(segment)
+        address = spare.pop() if spare else self.cuda.allocate(segment)
+        self.cuda.zero(address, size, self.stream)
+        return CudaBuffer(self, address, size, pool)
+
+    def reuse(self, buffer: CudaBuffer) -> None:
+        """Take the memory of *buffer* back, which nobody uses any more."""
+        if buffer.kept:
+            self._spare.setdefault(_segment(buffer.size), []).append(buffer.address)
+        else:
+            self.cuda.free(buffer.address)
+
+    def copy(self, batch: Batch) -> Event:
+        """Copy within the GPU by one kernel over all descriptors.
+
+        The event fails with a `TransferFailed` if the GPU does.
+        """
+        buffers = self.buffer_of(batch.source), self.buffer_of(batch.target)
+        done = Event(self.clock)
+
+        def finish(error: TransferFailed | None) -> None:
+            for buffer in buffers:
+                self.release(buffer)
+            if error is None:
+                done.succeed()
+            else:
+                done.fail(error)
+
+        self._gather.copy(batch.source.address, batch.target.address, batch, self.stream)
+        for buffer in buffers:
+            self.hold(buffer)
+        self.completions.when_done(self.stream, finish)
+        return done
+
+
+def _segment(size: int) -> int:
+    """Return the bytes that are allocated for a buffer of *size*."""
+    return -(-size // SEGMENT) * SEGMENT

@@ -1,0 +1,124 @@
+"""Copies of many pieces between two areas that one GPU reaches: gather, scatter, or straight into a peer's memory.
+
+One kernel moves all descriptors of a batch.  It is `backends.cuda.gather_kernel`, in Triton; where that is not
+installed PyTorch does it with index operations, in as many kernels as it needs.  Both are imported at the first copy,
+which therefore takes seconds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.errors import BackendUnavailable
+from pdsim.transfer import Batch
+
+__all__ = ["TILES", "Gather", "copy_with_torch", "tiles"]
+
+Int64s = npt.NDArray[np.int64]
+
+TILES = 2048
+"""About how many programs a large batch is divided into: 132 multiprocessors of an H200, each with 16 at a time."""
+LEAST = 4096
+"""Bytes below which a piece is not divided."""
+WIDE = 2048
+"""Elements of 8 bytes that a program moves at a time: 4 loads of 16 bytes for each of its 256 threads."""
+NARROW = 1024
+"""The same for single bytes, where a piece is not aligned to 16."""
+_SHAPE = {"WIDE": WIDE, "NARROW": NARROW, "num_warps": 8}
+
+
+def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
+    """Return source offset, target offset and bytes of the pieces of *batch*, large ones divided.
+
+    All pieces of one descriptor but the last have a size that is a power of two, so that alignment is kept.
+    """
+    piece = max(LEAST, 1 << max(0, batch.nbytes // TILES - 1).bit_length())
+    if batch.size.max() <= piece:
+        return batch.source_offset, batch.target_offset, batch.size
+    count = -(-batch.size // piece)
+    index = np.repeat(np.arange(len(batch)), count)
+    done = (np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)) * piece
+    left = np.minimum(batch.size[index] - done, piece)
+    return batch.source_offset[index] + done, batch.target_offset[index] + done, left
+
+
+def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
+    """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size."""
+    import torch
+
+    offsets = (batch.source_offset, batch.target_offset, batch.size)
+    unit = int(np.gcd.reduce([np.gcd.reduce(values) for values in offsets]))
+    count = batch.size // unit
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+
+    def rows(offset: Int64s) -> Any:
+        return torch.from_numpy(np.repeat(offset // unit, count) + within).to(source.device)
+
+    units = [tensor[: len(tensor) // unit * unit].view(-1, unit) for tensor in (source, target)]
+    units[1][rows(batch.target_offset)] = units[0][rows(batch.source_offset)]
+
+
+class Gather:
+    """Copies on GPU number *gpu*."""
+
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+
+    def prepare(self) -> None:
+        """Do now what the first copy would do: import, compile.  Raise `BackendUnavailable` without PyTorch."""
+        torch = _torch()
+        if find_spec("triton"):
+            from backends.cuda.gather_kernel import Address, copy_tiles
+
+            with torch.cuda.device(self.gpu):
+                table = torch.zeros((1, 3), dtype=torch.int64, device=f"cuda:{self.gpu}")
+                copy_tiles.warmup(Address(1 << 20), Address(1 << 20), table, grid=(1,), **_SHAPE)
+
+    def copy(self, source: int, target: int, batch: Batch, stream: int) -> None:
+        """Give *stream* the copies of *batch* between the areas at addresses *source* and *target*.
+
+        Raise `BackendUnavailable` if PyTorch is not installed.
+        """
+        torch = _torch()
+        with torch.cuda.device(self.gpu), torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            if find_spec("triton"):
+                self._fused(torch, source, target, batch)
+            else:
+                copy_with_torch(_area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch)
+
+    def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
+        from backends.cuda.gather_kernel import Address, copy_tiles
+
+        columns = tiles(batch)
+        shape = len(columns[0]), len(columns)
+        rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)  # or it would wait for what the stream has to do
+        np.stack(columns, axis=1, out=rows.numpy())
+        table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
+        copy_tiles[(len(rows),)](Address(source), Address(target), table, **_SHAPE)
+
+
+@cache
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"copies within a GPU need PyTorch, which cannot be imported ({error}); pip install 'pdsim[gpu]'"
+        ) from error
+    return torch
+
+
+class _Area:
+    """Memory at *address* for `torch.as_tensor`, which leaves it where it is."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _area(torch: Any, address: int, size: int) -> Any:
+    return torch.as_tensor(_Area(address, size), device="cuda")

@@ -1,0 +1,111 @@
+"""The guest's side of `backends.emulation.guest.server`: it runs jobs, and forks their ranks, with everything imported.
+
+To import what a rank needs takes an emulated processor ten seconds; a fork takes none.  No engine is started before the
+fork: they do not survive one.
+
+``python -m backends.emulation.guest.jobs FOLDER ENGINE MODULE`` loads the endpoint of ENGINE and imports MODULE, its
+library.  On the FIFO ``FOLDER/answers`` it says that it is ready, and that it is done with each of the jobs, whose
+paths it takes from the FIFO ``FOLDER/jobs``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from backends.jobs import worker
+from backends.jobs.launcher import Processes
+from backends.registry import load
+
+__all__ = ["Forked", "fork", "main"]
+
+LATE = ("zmq.utils.monitor",)
+"""What ranks import only when they need it, and all of them do."""
+
+
+class Forked:
+    """A forked rank, with what `backends.jobs.launcher` uses of a `Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it ended, as `Popen.poll` does, or None if it has not."""
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Return how it ended, when it has."""
+        return self._look(0)
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def fork(connection: int, output: IO[bytes]) -> Forked:
+    """Start a rank as `backends.jobs.launcher.spawn` does, but with all that this process has imported."""
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    try:
+        os.setsid()
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mine = os.dup(connection)
+        os.dup2(mine, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # or a sibling's connection would outlive the sibling
+        sys.argv[1:] = ["3"]
+        worker.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def serve(job: Path) -> None:
+    """Run the job at *job*, and leave beside it its `Outcome`, or the exception that kept it from starting."""
+    engine, ranks, kill, restart, options = pickle.loads(job.read_bytes())  # noqa: S301 the host wrote it
+    for spec in ranks:
+        with suppress(ImportError):  # the rank will say so
+            import_module(spec.program.partition(":")[0])
+    gc.collect()
+    gc.freeze()  # or a rank's own collection would look at all of it, and thereby copy it
+    try:
+        result: Any = Processes(engine, spawn=fork, **options).run(ranks, kill, restart)
+    except Exception as error:
+        result = error
+    job.with_name("result").write_bytes(pickle.dumps(result))
+
+
+def main(folder: Path, engine: str, module: str) -> None:
+    """Serve jobs until the guest ends."""
+    for name in (module, *LATE):
+        import_module(name)
+    load(engine)
+    answers = os.open(folder / "answers", os.O_RDWR)
+    with os.fdopen(os.open(folder / "jobs", os.O_RDWR)) as jobs:
+        os.write(answers, b"ready\n")
+        for line in jobs:
+            serve(Path(line.strip()))
+            os.write(answers, b"done\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,206 @@
+"""A machine with an RDMA device: Debian's kernel under emulation, over this machine's own files.
+
+The guest sees this machine's root directory; what it writes there is lost, but for `Guest.folder`, which both share
+under the same path.  It has one network card that reaches nothing, and on it soft-RoCE: the RDMA device ``rxe0`` at
+`ADDRESS`, so that a library's real verbs run between processes of the guest.  It proves that code is correct, and
+nothing about speed: emulated processors move tens of MB/s, and `PATIENCE` times longer deadlines suit it.
+
+    with boot() as guest:
+        done = guest.run("ibv_devinfo", timeout=60)  # Completed(status=0, output="hca_id: rxe0 ...")
+
+Nothing outlives the `with` block: not the emulator, which the kernel ends also when this process is killed, and not the
+folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.emulation.guest.image import GuestUnavailable, Image, cached
+from pdsim.errors import TransferError
+
+__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "lacking"]
+
+ADDRESS = "10.8.0.1"
+DEVICE = "rxe0"
+PATIENCE = 3.0 * float(os.environ.get("PDSIM_PATIENCE", "1"))
+"""By how much longer than on two idle cores one should wait in the guest; assumed."""
+
+PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "setpriv": "util-linux", "rdma": "iproute2"}
+PROVIDER = "libibverbs/librxe-rdmav*.so"  # of the package ibverbs-providers
+CPU = "max,-erms,-fsrm,-la57"  # what it leaves out is fast in silicon and slow under emulation
+KERNEL = "tsc=reliable clocksource=tsc no5lvl clearcpuid=rep_good"  # likewise; it would tell the time by an HPET
+PREFIX = "pdsim-guest-"
+FRESH = 600.0  # seconds within which whoever made a folder has locked it
+TAIL = 2000  # characters of the console that go into an error
+
+
+class GuestFailed(TransferError):
+    """The guest did not start, has ended, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a command in the guest ended: its exit *status* (124: out of time), and what it printed."""
+
+    status: int
+    output: str
+
+
+class Guest:
+    """A running guest; `boot` makes one."""
+
+    def __init__(self, folder: Path, control: socket.socket) -> None:
+        self.folder = folder
+        self._control = control
+        self._received = b""
+        self._count = 0
+
+    def run(
+        self, *command: str, timeout: float, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Completed:
+        """Run *command* as root in the guest for *timeout* seconds at most, with *env* added to its environment.
+
+        Commands run one at a time.  Their paths are those of this machine; files to keep go to `folder`.
+        """
+        self._count += 1
+        name = f"command{self._count}"
+        place = self.folder / name
+        place.mkdir()
+        lines = [f"cd {shlex.quote(str(cwd or Path.cwd()))}"]
+        lines += [f"export {key}={shlex.quote(value)}" for key, value in (env or {}).items()]
+        lines += [f"exec timeout --kill-after=5 {timeout:g} {shlex.join(command)}"]
+        (place / "command").write_text("\n".join(lines))
+        status = self._told(f"run {name}", timeout)
+        return Completed(int(status), (place / "output").read_text(errors="replace"))
+
+    def ask(self, folder: str, text: str, timeout: float) -> str:
+        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest; return the next line from ``answers``.
+
+        It is "late" if none comes for *timeout* seconds.
+        """
+        self._count += 1
+        return self._told(f"ask {self._count} {folder} {timeout:g} {text}", timeout)
+
+    def _told(self, order: str, timeout: float) -> str:
+        """Return what the guest answers to *order*."""
+        self._control.sendall(f"{order}\n".encode())
+        _, _, answer = self._line(timeout + 30).partition(" ")
+        return answer
+
+    def until_ready(self, seconds: float) -> None:
+        """Wait until the guest takes commands."""
+        while self._line(seconds) != "ready":
+            pass
+
+    def _line(self, seconds: float) -> str:
+        """Return the next line that the guest says."""
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            self._control.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                piece = self._control.recv(4096)
+            except TimeoutError:
+                raise GuestFailed(f"no answer from the guest within {seconds:g} s{self._tail()}") from None
+            if not piece:
+                raise GuestFailed(f"the guest has ended{self._tail()}")
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        return line.decode(errors="replace").strip()
+
+    def _tail(self) -> str:
+        console = self.folder / "console"
+        return f"; its console:\n{console.read_text(errors='replace')[-TAIL:]}" if console.exists() else ""
+
+
+@contextlib.contextmanager
+def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072) -> Iterator[Guest]:
+    """Yield a guest with *memory* MiB that is ready within *startup* seconds; end it on the way out.
+
+    Raise `GuestUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
+    """
+    if missing := lacking():
+        raise GuestUnavailable(missing)
+    image = image or cached()
+    with contextlib.ExitStack() as stack:
+        _sweep()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
+        stack.callback(os.close, _lock(folder))
+        near, far = socket.socketpair()
+        stack.enter_context(near)
+        with far:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *_qemu(image, folder, far.fileno(), memory)],
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=(folder / "qemu").open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the tests, which end the guest
+            )
+        stack.callback(_end, process)
+        guest = Guest(folder, near)
+        guest.until_ready(startup)
+        yield guest
+
+
+def lacking() -> str:
+    """Return what to install for the guest, or nothing if all is there."""
+    missing = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
+    if not any(Path("/usr/lib").glob(f"*/{PROVIDER}")):
+        missing.append("ibverbs-providers")
+    packages = " ".join(missing)
+    return f"the RDMA guest needs: apt-get install -y --no-install-recommends {packages}" if packages else ""
+
+
+def _lock(folder: Path) -> int:
+    """Mark *folder* as in use until the descriptor that is returned is closed; raise `BlockingIOError` if it is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sweep() -> None:
+    """Remove the folders of those who were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is in use, another's, or just gone
+            if time.time() - folder.stat().st_mtime > FRESH:
+                os.close(_lock(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+
+
+def _qemu(image: Image, folder: Path, control: int, memory: int) -> list[str]:
+    """Return the command of the emulator.  ``hubport`` is a network of one port: the card reaches nothing."""
+    shared = f"local,path={folder},mount_tag=shared,security_model=none"
+    root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
+    return [
+        *("qemu-system-x86_64", "-nodefaults", "-display", "none", "-no-reboot"),
+        *("-accel", "tcg,thread=multi", "-cpu", CPU, "-smp", str(min(4, os.cpu_count() or 1)), "-m", str(memory)),
+        *("-netdev", "hubport,id=net,hubid=0", "-device", "virtio-net-pci,netdev=net,romfile="),
+        *("-virtfs", root, "-virtfs", shared),
+        *("-serial", f"file:{folder}/console"),
+        *("-chardev", f"socket,id=control,fd={control}", "-serial", "chardev:control"),
+        *("-kernel", str(image.kernel), "-initrd", str(image.initrd)),
+        *("-append", f"console=ttyS0 quiet panic=-1 {KERNEL} pdsim.shared={folder}"),
+    ]

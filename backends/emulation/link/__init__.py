@@ -1,0 +1,1 @@
+"""A link of known rate and delay between network namespaces, made in user space."""

@@ -1,0 +1,1 @@
+"""The transfer engines, one module each: Mooncake, NIXL, MORI and CUDA copies over NVLink."""

@@ -1,0 +1,306 @@
+"""Mooncake's TransferEngine: over TCP, over RDMA (``mooncake``), and over NVLink between the GPUs of a machine.
+
+What it does about the engine's ways:
+
+- The protocol argument does not select the transport: ``MC_FORCE_TCP`` and ``MC_INTRANODE_NVLINK`` do, and without RDMA
+  devices it falls back to TCP.  The engine's log is the only witness, so the log of its start is read.
+- Over NVLink it takes GPU memory only, works on the calling thread's GPU and waits for none of the streams that
+  produced the bytes: ours have ended when `Device.copy` says so.  Peers keep what they have mapped for ever, and look
+  at nothing but its address, so memory that was registered is used again and never given back.
+- Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
+- Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
+  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).  With
+  few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
+- Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There the
+  clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it is idle,
+  so that an answer about the first block is one about all that were posted before.  Small batches are done in the
+  posting call.
+- Of regions registered after the first transfer to a peer its NVLink transport learns nothing.
+- A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
+  stays in quarantine.
+- A batch id is a pointer that is freed with the answer: it is used once and never leaves the thread.
+- The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled
+  for.  Ours go over `backends.base.control` after the target has acknowledged the bytes, so they arrive once, in
+  order, and wake the target.
+- It listens on all interfaces, whatever it is told, and takes writes to registered memory from anyone: run it on a
+  trusted network, or in a network namespace.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from backends.base.device import RealBuffer
+from backends.base.endpoint import RealEndpoint
+from backends.base.native import captured_stderr, installed, prepare
+from backends.base.state import Entry, Flight, PeerState
+from backends.cuda.device import CudaBuffer, CudaDevice
+from backends.jobs.affinity import keep_for
+from backends.registry import MOONCAKE, MOONCAKE_CUDA
+from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
+
+__all__ = ["MooncakeEndpoint"]
+
+PATIENCE = 30.0
+"""Seconds that the engine goes on waiting after our deadline, for the proof that lets a transfer settle."""
+
+SLICE = 10e-3
+"""Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms."""
+
+SMALL, FEW = 1 << 16, 16
+"""Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as long
+as two turns of the clock."""
+
+_MOVED, _FAILED = 1, -1  # what `transfer_check_status` says of a batch that has ended, and that must not be asked again
+
+
+@dataclass(eq=False)
+class _Session:
+    """A peer, as the engine names it."""
+
+    session: str
+    under_way: int = 0  # batches that the clock's thread has posted
+    waiting: deque[Flight] = field(default_factory=deque)  # for these to end
+
+
+class _Way(NamedTuple):
+    """How one transport is asked for, and what proves that it was chosen."""
+
+    name: str
+    protocol: str
+    environment: Mapping[str, str]
+    witness: str  # what the engine's log says of it, or of each device that it uses
+    flag: str = ""  # of the module: whether it was built with it
+    gpu_only: bool = False
+
+
+_WAYS = {
+    "mooncake_tcp": _Way("tcp", "tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
+    "mooncake": _Way("rdma", "rdma", {}, r"RDMA device: (\w+)"),
+    "mooncake_nvlink": _Way(
+        "nvlink",
+        "rdma",
+        {"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, is not looked at, and leaves one on TCP
+        r"Using (Intra-Node NVLink) transport",
+        "SUPPORT_INTRA_NVLINK",
+        gpu_only=True,
+    ),
+}
+
+
+class MooncakeEndpoint(RealEndpoint):
+    """An `Endpoint` on ``mooncake.engine.TransferEngine``.
+
+    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at once,
+    and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
+    """
+
+    kind = "mooncake"
+    options = ("threads", "device")
+
+    def _attach(self) -> str:
+        if self.settings.name not in _WAYS:
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_WAYS)}"
+            )
+        self._way = _WAYS[self.settings.name]
+        options = dict(self.settings.options)
+        self._threads = _positive_int(options.pop("threads", "1"), "threads")
+        self._sessions: dict[str, _Session] = {}
+        self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
+        self._workers: list[threading.Thread] = []
+        self._tickets: dict[Flight, int] = {}  # what the clock's thread has posted
+        device = options.pop("device", "")
+        patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
+        defaults = {
+            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # 0.3.13 refuses a batch of more than 1024 otherwise
+            "MC_TRANSFER_TIMEOUT": str(patience),
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
+            "MC_LOG_LEVEL": "INFO",
+        }
+        prepare(self.settings.name, {**self._way.environment, **options}, defaults)
+        native = self._native = self._library().TransferEngine()
+        self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
+        self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
+        self._ask = native.transfer_check_status
+        with captured_stderr() as log:
+            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
+        text = log()
+        if code:
+            raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
+        found = sorted(set(re.findall(self._way.witness, text)))
+        if not found:
+            raise BackendUnavailable(
+                f"Mooncake did not report a transport over {self._way.name}, so it chose another: {text.strip()[-300:]}"
+            )
+        self._session = f"{self.bind}:{self._native.get_rpc_port()}"
+        if self._way.gpu_only:
+            self.clock.watch(self)
+        devices = found if self._way.name == "rdma" else []
+        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._way.name, *devices])
+
+    def _drained(self) -> bool:
+        """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
+        return self._way.name != "rdma" and super()._drained()
+
+    def _library(self) -> Any:
+        """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
+        try:
+            from mooncake import engine
+        except ImportError as error:
+            raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {MOONCAKE.install}") from error
+        flag = self._way.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
+        if flag and not getattr(engine, flag, False):
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r} on a GPU needs Mooncake built with CUDA, and "
+                f"{installed(*MOONCAKE.distributions)} has {flag}=False; {MOONCAKE_CUDA.install}"
+            )
+        return engine
+
+    def _pin(self, buffer: RealBuffer) -> None:
+        if self._way.gpu_only:
+            if not isinstance(buffer, CudaBuffer):
+                raise RegistrationError(
+                    f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it on "
+                    f"a GPU, or use backend=mooncake_tcp"
+                )
+            buffer.kept = True
+        code = self._native.register_memory(buffer.address, buffer.size)
+        if code:
+            raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
+
+    def _unpin(self, entry: Entry) -> None:
+        code = self._native.unregister_memory(entry.buffer.address)
+        if code:
+            raise RegistrationError(f"Mooncake refused to unregister {entry.region.name!r} (code {code})")
+
+    def _describe(self) -> bytes:
+        return self._session.encode()
+
+    def _meet(self, description: bytes) -> _Session:
+        session = description.decode()
+        return self._sessions.setdefault(session, _Session(session))
+
+    def _post(self, flight: Flight) -> None:
+        batch = flight.batch
+        flight.handle = flight.blocks()
+        flight.prepared = self.clock.now
+        if not self._way.gpu_only:
+            self._queue(flight.peer).put(flight)
+        elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
+            self._at_once(flight)
+        else:
+            flight.peer.handle.waiting.append(flight)
+            self._go_on(flight.peer.handle)
+
+    # --- over NVLink: on the clock's thread -------------------------------------------------------------------------
+
+    def _at_once(self, flight: Flight) -> None:
+        """Do what is over sooner than the clock would have come to ask for it."""
+        code = self._sync[flight.operation](flight.peer.handle.session, *flight.handle)
+        self._finish(flight, code, flight.prepared, self.clock.now)
+
+    def _go_on(self, session: _Session) -> None:
+        """Post what waits for *session*, as far as it may be under way at once."""
+        while session.waiting and session.under_way < self._threads:
+            flight = session.waiting.popleft()
+            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self._stopped(flight)
+                continue
+            ticket = self._async[flight.operation](session.session, *flight.handle)
+            flight.posted = self.clock.now
+            if ticket:
+                self._tickets[flight] = ticket
+                session.under_way += 1
+            else:
+                self._finish(flight, None, flight.posted, flight.posted)
+
+    def poll(self) -> bool:
+        """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
+        codes: dict[Flight, int] = {}
+        while self._tickets and (ended := self._ended()):
+            codes |= ended
+        if not codes:
+            return False
+        for flight, code in codes.items():
+            flight.peer.handle.under_way -= 1
+            self._finish(flight, 0 if code == _MOVED else code, flight.posted, self.clock.now)
+        for session in {flight.peer.handle for flight in codes}:
+            self._go_on(session)
+        return True
+
+    def _ended(self) -> dict[Flight, int]:
+        """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
+        ask = self._ask
+        ended = {flight: code for flight, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)}
+        for flight in ended:
+            del self._tickets[flight]
+        return ended
+
+    def fileno(self) -> None:
+        """Return None: the engine has no descriptor."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether the clock's thread has posted what has not ended."""
+        return bool(self._tickets)
+
+    # --- over a network: in threads ---------------------------------------------------------------------------------
+
+    def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
+        if peer not in self._queues:
+            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            self._queues[peer] = work
+            for number in range(self._threads):
+                name = f"mooncake {peer.name} {number}"
+                worker = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)
+                self._workers.append(worker)
+                worker.start()
+        return self._queues[peer]
+
+    def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
+        """Post batches and wait for them, one after the other; runs in a thread of its own."""
+        self.device.enter()
+        keep_for(SLICE)
+        while (flight := work.get()) is not None:
+            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self._stopped, flight))
+                continue
+            ticket = self._async[flight.operation](flight.peer.handle.session, *flight.handle)
+            posted = self.clock.now
+            code = self._native.get_batch_transfer_status([ticket]) if ticket else None
+            self.clock.call(partial(self._finish, flight, code, posted, self.clock.now))
+
+    def _finish(self, flight: Flight, code: int | None, posted: float, at: float) -> None:
+        """Take what the engine said of *flight* at the time *at*; *code* is None if it was not even taken."""
+        flight.handle = None
+        flight.posted = posted
+        if code == 0:
+            self._complete(flight, at)
+        else:
+            what = "did not take" if code is None else "failed"
+            self._refused(flight, f"Mooncake {what} a {flight.operation} of {flight.batch.nbytes} bytes (code {code})")
+
+    def _detach(self, idle: bool) -> None:
+        self.clock.unwatch(self)
+        for work in self._queues.values():
+            for _ in range(self._threads):
+                work.put(None)
+        if idle:
+            for worker in self._workers:
+                worker.join()
+            del self._native, self._sync, self._async, self._ask
+
+
+def _positive_int(text: str, name: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"backend.options.{name} must be a whole number > 0, got {text!r}")
+    return int(text)

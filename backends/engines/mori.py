@@ -1,0 +1,290 @@
+"""MORI-IO over RDMA, on host memory; on the GPU memory of AMD machines over RDMA and xGMI, which has not been run.
+
+What it does about the engine's ways:
+
+- Posting blocks while a send queue is full.  It happens in a thread of each peer, in order, so that a peer whose queue
+  pairs have stalled does not delay another; the binding lets other threads run meanwhile.
+- Making a session asks the peer's engine over TCP, and the binding lets no other thread run while it waits, for five
+  seconds at most (``MORI_IO_CP_TIMEOUT_MS``).  So sessions are kept: one for each pair of regions of each peer.
+- ``mori.io`` imports PyTorch, of which neither it nor pdsim's host-memory path needs anything.
+- The engine's completion thread writes to the status of a transfer through a bare pointer, after a failure too.  A
+  status is kept until its transfer is over, and that of a failed one for as long as the engine.
+- A status fails at the first bad work request, while others of the same batch may be on their way through other queue
+  pairs.  Such a transfer stays in quarantine.
+- Neighbouring blocks are joined to messages of up to 4 GiB, and a message beyond what the port carries is refused
+  unless the engine may cut it, so it may.
+- The engine's own notifications are numbers that the receiver must know beforehand and ask for, and they may be
+  miscounted when their ring wraps.  They are off; ours go over `backends.base.control` after the bytes are
+  acknowledged.
+- The network card writes whether or not the process that owns the memory runs: a write to a stopped peer completes.
+- What a card has taken from a dead process nobody can see, so nothing is ever proven of it (`severed`).
+- Its completion thread spins on a core from the first connection on, in both of its modes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+from simpy.events import Event
+
+from backends.base.device import RealBuffer
+from backends.base.endpoint import RealEndpoint
+from backends.base.native import prepare
+from backends.base.state import Entry, Flight, PeerState
+from backends.engines.rocm import missing
+from backends.registry import MORI
+from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
+
+__all__ = ["MoriEndpoint"]
+
+TRANSPORTS = {"rdma": ("RDMA",), "xgmi": ("XGMI",), "rdma+xgmi": ("RDMA", "XGMI")}
+"""The option ``transport``, and the engine's backends.  With two, the engine takes xGMI wherever it reaches."""
+QUEUE_PAIRS, WORKERS = 4, 4
+"""Of a transfer, and the threads that post to them: SGLang's defaults.  ``MORI_IO_QP_PER_TRANSFER`` and
+``MORI_IO_NUM_WORKER_THREADS`` replace them."""
+CHUNK = 4 << 20
+"""Bytes of a message: far above a page, and below what any port carries (soft-RoCE: 8 MiB)."""
+BEAT = 0.02
+"""Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
+
+
+class _Pair(NamedTuple):
+    """Two regions, by the engine's numbers of their memory."""
+
+    peer: PeerState
+    near: int
+    far: int
+
+
+class _Remote(NamedTuple):
+    """The engine's side of a peer."""
+
+    key: str
+    memories: dict[str, Any]  # by region
+
+
+class MoriEndpoint(RealEndpoint):
+    """An `Endpoint` on ``mori.io.IOEngine``, whose statuses the clock polls as a `Source`.
+
+    Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
+    """
+
+    kind = "mori"
+    options = ("transport",)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> str:
+        options = dict(self.settings.options)
+        transport = options.pop("transport", "rdma")
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"backend.options.transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        # alone, RDMA without a device would be replaced by xGMI without a word
+        prepare(self.settings.name, {"MORI_DISABLE_AUTO_XGMI": "1", **options}, {"MORI_IO_LOG_LEVEL": "error"})
+        self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
+        self._workers: list[threading.Thread] = []
+        self._sessions: dict[_Pair, Any] = {}
+        self._posted: dict[Flight, None] = {}  # to be polled
+        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost: polled with the beat
+        self._failed: list[Any] = []  # statuses that the engine may still write to
+        self._engine = self._start_engine(TRANSPORTS[transport])
+        self.clock.watch(self)
+        self._call_at(self.clock.now + BEAT, self._beat)
+        return f"mori {self._version} {transport}"
+
+    def _start_engine(self, backends: tuple[str, ...]) -> Any:
+        try:
+            from mori import __version__, io
+
+            self._io, self._version = io, __version__
+            engine = io.IOEngine(f"{self.rank}/{self.link.card.token.hex()}", io.IOEngineConfig(self.bind, 0))
+            for name in backends:
+                engine.create_backend(getattr(io.BackendType, name), self._settings_of(name))
+        except (ImportError, OSError, RuntimeError) as error:
+            lacking = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
+            raise BackendUnavailable(f"MORI does not work here ({error}): {lacking}; {MORI.install}") from error
+        return engine
+
+    def _settings_of(self, backend: str) -> Any:
+        if backend == "XGMI":
+            return self._io.XgmiBackendConfig()
+        return self._io.RdmaBackendConfig(
+            qp_per_transfer=QUEUE_PAIRS,
+            num_worker_threads=WORKERS,
+            enable_notification=False,
+            enable_transfer_chunking=True,
+            chunk_bytes=CHUNK,
+        )
+
+    def _detach(self, idle: bool) -> None:
+        self.clock.unwatch(self)
+        for work in self._queues.values():
+            work.put(None)
+        if idle:
+            for worker in self._workers:
+                worker.join()
+            self._sessions.clear()
+            del self._engine
+
+    def _drained(self) -> bool:
+        """Return False: what lies in the queues of network cards nobody can see, so nothing is ever proven."""
+        return False
+
+    # --- memory and peers -------------------------------------------------------------------------------------------
+
+    def _pin(self, buffer: RealBuffer) -> Any:
+        kinds, gpu = self._io.MemoryLocationType, getattr(self.device, "gpu", None)
+        place = (-1, kinds.CPU) if gpu is None else (gpu, kinds.GPU)
+        try:
+            return self._engine.register_memory(buffer.address, buffer.size, *place)
+        except RuntimeError as error:
+            raise RegistrationError(f"MORI refused to register {buffer.size} bytes: {error}") from error
+
+    def _unpin(self, entry: Entry) -> None:
+        self._drop(lambda pair: pair.near == entry.handle.id)
+        self._engine.deregister_memory(entry.handle)
+
+    def _forget(self, peer: PeerState, region: str) -> None:
+        memory = peer.handle.memories.get(region)
+        if memory is not None and region in peer.withdrawn:
+            self._drop(lambda pair: pair.peer is peer and pair.far == memory.id)
+
+    def _drop(self, stale: Callable[[_Pair], bool]) -> None:
+        for pair in filter(stale, tuple(self._sessions)):
+            self._sessions.pop(pair, None)
+
+    def _describe(self) -> bytes:
+        memories = {entry.region.name: entry.handle.pack() for entry in self._entries.values()}
+        return msgspec.msgpack.encode((self._engine.get_engine_desc().pack(), memories))
+
+    def _meet(self, description: bytes) -> _Remote:
+        try:
+            engine, memories = msgspec.msgpack.decode(description, type=tuple[bytes, dict[str, bytes]])
+            desc = self._io.EngineDesc.unpack(engine)
+            remote = _Remote(desc.key, {name: self._io.MemoryDesc.unpack(memories[name]) for name in memories})
+            self._engine.register_remote_engine(desc)
+        except (msgspec.DecodeError, RuntimeError) as error:
+            raise TransferFailed(f"MORI did not take the peer's description: {error}") from error
+        known = {memory.id for memory in remote.memories.values()}
+        self._drop(lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)
+        return remote
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, flight: Flight) -> None:
+        batch, memory = flight.batch, flight.peer.handle.memories.get(flight.remote.name)
+        if memory is None or (memory.data, memory.size) != (flight.remote.address, flight.remote.size):
+            raise TransferFailed(f"{flight.peer.name} registered {flight.remote.name!r} anew; use its newer address")
+        near, far = (
+            (batch.source_offset, batch.target_offset)
+            if flight.operation == "write"
+            else (batch.target_offset, batch.source_offset)
+        )
+        flight.handle = (memory, near.tolist(), far.tolist(), batch.size.tolist())
+        flight.prepared = self.clock.now
+        self._queue(flight.peer).put(flight)
+
+    def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
+        if peer not in self._queues:
+            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            self._queues[peer] = work
+            worker = threading.Thread(target=self._serve, args=(work,), name=f"mori {peer.name}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+        return self._queues[peer]
+
+    def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
+        """Post batches to one peer, one after the other; runs in a thread of its own."""
+        while (flight := work.get()) is not None:
+            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self._stopped, flight))
+                continue
+            memory, *blocks = flight.handle
+            try:
+                session = self._session(flight, memory)
+            except RuntimeError as error:
+                self.clock.call(partial(self._unreached, flight, str(error)))
+                continue
+            post = getattr(session, "batch_" + flight.operation)
+            flight.handle = post(*blocks, self._engine.allocate_transfer_uid())
+            self.clock.call(partial(self._taken, flight, time.monotonic()))
+
+    def _session(self, flight: Flight, memory: Any) -> Any:
+        """Return the session between *flight*'s regions; raise a `RuntimeError` if there can be none."""
+        pair = _Pair(flight.peer, flight.local.handle.id, memory.id)
+        if pair not in self._sessions:
+            session = self._engine.create_session(flight.local.handle, memory)
+            if session is None:
+                raise RuntimeError("none of the engine's backends reaches from here to there")
+            self._sessions[pair] = session
+        return self._sessions[pair]
+
+    def _taken(self, flight: Flight, posted: float) -> None:
+        """Note that the engine has taken *flight*, on the clock's thread; its handle is now the status."""
+        flight.posted = posted - self.clock.origin
+        self._posted[flight] = None
+        self._look_at(flight)
+
+    def _unreached(self, flight: Flight, reason: str) -> None:
+        """Note that there is no session for *flight*, on the clock's thread: nothing has moved."""
+        flight.handle = None
+        self._refused(flight, f"MORI made no session for a {flight.operation}: {reason}", moving=False)
+
+    # --- Source -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Look at the statuses of what was posted."""
+        found = False
+        for flight in tuple(self._posted):
+            found |= self._look_at(flight)
+        return found
+
+    def fileno(self) -> None:
+        """Return None: the engine has no descriptor."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether transfers are under way that may end at any moment."""
+        return bool(self._posted)
+
+    def _look_at(self, flight: Flight) -> bool:
+        """Return whether *flight* has ended."""
+        status = flight.handle
+        if status.InProgress():
+            if flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[flight]
+                self._stuck[flight] = None
+            return False
+        del self._posted[flight]
+        flight.handle = None
+        if status.Succeeded():
+            self._complete(flight)
+        else:
+            self._failed.append(status)
+            code, what = status.Code(), f"MORI failed a {flight.operation} of {flight.batch.nbytes} bytes"
+            posted = code != self._io.StatusCode.ERR_INVALID_ARGS  # which it says before it posts anything
+            self._refused(flight, f"{what} ({code.name}: {status.Message()})", moving=posted)
+        return True
+
+    def _beat(self, _: Event) -> None:
+        if self._closed:
+            return
+        self._posted.update(self._stuck)
+        self._stuck.clear()
+        self.poll()
+        while (failure := self._engine.pop_peer_failure()) is not None:
+            if failure.reason == self._io.PeerFailureReason.PEER_UNREACHABLE:
+                self._lose(failure.remote_engine_key, failure.detail)
+        self._call_at(self.clock.now + BEAT, self._beat)
+
+    def _lose(self, key: str, detail: str) -> None:
+        """Fail what is under way to the engine *key*: its card has not answered for as long as ours has tried."""
+        for flight in tuple(self._posted):
+            if flight.peer.handle.key == key:
+                self._break(flight, PeerLost(f"{flight.peer.name} cannot be reached: {detail}"), moving=True)

@@ -1,0 +1,336 @@
+"""NIXL over UCX.
+
+``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` between GPUs over cuda_ipc
+and between hosts over RDMA verbs.
+
+What it does about the engine's ways:
+
+- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would spin
+  on a whole core for each endpoint.  Instead, an endpoint that starts to transfer tells its peer over
+  `backends.base.control`, and the clock polls the engine of both while anything is under way; every `BEAT` they are
+  polled in any case.
+- Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.base.control` does:
+  the kernel closes the peer's connection.
+- It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer has
+  ended by the engine's own account, and never touched again.
+- It writes into deregistered memory.  `backends.base.endpoint` keeps that memory until all peers have returned it.
+- Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
+- Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
+- What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has a
+  table that says so; it goes to a file without a name, and is read until it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from simpy.events import Event
+
+from backends.base.control import Line
+from backends.base.device import RealBuffer
+from backends.base.endpoint import RealEndpoint
+from backends.base.native import captured_stderr, installed, prepare
+from backends.base.state import Entry, Flight, PeerState
+from backends.cuda.device import CudaDevice
+from backends.registry import NIXL
+from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
+from pdsim.transfer import Notification, Region
+
+__all__ = ["NixlEndpoint"]
+
+BEAT = 0.02
+"""Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
+
+_Int64s = npt.NDArray[np.int64]
+
+_ACTIVE, _IDLE = b"active", b"idle"
+_LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
+_NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
+_VARIANTS: Mapping[str, tuple[dict[str, str], dict[str, str], str, set[str]]] = {
+    # environment, and what of it may be set otherwise; error handling of UCX; transports that may be reported
+    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
+    "nixl_shm": ({"UCX_TLS": "posix,cma"}, _NO_IB, "none", {"posix", "cma"}),
+    "nixl": ({"UCX_TLS": "rc_verbs,ud_verbs,self"}, {}, "peer", {"rc_verbs", "ud_verbs", "self"}),
+    "nixl between GPUs": ({"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
+}
+
+
+class NixlEndpoint(RealEndpoint):
+    """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`."""
+
+    kind = "nixl"
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> str:
+        if self.settings.name not in _VARIANTS:
+            raise BackendUnavailable(
+                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_VARIANTS)}"
+            )
+        on_gpu = isinstance(self.device, CudaDevice)
+        self._gpus_only = self.settings.name == "nixl" and (on_gpu or not _has_rdma())
+        variant, more, error_handling, allowed = _VARIANTS[self.settings.name + " between GPUs" * self._gpus_only]
+        defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
+        self._log, self._logged = None, 0  # a descriptor, and how many bytes of it have been read
+        if on_gpu and self._gpus_only:
+            self._log = os.memfd_create("ucx")
+            variant = {**variant, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"/proc/self/fd/{self._log}"}
+            del defaults["UCX_LOG_FILE"]
+        elif on_gpu:  # staged through the host
+            variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
+            allowed = allowed | {"cuda_copy"}
+        prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
+        self._posted: dict[Flight, None] = {}
+        self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
+        self._inbound: set[Line] = set()  # peers that we poll for
+        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
+        self._agent, log = self._start_agent(error_handling)
+        transports = _transports(log)
+        if self._gpus_only:
+            transports = set()  # of GPU memory UCX says nothing yet
+        elif not transports or not transports <= allowed:
+            raise BackendUnavailable(
+                f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; backend {self.settings.name!r} "
+                f"means {', '.join(sorted(allowed))} only"
+            )
+        self.clock.watch(self)
+        self._call_at(self.clock.now + BEAT, self._beat)
+        self._memory, self._number = ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
+        return _name(transports)
+
+    def _start_agent(self, error_handling: str) -> tuple[Any, str]:
+        try:
+            from nixl_cu13 import _api, _bindings  # type: ignore[attr-defined]
+        except ImportError as error:
+            raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
+        self._errors = _bindings
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        try:
+            with captured_stderr() as log:
+                agent = _api.nixl_agent(f"{self.rank}/{self.link.card.token.hex()}", config)
+                agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
+        except Exception as error:
+            raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
+        return agent, log()
+
+    def _detach(self, idle: bool) -> None:
+        self.clock.unwatch(self)
+        if idle:
+            for peer in self._peers.values():
+                if not peer.line.lost:
+                    self._agent.remove_remote_agent(peer.handle)
+            del self._agent
+
+    def _drained(self) -> bool:
+        """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
+        return (self.settings.name == "nixl_tcp" or self._gpus_only) and super()._drained()
+
+    # --- memory and peers -------------------------------------------------------------------------------------------
+
+    def _pin(self, buffer: RealBuffer) -> Any:
+        if self._gpus_only and self._memory != "VRAM":
+            raise RegistrationError(
+                f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place it "
+                f"on a GPU, or use backend=nixl_tcp"
+            )
+        try:
+            return self._agent.register_memory([(buffer.address, buffer.size, self._number, "")], self._memory)
+        except Exception as error:
+            raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
+
+    def _unpin(self, entry: Entry) -> None:
+        self._agent.deregister_memory(entry.handle)
+
+    def _describe(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def _meet(self, description: bytes) -> str:
+        try:
+            name: bytes = self._agent.add_remote_agent(description)
+        except Exception as error:
+            raise TransferFailed(f"NIXL did not take the peer's metadata: {error}") from error
+        return name.decode()
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, flight: Flight) -> None:
+        peer, batch = flight.peer, flight.batch
+        if peer not in self._announced:
+            self.link.send(peer.line, _ACTIVE)
+        self._announced[peer] = flight.submitted
+        near, far = batch.source_offset, batch.target_offset
+        if flight.operation == "read":
+            near, far = far, near
+        try:
+            flight.handle = self._agent.initialize_xfer(
+                flight.operation.upper(),
+                self._descriptors(near, batch.size, flight.local.region),
+                self._descriptors(far, batch.size, flight.remote),
+                peer.handle,
+                flight.notify,
+            )
+        except Exception as error:
+            raise TransferFailed(f"NIXL did not take a {flight.operation} of {batch.nbytes} bytes: {error}") from error
+        flight.prepared = flight.posted = self.clock.now
+        self._posted[flight] = None
+        state = self._ask(self._agent.transfer, flight)
+        flight.posted = self.clock.now
+        if state != "PROC":
+            self._ended(flight, state)
+
+    def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
+        memory, number = _place(region.device)
+        if len(size) == 1:  # arrays would take longer than all else here
+            return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
+        return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
+
+    def _ended(self, flight: Flight, state: str) -> None:
+        del self._posted[flight]
+        self._announced[flight.peer] = self.clock.now
+        self._agent.release_xfer_handle(flight.handle)
+        flight.handle = None
+        if self._log is not None:
+            self._read_log(self._log)
+        if state == "DONE":
+            self._complete(flight)
+        else:
+            self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
+
+    def _read_log(self, log: int) -> None:
+        """Learn what UCX chose for GPU memory, once it has said so."""
+        ctypes.CDLL(None).fflush(None)  # or the last lines would still be in UCX's buffer
+        size = os.fstat(log).st_size
+        if size == self._logged:
+            return
+        self._logged = size
+        if transports := _carriers(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
+            self.engine = _name(transports)
+            self._log = None  # the descriptor stays open, for UCX writes on
+
+    def _announce(self, flight: Flight) -> None:
+        """Do nothing: the engine has delivered the notification."""
+
+    # --- Source -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Let the engine progress while there is anything to progress."""
+        return self.busy() and self._progress(bool(self._inbound))
+
+    def fileno(self) -> None:
+        """Return None: the engine has no descriptor."""
+        return
+
+    def busy(self) -> bool:
+        """Return whether transfers are under way, here or at a peer that writes to or reads from this endpoint."""
+        return bool(self._posted or self._inbound)
+
+    def _progress(self, listen: bool) -> bool:
+        """Look after what was posted and, to *listen*, for notifications: who sends none has said nothing either."""
+        found = False
+        for flight in tuple(self._posted):
+            state = self._ask(self._agent.check_xfer_state, flight)
+            if state != "PROC":
+                self._ended(flight, state)
+                found = True
+            elif flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[flight]
+                self._stuck[flight] = None
+        for agent, payloads in self._agent.get_new_notifs().items() if listen else ():
+            for payload in payloads:
+                self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
+                found = True
+        return found
+
+    def _ask(self, question: Callable[[Any], str], flight: Flight) -> str:
+        """Return "DONE", "PROC" or what went wrong."""
+        try:
+            return question(flight.handle)
+        except self._errors.nixlRemoteDisconnectError as error:
+            self._break(flight, PeerLost(f"{flight.peer.name} is gone: {error}"), moving=True)
+            return "ERR"
+        except Exception as error:
+            return f"ERR {error}"
+
+    def _beat(self, _: Event) -> None:
+        if self._closed:
+            return
+        self._posted.update(self._stuck)
+        self._stuck.clear()
+        self._progress(listen=True)
+        moving = {flight.peer for flight in self._posted}
+        for peer, used in tuple(self._announced.items()):
+            if peer not in moving and self.clock.now - used > BEAT:
+                del self._announced[peer]
+                self.link.send(peer.line, _IDLE)
+        self._call_at(self.clock.now + BEAT, self._beat)
+
+    # --- what peers say ---------------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[bytes, Any]:
+        return {**super()._handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
+
+    def _on_active(self, line: Line, _: list[bytes]) -> None:
+        self._inbound.add(line)
+
+    def _on_idle(self, line: Line, _: list[bytes]) -> None:
+        self._inbound.discard(line)
+
+    def _on_lost(self, line: Line) -> None:
+        self._inbound.discard(line)
+        super()._on_lost(line)
+
+
+@cache
+def _place(device: str) -> tuple[str, int]:
+    """Return how NIXL names the kind of *device*, and its number."""
+    kind, _, number = device.partition(":")
+    return "VRAM" if kind == "cuda" else "DRAM", int(number or 0)
+
+
+def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDArray[np.uint64]:
+    """Return descriptors as NIXL takes them: address, length, device; shape (n, 3)."""
+    rows = np.zeros((len(size), 3), np.uint64)
+    rows[:, 0] = offset + address
+    rows[:, 1] = size
+    rows[:, 2] = device
+    return rows
+
+
+def _has_rdma() -> bool:
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _name(transports: set[str]) -> str:
+    return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
+
+
+def _carriers(log: str) -> set[str]:
+    """Return the transports that UCX's tables name for writes and reads between GPUs.
+
+    Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
+    ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
+    """
+    found: set[str] = set()
+    between_gpus = False
+    for line in log.splitlines():
+        if " by ucp_" in line:
+            between_gpus = "remote memory" in line and line.count("cuda/") == 2
+        elif between_gpus and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
+            found.add(row[1])
+    return found
+
+
+def _transports(log: str) -> set[str]:
+    """Return the transports that UCX's log names for its connection to itself: ``cfg#0 rma(posix/memory) am(...)``."""
+    return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

@@ -1,0 +1,195 @@
+"""Copies between GPUs of one machine by CUDA itself: each maps the other's memory, and copies on a stream of its own.
+
+What there is to know of it:
+
+- Memory is shared by CUDA's inter-process handles, which travel in the endpoint's address.  It is mapped when a peer is
+  met, and unmapped before a withdrawn region is returned.  Two ranks on one GPU map it just so.
+- A batch is one call, which gives the copy engines all descriptors (``copy: engine``), or one kernel that stores into
+  the peer's memory (``copy: kernel``): cheaper for many small pieces, but it takes multiprocessors from computation.
+- The target has no part in it.  Ours is the only process that knows when the bytes are there: notifications go over
+  `backends.base.control` after that, and a peer that is stopped or dies does not keep a copy from ending.
+- Nothing waits for the stream that produced the bytes.  `Device.copy` ends before its event does, and whoever posts a
+  transfer of what a kernel of its own wrote waits for that kernel first.
+- With the process that started it, a copy ends: the driver takes its channels down before the process counts as dead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from backends.base.control import Line
+from backends.base.device import RealBuffer
+from backends.base.endpoint import RealEndpoint
+from backends.base.process_identity import myself
+from backends.base.state import Entry, Flight, PeerState
+from backends.cuda.device import CudaBuffer, CudaDevice
+from backends.cuda.gather import Gather
+from pdsim.errors import ConfigError, RegistrationError, TransferFailed
+from pdsim.guards import one_of
+
+__all__ = ["NvlinkEndpoint"]
+
+
+class _Shared(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer needs of an endpoint: whose process it is, and a handle for each region."""
+
+    process: str
+    token: bytes
+    handles: dict[str, bytes]
+
+
+class _Mapping(NamedTuple):
+    region: str
+    handle: bytes
+
+
+@dataclass(eq=False)
+class _Partner:
+    """A peer's memory as this process sees it."""
+
+    here: bool  # in this very process, where an address means the same
+    stream: int
+    handles: dict[str, bytes]  # of its regions now
+    starts: dict[str, int] = field(default_factory=dict)  # where these are mapped
+    mapped: dict[_Mapping, int] = field(default_factory=dict)  # addresses of all that is
+    moving: int = 0  # copies that the stream has not ended
+
+
+class NvlinkEndpoint(RealEndpoint):
+    """An `Endpoint` on CUDA's peer copies.  Option ``copy``: by the copy ``engine`` (default) or a ``kernel``.
+
+    A rank on the host has an endpoint too, which registers nothing.
+    """
+
+    kind = "nvlink"
+    options = ("copy",)
+
+    def _attach(self) -> str:
+        options = dict(self.settings.options)
+        how = options.pop("copy", "engine")
+        if options:
+            raise ConfigError(f"backend.options of {self.settings.name!r}: {', '.join(options)} unknown, there is copy")
+        try:
+            one_of("backend.options", ("engine", "kernel"), copy=how)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._partners: dict[bytes, _Partner] = {}  # by token
+        self._handles: dict[str, bytes] = {}  # of this endpoint's buffers, by region
+        self._gather: Gather | None = None
+        if not isinstance(self.device, CudaDevice):
+            return "cuda, without a GPU of its own"
+        self._gpu = self.device
+        if how == "kernel":
+            self._gather = Gather(self.device.gpu)
+            self._gather.prepare()
+        return f"cuda {self._gpu.cuda.version} ipc {how}"
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _pin(self, buffer: RealBuffer) -> bytes:
+        if not isinstance(buffer, CudaBuffer):
+            raise RegistrationError(
+                f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a GPU, "
+                f"or use backend=mooncake_tcp"
+            )
+        try:
+            return self._gpu.cuda.share(buffer.address)
+        except TransferFailed as error:
+            raise RegistrationError(f"CUDA cannot share {buffer.size} bytes: {error}") from error
+
+    def _unpin(self, entry: Entry) -> None:
+        """Do nothing: peers unmap it before they return it."""
+
+    def _describe(self) -> bytes:
+        handles = {name: entry.handle for name, entry in self._entries.items()}
+        return msgspec.msgpack.encode(_Shared(myself(), self.link.card.token, handles))
+
+    def _meet(self, description: bytes) -> _Partner:
+        shared = msgspec.msgpack.decode(description, type=_Shared)
+        partner = self._partners.get(shared.token)
+        if partner is None:
+            stream = self._gpu.cuda.stream() if isinstance(self.device, CudaDevice) else 0
+            partner = self._partners[shared.token] = _Partner(shared.process == myself(), stream, shared.handles)
+        if isinstance(self.device, CudaDevice) and not partner.here:
+            partner.starts = {name: self._map(partner, _Mapping(name, shared.handles[name])) for name in shared.handles}
+        partner.handles = shared.handles
+        return partner
+
+    def _map(self, partner: _Partner, what: _Mapping) -> int:
+        if what not in partner.mapped:
+            try:
+                partner.mapped[what] = self._gpu.cuda.map(what.handle)
+            except TransferFailed as error:
+                raise TransferFailed(f"region {what.region!r} of the peer cannot be mapped: {error}") from error
+        return partner.mapped[what]
+
+    def _forget(self, peer: PeerState, region: str) -> None:
+        partner: _Partner = peer.handle
+        if region in peer.withdrawn:
+            partner.handles.pop(region, None)
+            partner.starts.pop(region, None)
+        for what in [what for what in partner.mapped if what.region == region]:
+            if partner.handles.get(region) != what.handle:
+                self._gpu.cuda.unmap(partner.mapped.pop(what))
+
+    def _unmap_all(self, partner: _Partner) -> None:
+        for address in partner.mapped.values():
+            self._gpu.cuda.unmap(address)
+        partner.mapped.clear()
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, flight: Flight) -> None:
+        partner: _Partner = flight.peer.handle
+        region, batch = flight.remote, flight.batch
+        there = region.address if partner.here else partner.starts[region.name]
+        here = flight.local.region.address
+        source, target = (here, there) if flight.operation == "write" else (there, here)
+        try:
+            if self._gather is not None:
+                flight.prepared = self.clock.now
+                self._gather.copy(source, target, batch, partner.stream)
+            elif len(batch.size) == 1:
+                source, target = source + batch.source_offset.item(), target + batch.target_offset.item()
+                flight.prepared = self.clock.now
+                self._gpu.cuda.copy(target, source, batch.nbytes, partner.stream)
+            else:
+                sources, targets = batch.source_offset + source, batch.target_offset + target
+                flight.prepared = self.clock.now
+                self._gpu.cuda.copy_batch(targets, sources, batch.size, partner.stream)
+        except TransferFailed as error:
+            self._break(flight, error, moving=True)  # of its descriptors some may have been taken
+        flight.posted = self.clock.now
+        partner.moving += 1
+        self._gpu.completions.when_done(partner.stream, partial(self._done, flight))
+
+    def _done(self, flight: Flight, error: TransferFailed | None) -> None:
+        partner: _Partner = flight.peer.handle
+        partner.moving -= 1
+        if error is None:
+            self._complete(flight)
+        else:
+            self._refused(flight, f"CUDA failed a {flight.operation} of {flight.batch.nbytes} bytes: {error}")
+        if flight.peer.line.lost and not partner.moving:
+            self._unmap_all(partner)
+
+    def _on_lost(self, line: Line) -> None:
+        super()._on_lost(line)
+        partner = self._partners.get(line.card.token)
+        if partner is not None and not partner.moving:
+            self._unmap_all(partner)
+
+    def _drained(self) -> bool:
+        """Nothing that a process had given its GPU outlives it."""
+        return True
+
+    def _detach(self, idle: bool) -> None:
+        if not idle or not isinstance(self.device, CudaDevice):
+            return
+        for partner in self._partners.values():
+            self._unmap_all(partner)
+            self._gpu.cuda.end_stream(partner.stream)

@@ -1,0 +1,1 @@
+"""Jobs on real engines: one process per rank, watched by a launcher."""

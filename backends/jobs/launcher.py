@@ -1,0 +1,392 @@
+"""Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
+
+Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed on
+the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is spoken
+to over a socket pair, and its output goes to a file that has no name.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import FrameType
+from typing import IO, Any
+
+from backends.collectives.base import Settings
+from backends.emulation.link import namespaces
+from backends.emulation.link.emulated_link import Lateness, Testbed, joined
+from backends.jobs import supervision
+from backends.jobs.affinity import shares
+from pdsim import errors
+from pdsim.costs import Collective, Engine
+from pdsim.errors import PdsimError, TransferError, TransferTimeout
+from pdsim.guards import positive, ranks_named
+from pdsim.hardware import NetworkLink
+from pdsim.job import Outcome, RankResult, RankSpec
+
+__all__ = ["Processes", "Spawn", "spawn"]
+
+Spawn = Callable[[int, IO[bytes]], Any]
+"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
+
+TAIL = 2000
+"""Characters of a rank's output that go into the error of a rank that died."""
+
+
+def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a rank's process anew, as `Spawn` says."""
+    path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
+    return subprocess.Popen(
+        [sys.executable, "-m", "backends.jobs.worker", str(connection)],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
+    )
+
+
+class Processes:
+    """A `Target` on this machine: a rank whose `Place` names a GPU is on that of this machine, any other on the host.
+
+    *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
+    *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
+    *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
+    a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
+    which then are network namespaces of this machine with addresses of their own; without one, all are this machine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deadline: float = 3600.0,
+        bind: str = "127.0.0.1",
+        device_capacity: int = 4 << 30,
+        startup: float = 60.0,
+        spawn: Spawn = spawn,
+        gpu_capacity: int = 4 << 30,
+        collective: Collective | None = None,
+        link: NetworkLink | None = None,
+        nodes: int = 1,
+    ) -> None:
+        positive(
+            "Processes", deadline=deadline, device_capacity=device_capacity, startup=startup, gpu_capacity=gpu_capacity
+        )
+        self.engine = engine
+        self.deadline = deadline
+        self.bind = bind
+        self.device_capacity = device_capacity
+        self.startup = startup
+        self.collective = collective
+        self.spawn = spawn
+        self.gpu_capacity = gpu_capacity
+        self.link = link
+        self.nodes = nodes
+        self.lateness: list[Lateness] = []  # of the link's carrier, in each job so far
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the results of the jobs so far must know."""
+        return [late.complaint for late in self.lateness if late.complaint]
+
+    def run(
+        self,
+        ranks: Sequence[RankSpec],
+        kill: Mapping[str, float] | None = None,
+        restart: Mapping[str, float] | None = None,
+    ) -> Outcome:
+        """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
+
+        *restart* likewise starts a rank again that has ended by then, as a new process that the others are told of.
+        Its result is that of its last life; transfers of a life that was killed are lost with it.
+
+        Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting, and
+        another `TransferError` if something else does.
+        """
+        names = [spec.name for spec in ranks]
+        ranks_named(names, kill=kill or {}, restart=restart or {})
+        processors = shares(ranks)
+        with _stoppable(), self._network() as network, _Job() as job:
+            for spec in ranks:
+                start = self._describe(spec, names, network, processors.get(spec.name, []))
+                job.start(start, self._spawn(spec, network))
+            job.until_ready(time.monotonic() + self.startup, self.startup)
+            origin = job.go(bool(restart))
+            if network is not None:
+                network.go(origin)
+            job.until_done(self.deadline, dict(kill or {}), dict(restart or {}))
+            if network is not None:
+                self.lateness.append(network.lateness())
+            return job.outcome()
+
+    def _network(self) -> AbstractContextManager[Testbed | None]:
+        return nullcontext() if self.link is None else joined(self.link, self.nodes)
+
+    def _spawn(self, spec: RankSpec, network: Testbed | None) -> Spawn:
+        """Return what starts the process of *spec*, in the namespace of its node if that has one."""
+        if network is None:
+            return self.spawn
+
+        def within(connection: int, output: IO[bytes]) -> Any:
+            with namespaces.entered(network.namespace(spec.place.node)):
+                return self.spawn(connection, output)
+
+        return within
+
+    def using(self, engine: Engine) -> Processes:
+        """Return the same machine with another *engine*."""
+        other = copy.copy(self)
+        other.engine = engine
+        return other
+
+    def _describe(
+        self, spec: RankSpec, names: Sequence[str], network: Testbed | None, processors: list[int]
+    ) -> supervision.Start:
+        return supervision.Start(
+            name=spec.name,
+            program=spec.program,
+            arguments=spec.arguments,
+            peers=[name for name in names if name != spec.name],
+            implementation=self.engine.implementation,
+            engine=self.engine.name,
+            timeout=self.engine.timeout,
+            options=dict(self.engine.options),
+            bind=self.bind if network is None else network.address(spec.place.node),
+            device="" if network is None else namespaces.DEVICE,
+            capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
+            gpu=spec.place.gpu,
+            collective=_settings(self.collective),
+            processors=processors,
+        )
+
+
+def _settings(library: Collective | None) -> Settings | None:
+    if library is None:
+        return None
+    return Settings(library.name, library.implementation, library.grow, library.check, library.timeout)
+
+
+class _Child:
+    """One rank's process, from the supervisor's side."""
+
+    def __init__(self, start: supervision.Start, spawn: Spawn) -> None:
+        self.name = start.name
+        self.start = start
+        self.spawn = spawn
+        self.uri = ""
+        self.done: supervision.Done | None = None
+        self.error = ""
+        self.ended = False
+        self.seconds = 0.0
+        self._decoder = supervision.Decoder()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
+        self.connection, other = socket.socketpair()
+        with other:
+            self.process = spawn(other.fileno(), self._output)
+        supervision.send(self.connection, start)
+
+    def receive(self) -> list[supervision.Message]:
+        """Return the messages that have arrived; note the end of the process when its socket closes."""
+        try:
+            piece = self.connection.recv(1 << 20)
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            self.ended = True
+            return []
+        return self._decoder.feed(piece)
+
+    @property
+    def dying(self) -> bool:
+        """Whether it was killed and its end is not noticed yet."""
+        return bool(self.error) and not self.ended
+
+    def end(self, error: str) -> None:
+        """Kill the process because of *error*, unless it has ended."""
+        if not self.ended:
+            self.error = error
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process by SIGKILL, which also ends one that is stopped."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def stop(self) -> None:
+        """Make sure that nothing of the process is left."""
+        self.kill()
+        self.process.wait()
+        self.connection.close()
+        self._output.close()
+
+    def tail(self) -> str:
+        """Return the end of what the process printed, on lines of its own."""
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - TAIL))
+        text = self._output.read().decode(errors="replace").strip()
+        return f"\n{text}" if text else ""
+
+    def result(self) -> RankResult:
+        """Return how the rank ended."""
+        code = self.process.wait()
+        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+        if self.done is None:
+            error = self.error or f"{died or 'ended without a result'}{self.tail()}"
+            return RankResult(self.name, error=error)
+        error = self.done.error
+        if error and error.partition(":")[0] not in errors.__all__:  # not one of ours: the traceback is in the output
+            error += self.tail()
+        elif not error and died:
+            error = f"{died} after its program had ended{self.tail()}"
+        return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers)
+
+
+class _Job:
+    """All children of one run."""
+
+    def __init__(self) -> None:
+        self._children: list[_Child] = []
+        self._origin = 0.0  # of the job's time, on the monotonic clock
+        self._restarts = False
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.stop()
+        self._selector.close()
+
+    def start(self, start: supervision.Start, spawn: Spawn) -> None:
+        child = _Child(start, spawn)
+        self._children.append(child)
+        self._selector.register(child.connection, selectors.EVENT_READ, child)
+
+    def until_ready(self, deadline: float, seconds: float) -> None:
+        """Wait until all children are ready; raise what kept one from it."""
+        while not all(child.uri for child in self._children):
+            for child, message in self._messages(deadline - time.monotonic()):
+                if isinstance(message, supervision.Ready):
+                    child.uri = message.uri
+                elif isinstance(message, supervision.Failed):
+                    raise _rebuilt(child, message)
+            for child in self._children:
+                if child.ended:
+                    raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
+            if time.monotonic() >= deadline:
+                late = ", ".join(child.name for child in self._children if not child.uri)
+                raise TransferTimeout(f"not ready after {seconds:g} s: {late}; give Processes a longer startup")
+
+    def go(self, restarts: bool) -> float:
+        """Let all children run, some of which may be started again; return the job's zero."""
+        self._origin = time.monotonic()
+        self._restarts = restarts
+        for child in self._children:
+            self._release(child)
+        return self._origin
+
+    def _release(self, child: _Child) -> None:
+        others = {other.name: other.uri for other in self._children if other.name != child.name and other.uri}
+        supervision.send(child.connection, supervision.Go(self._origin, others, self._restarts))
+
+    def _again(self, old: _Child) -> None:
+        """Start the rank of *old*, which has ended, anew."""
+        child = _Child(old.start, old.spawn)
+        self._children[self._children.index(old)] = child
+        self._selector.register(child.connection, selectors.EVENT_READ, child)
+        old.stop()
+
+    def _rejoin(self, child: _Child, uri: str) -> None:
+        """Let *child*, which was started again and is ready, run, once the others have been told where it is."""
+        child.uri = uri
+        for other in self._children:
+            if other is not child and other.uri and not other.ended:
+                with suppress(OSError):  # it ends just now
+                    supervision.send(other.connection, supervision.Moved(child.name, uri))
+        self._release(child)
+
+    def until_done(self, deadline: float, kill: dict[str, float], restart: dict[str, float]) -> None:
+        """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*."""
+        while not all(child.ended for child in self._children):
+            now = time.monotonic() - self._origin
+            for child in tuple(self._children):
+                if kill.get(child.name, now + 1) <= now:
+                    del kill[child.name]
+                    child.end(f"killed by signal {signal.SIGKILL:d}, as was asked for")
+                if now >= deadline:
+                    child.end(f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}")
+                elif restart.get(child.name, now + 1) <= now and not child.dying:
+                    del restart[child.name]
+                    if child.ended:
+                        self._again(child)
+            wake = min([deadline, *kill.values(), *restart.values()]) if now < deadline else now + 1.0
+            self._take(max(wake - now, 1e-3))
+
+    def _take(self, timeout: float) -> None:
+        """Act on what children say, and on their ends, within *timeout* seconds."""
+        for child, message in self._messages(timeout):
+            if isinstance(message, supervision.Done):
+                child.done = message
+                child.seconds = time.monotonic() - self._origin
+            elif isinstance(message, supervision.Ready):
+                self._rejoin(child, message.uri)
+            elif isinstance(message, supervision.Failed):
+                child.error = f"{message.kind}: {message.message}"
+        for child in self._children:
+            if child.ended and child.done is None and not child.seconds:
+                child.seconds = time.monotonic() - self._origin
+
+    def outcome(self) -> Outcome:
+        """Return how the job ended."""
+        results = {child.name: child.result() for child in self._children}
+        done = [child.done for child in self._children if child.done is not None]
+        pools = {name: peak for message in done for name, peak in message.pools.items()}
+        seconds = max((child.seconds for child in self._children), default=0.0)
+        return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
+
+    def _messages(self, timeout: float) -> Iterator[tuple[_Child, supervision.Message]]:
+        for key, _ in self._selector.select(max(0.0, timeout)):
+            child: _Child = key.data
+            for message in child.receive():
+                yield child, message
+            if child.ended:
+                self._selector.unregister(child.connection)
+
+
+def _rebuilt(child: _Child, message: supervision.Failed) -> PdsimError:
+    """Return the exception that kept *child* from starting, as the class that it was."""
+    kind = getattr(errors, message.kind, None)
+    if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
+        return kind(message.message)
+    return TransferError(f"rank {child.name!r} did not start: {message.kind}: {message.message}{child.tail()}")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Turn SIGTERM into an exception while ranks run, so that they are ended on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

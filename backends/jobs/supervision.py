@@ -1,0 +1,126 @@
+"""What the supervisor and its workers say to each other: typed msgpack messages over a socket pair, never pickle."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from backends.collectives.base import Settings
+from pdsim.errors import PeerLost
+from pdsim.transfer import TransferRecord
+
+__all__ = ["Decoder", "Done", "Failed", "Go", "Moved", "Ready", "Start", "check_plain", "receive", "send"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Start(msgspec.Struct, tag=True):
+    """Supervisor to worker: what to become."""
+
+    name: str
+    program: str
+    arguments: Mapping[str, Any]
+    peers: list[str]
+    implementation: str
+    engine: str
+    timeout: float
+    options: dict[str, str]
+    bind: str
+    capacity: int
+    gpu: int | None
+    device: str  # of its network, where that is not the machine's
+    collective: Settings | None
+    processors: list[int]  # that it stays on; none: it may roam
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Worker to supervisor: the engine works, the program is there, the channel listens at *uri*."""
+
+    uri: str
+
+
+class Go(msgspec.Struct, tag=True):
+    """Supervisor to worker: run.  *origin* is the job's zero on the system's monotonic clock."""
+
+    origin: float
+    uris: dict[str, str]
+    restarts: bool = False  # whether `Moved` may follow
+
+
+class Moved(msgspec.Struct, tag=True):
+    """Supervisor to worker: rank *name* was started again, and is at *uri* now."""
+
+    name: str
+    uri: str
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Worker to supervisor: not able to start."""
+
+    kind: str  # name of the exception's class
+    message: str
+
+
+class Done(msgspec.Struct, tag=True):
+    """Worker to supervisor: how the program ended."""
+
+    value: Any
+    error: str
+    engine: str
+    transfers: list[TransferRecord]
+    pools: dict[str, float]
+    events: int
+
+
+Message = Start | Ready | Go | Moved | Failed | Done
+_Kind = TypeVar("_Kind", Start, Go)
+_decode = msgspec.msgpack.Decoder(Message).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def check_plain(value: object) -> None:
+    """Raise a `TypeError` unless *value* is plain data, which can cross a process boundary."""
+    _encode(value)
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send *message*; a `TypeError` if it holds anything but plain data."""
+    payload = _encode(message)
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+class Decoder:
+    """Puts messages together from the pieces that a socket delivers."""
+
+    def __init__(self) -> None:
+        self._pieces = bytearray()
+
+    def feed(self, piece: bytes) -> list[Message]:
+        """Return the messages that are complete now."""
+        self._pieces += piece
+        messages: list[Message] = []
+        while len(self._pieces) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pieces)
+            end = _LENGTH.size + length
+            if len(self._pieces) < end:
+                break
+            messages.append(_decode(memoryview(self._pieces)[_LENGTH.size : end].tobytes()))
+            del self._pieces[:end]
+        return messages
+
+
+def receive(connection: socket.socket, kind: type[_Kind]) -> _Kind:
+    """Wait for one message, which must be a *kind*.  Raise `PeerLost` if the other side has gone."""
+    decoder = Decoder()
+    while True:
+        piece = connection.recv(1 << 16)
+        if not piece:
+            raise PeerLost("the supervisor is gone")
+        for message in decoder.feed(piece):
+            if not isinstance(message, kind):
+                raise TypeError(f"expected {kind.__name__}, got {type(message).__name__}")
+            return message

@@ -1,0 +1,214 @@
+"""Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from backends.base.channel import ZmqChannel
+from backends.base.device import RealDevice
+from backends.base.host import HostDevice
+from backends.collectives.group import RealGroups
+from backends.collectives.libraries import library
+from backends.emulation.link import namespaces
+from backends.jobs import supervision
+from backends.jobs.affinity import QuickProcessor
+from backends.registry import load
+from pdsim.clock import WallClock
+from pdsim.costs import Engine, EngineModel
+from pdsim.errors import ConfigError, PdsimError
+from pdsim.job import Rank
+from pdsim.transfer import TransferRecord
+
+__all__ = ["keep_memory", "main"]
+
+SPIN_ON_GPU = 2e-3
+"""Seconds for which the clock of a rank on a GPU looks for completions without a pause: 700 MB over NVLink.
+
+A nap takes tens of microseconds, as long as a small copy."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT, _MAPPED = 1 << 27, 1 << 25  # bytes; glibc allows no threshold of mmap above the second
+_NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)  # a real engine has no use for it
+
+
+class Records:
+    """A `Recorder` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.transfers: list[TransferRecord] = []
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*."""
+        self.transfers.append(record)
+
+
+class Moves:
+    """A `Source`: what the supervisor says on *connection* of ranks that were started again, for *open* to act on."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        clock: WallClock,
+        open: Callable[[Mapping[str, str]], None],  # noqa: A002
+    ) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._open = open
+        self._decoder = supervision.Decoder()
+
+    def poll(self) -> bool:
+        """Learn where ranks are now; return whether any has moved."""
+        try:
+            piece = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if not piece:  # the supervisor is gone, and this process about to be
+            self._clock.unwatch(self)
+            return False
+        moves = [message for message in self._decoder.feed(piece) if isinstance(message, supervision.Moved)]
+        self._open({message.name: message.uri for message in moves})
+        return bool(moves)
+
+    def fileno(self) -> int:
+        """Return the connection's descriptor."""
+        return self._connection.fileno()
+
+    def busy(self) -> bool:
+        """Return False: the descriptor tells."""
+        return False
+
+
+def main() -> None:
+    """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil."""
+    _nap_as_told()
+    keep_memory()
+    _die_with(os.getppid())
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    start = supervision.receive(connection, supervision.Start)
+    try:
+        clock, rank, records, program = _prepare(start)
+        supervision.send(connection, supervision.Ready(rank.channel.uri))  # type: ignore[attr-defined]
+    except BaseException as error:
+        traceback.print_exc()
+        supervision.send(connection, supervision.Failed(type(error).__name__, str(error)))
+        _leave(1)
+    go = supervision.receive(connection, supervision.Go)
+    clock.origin = go.origin
+    rank.channel.open(go.uris)  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()  # what the libraries have made lives as long as this process: no collection need look at it again
+    if go.restarts:
+        clock.watch(Moves(connection, clock, rank.channel.open))  # type: ignore[attr-defined]
+    supervision.send(connection, _run(clock, rank, records, program, start))
+    try:
+        if rank.groups is not None:
+            rank.groups.close()  # type: ignore[attr-defined]
+        rank.endpoint.close()
+        rank.channel.close()
+        rank.device.close()  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the supervisor dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
+def _nap_as_told() -> None:
+    """Take from the kernel the 50 us by which it may lengthen a sleep: naps between polls are shorter than that."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # ns
+
+
+def keep_memory() -> None:
+    """Have free memory stay with this process: planning 100,000 descriptors took longer to fault it in than to do.
+
+    By glibc's own rules blocks of 128 KiB and more go back to the system at once, or as soon as a few are free.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have their own ways
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
+    module, _, function = start.program.partition(":")
+    if start.processors:
+        os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
+    if start.device:
+        namespaces.see_devices()
+        os.environ.setdefault("UCX_NET_DEVICES", start.device)
+    engine = Engine(
+        name=start.engine,
+        implementation=start.implementation,
+        vendors=("cpu",),
+        intra=_NO_MODEL,
+        inter=None,
+        timeout=start.timeout,
+        options=start.options,
+    )
+    clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), Records()
+    device = _device(clock, start)
+    endpoint_class = load(start.implementation)
+    endpoint = endpoint_class(
+        rank=start.name, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
+    )
+    program = getattr(importlib.import_module(module), function, None)
+    if program is None:
+        raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
+    if start.processors:  # now that the libraries' threads run: those of a core are slow while it spins
+        clock.idle = QuickProcessor(start.processors).look
+    channel = ZmqChannel(clock, start.name, start.bind)
+    rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
+    if start.collective is not None:
+        rank.groups = RealGroups(start.name, clock, device, channel, records, start.bind, start.collective, library)
+    return clock, rank, records, program
+
+
+def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
+    """Return the memory of the rank's place."""
+    if start.gpu is None:
+        return HostDevice(clock, start.capacity)
+    from backends.cuda.device import CudaDevice
+
+    return CudaDevice(clock, start.gpu, start.capacity)
+
+
+def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
+    value, error = None, ""
+    try:
+        value = clock.run(clock.process(program(rank, **start.arguments)))
+        supervision.check_plain(value)
+    except PdsimError as exception:
+        value, error = None, f"{type(exception).__name__}: {exception}"
+    except BaseException as exception:
+        traceback.print_exc()
+        value, error = None, f"{type(exception).__name__}: {exception}"
+    device = rank.device
+    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}  # type: ignore[attr-defined]
+    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid))
+
+
+if __name__ == "__main__":
+    main()

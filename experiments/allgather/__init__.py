@@ -1,0 +1,145 @@
+"""Gather over groups of ranks: plain and symmetric memory, equal and padded pieces, pools reserved or grown.
+
+The points of one number of ranks are one job, so that real ranks meet once; those whose pool grows are another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from experiments.allgather.tables import Point, Row, merged, metrics, padded_size, rows, table
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.group import SYMMETRIC
+from pdsim.job import Outcome, Place, RankSpec, Target
+from pdsim.results.record import Result
+from pdsim.units import Size, format_size
+
+__all__ = ["Options", "check", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to sweep over, and how each point is measured: `conf/experiment/allgather.yaml`."""
+
+    ranks: tuple[int, ...] = (2, 4, 8)
+    size: tuple[Size, ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of each rank's piece
+    pools: tuple[str, ...] = ("default", SYMMETRIC)
+    batches: tuple[tuple[int, ...], ...] = ()  # tokens of the sequences of a batch, split and padded
+    row: Size = 2048  # bytes of a token
+    growth: bool = True  # also with a symmetric pool that grows at run time
+    repeat: int = 20
+    warmup: int = 5
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("size", 1)):
+            for value in getattr(self, name):
+                if value < least:
+                    raise ValueError(f"experiment.{name} must be >= {least}, got {value}")
+        for name, least in (("row", 1), ("repeat", 1), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
+        for pool in self.pools:
+            if pool not in ("default", SYMMETRIC):
+                raise ValueError(f"experiment.pools must be one of default, {SYMMETRIC}, got {pool!r}")
+        for batch in self.batches:
+            if min(batch, default=0) < 1:
+                raise ValueError(f"experiment.batches must have sequences of >= 1 token, got {list(batch)}")
+        if not self.ranks or not self.pools or not (self.size or self.batches):
+            raise ValueError("experiment.ranks must have a value, as must pools, and size or batches; got none")
+
+    def jobs(self) -> list[list[Point]]:
+        """Return the points of each job in the order in which they are run."""
+        found = []
+        for ranks, reserved in product(self.ranks, (True, False) if self.growth else (True,)):
+            pools = self.pools if reserved else [pool for pool in self.pools if pool == SYMMETRIC]
+            equal = [Point(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
+            padded = [
+                Point(ranks, padded_size(batch, ranks, self.row), pool, tuple(batch), reserved)
+                for batch, pool in product(self.batches, pools)
+            ]
+            if equal or padded:
+                found.append(equal + padded)
+        return found
+
+
+def check(config: Config) -> Iterator[str]:
+    """Yield what cannot be: more ranks than GPUs, no collectives, or a pool or memory that is too small."""
+    options, hw = _options(config), config.hw
+    gpus = hw.gpus * hw.nodes
+    if config.collective is None:
+        yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
+        return
+    if gpus and max(options.ranks) > gpus:
+        yield (
+            f"experiment.ranks={max(options.ranks)}: each takes a GPU and hw={hw.name} has {gpus}; set "
+            f"experiment.ranks={gpus} or less, or take a larger machine"
+        )
+    room = hw.gpu.memory if hw.gpu is not None else hw.host.memory // max(options.ranks)
+    need = max((point.ranks + 1) * point.size for job in options.jobs() for point in job)
+    if config.collective.pool + 2 * need > room:
+        yield (
+            f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers of {need} "
+            f"bytes do not fit into the {room} that a rank has; lower collective.pool or experiment.size"
+        )
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything."""
+    if problems := list(check(config)):
+        raise ConfigError("\n".join(problems))
+    options = _options(config)
+    jobs = options.jobs()
+    found: list[Row] = []
+    outcomes: dict[str, Outcome] = {}
+    for number, points in enumerate(jobs):
+        name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
+        progress(number / len(jobs), name)
+        outcomes[name] = target.run(_specs(config, options, points))
+        found += rows(points, options.row, outcomes[name])
+    progress(1.0, "")
+    whole = merged(outcomes)
+    failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
+    failures += [
+        f"{row.point.label}: {row.checked - row.right} pieces are wrong" for row in found if row.right < row.checked
+    ]
+    return Result(
+        summary=metrics(found),
+        tables=[table(found)],
+        transfers=[record for rank in whole.ranks.values() for record in rank.transfers],
+        failures=failures,
+        notes=_notes(config, options),
+        outcome=whole,
+    )
+
+
+def _options(config: Config) -> Options:
+    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+
+
+def _specs(config: Config, options: Options, points: list[Point]) -> list[RankSpec]:
+    assert config.collective is not None
+    names = [f"rank{index}" for index in range(points[0].ranks)]
+    symmetric = any(point.pool == SYMMETRIC for point in points)
+    arguments = {
+        "names": names,
+        "points": [point._asdict() | {"label": point.label, "batch": list(point.batch)} for point in points],
+        "pool": config.collective.pool if symmetric and points[0].reserved else 0,
+        "row": options.row,
+        "repeat": options.repeat,
+        "warmup": options.warmup,
+        "verify": options.verify,
+    }
+    program = "experiments.allgather.program:measure"
+    gpus = config.hw.gpus
+    places = [Place(index // gpus, index % gpus) if gpus else Place() for index in range(len(names))]
+    return [RankSpec(name, program, where, arguments) for name, where in zip(names, places, strict=True)]
+
+
+def _notes(config: Config, options: Options) -> list[str]:
+    if options.verify and config.target == "model" and config.memory == "timing":
+        return ["no contents were verified: the model keeps sizes only; set memory=tracked to check them"]
+    return []

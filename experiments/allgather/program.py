@@ -1,0 +1,102 @@
+"""What each rank of `experiments.allgather` does: all points of one job, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.group import Group
+from pdsim.job import Rank
+from pdsim.kv.allgather import PaddedAllGather, allocate, zigzag
+from pdsim.transfer import Buffer, Program, Region
+
+__all__ = ["WARMUP", "WINDOW", "measure"]
+
+WARMUP = "warmup"
+"""The label of what is not measured."""
+
+WINDOW = 1 << 20
+"""Bytes at either end of a piece whose contents are compared: all of a piece that is not larger than two of them."""
+
+
+def measure(
+    rank: Rank,
+    names: Sequence[str],
+    points: Sequence[dict[str, Any]],
+    pool: int,
+    row: int,
+    repeat: int,
+    warmup: int,
+    verify: bool,
+) -> Program:
+    """Measure *points*; with *pool* > 0 a symmetric pool of so many bytes is reserved before.
+
+    Return, for each point, how many pieces or rows were checked and right, and how often and how long the pool grew.
+    """
+    group = rank.group(names)
+    if pool:
+        yield group.reserve(pool)
+    found = []
+    for point in points:
+        before = group.growths, group.growth_seconds
+        steps = _padded if point["batch"] else _equal
+        checked, right = yield from steps(rank, group, point, row, repeat, warmup, verify)
+        growths, seconds = group.growths - before[0], group.growth_seconds - before[1]
+        found.append({"checked": checked, "right": right, "growths": growths, "growth_seconds": seconds})
+    return {"points": found, "reserved": group.reserved}
+
+
+def _equal(rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int, warmup: int, verify: bool) -> Program:
+    size, ranks = point["size"], len(group.names)
+    source = yield from allocate(rank, group, size, point["pool"])
+    target = yield from allocate(rank, group, size * ranks, point["pool"])
+    verify = verify and rank.device.holds_bytes
+    if verify:
+        source.write(0, pattern(group.index, size).tobytes())
+    for number in range(warmup + repeat):
+        rank.clock.settle()
+        yield group.all_gather(source, target, label=WARMUP if number < warmup else point["label"])
+    right = sum(_holds(target, index * size, index, size) for index in range(ranks)) if verify else 0
+    rank.device.free(source)
+    rank.device.free(target)
+    return (ranks if verify else 0), right
+
+
+def _padded(
+    rank: Rank, group: Group, point: dict[str, Any], row: int, repeat: int, warmup: int, verify: bool
+) -> Program:
+    split = zigzag(point["batch"], len(group.names))
+    gather = PaddedAllGather(rank, group, row, split.longest, point["pool"])
+    yield from gather.open()
+    mine, whole = (rank.device.allocate(rows * row) for rows in (split.longest, split.total))
+    verify = verify and rank.device.holds_bytes
+    rows = np.array([pattern(first + at, row) for first, n in split.pieces[group.index] for at in range(n)], np.uint8)
+    if verify and len(rows):
+        mine.write(0, rows.tobytes())
+    source, target = (Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole))
+    for number in range(warmup + repeat):
+        rank.clock.settle()
+        label = WARMUP if number < warmup else point["label"]
+        yield from gather.gather(split, source, target, label)
+    right = sum(_holds(whole, at * row, at, row) for at in range(split.total)) if verify else 0
+    gather.close()
+    for buffer in (mine, whole):
+        rank.device.free(buffer)
+    return (split.total if verify else 0), right
+
+
+def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
+    """Return *size* bytes that differ from seed to seed and from place to place, with a period that is prime."""
+    period = min(size, 65_521)
+    values = (np.arange(period, dtype=np.uint64) * 2654435761 + (seed + 1) * 40503) >> np.uint64(7)
+    return np.resize(values.astype(np.uint8), size)
+
+
+def _holds(buffer: Buffer, offset: int, seed: int, size: int) -> bool:
+    """Return whether the two ends of what lies at *offset* are those of the pattern of *seed*."""
+    expected, window = pattern(seed, size), min(size, WINDOW)
+    ends = (0, size - window)
+    return all(buffer.read(offset + at, window) == expected[at : at + window].tobytes() for at in ends)

@@ -1,0 +1,174 @@
+"""From the outcomes of the jobs of `experiments.allgather` to its rows and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pdsim.job import Outcome
+from pdsim.kv.allgather import zigzag
+from pdsim.results.record import Metric, Table
+from pdsim.results.statistics import percentile
+from pdsim.transfer import TransferRecord
+from pdsim.units import format_size
+
+__all__ = ["Point", "Row", "merged", "metrics", "padded_size", "rows", "table"]
+
+
+class Point(NamedTuple):
+    """One combination of what is swept over; *size* is what each rank gathers, padding included."""
+
+    ranks: int
+    size: int
+    pool: str
+    batch: tuple[int, ...]  # tokens of each sequence; none: equal pieces
+    reserved: bool  # whether the symmetric pool was reserved before, not grown
+
+    @property
+    def label(self) -> str:
+        """Such as ``"2 x 65536 default"``; the label of the point's records."""
+        batch = f" batch {'+'.join(map(str, self.batch))}" if self.batch else ""
+        return f"{self.ranks} x {self.size} {self.pool}{batch}{'' if self.reserved else ' grown'}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one point gave."""
+
+    point: Point
+    row: int  # bytes of a token
+    seconds: Sequence[float]  # of each all-gather, from the call of the last rank to its being seen by the last
+    wire: Sequence[float]  # of each, from being begun to its end, of the rank that waited least
+    engine: str
+    checked: int
+    right: int
+    growths: int
+    growth_seconds: float  # of the rank that waited longest
+    status: str
+
+    @property
+    def payload(self) -> int:
+        """Bytes that each rank has in the end, padding not counted."""
+        return sum(self.point.batch) * self.row if self.point.batch else self.point.ranks * self.point.size
+
+    @property
+    def algorithmic(self) -> float | None:
+        """GB/s: `payload` over the median time."""
+        median = percentile(self.seconds, 50.0)
+        return self.payload / median / 1e9 if median else None
+
+    @property
+    def bus(self) -> float | None:
+        """GB/s that each rank's port carried each way: as nccl-tests, padding counted."""
+        median, point = percentile(self.seconds, 50.0), self.point
+        return point.size * (point.ranks - 1) / median / 1e9 if median else None
+
+
+def rows(points: Sequence[Point], row: int, outcome: Outcome) -> list[Row]:
+    """Return the rows of *points*, which one job with *outcome* has measured in this order."""
+    errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
+    status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else ""
+    return [_row(point, number, row, outcome, status) for number, point in enumerate(points)]
+
+
+def _row(point: Point, number: int, row: int, outcome: Outcome, status: str) -> Row:
+    ranks = outcome.ranks.values()
+    records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
+    together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
+    found = [rank.value["points"][number] for rank in ranks if rank.value]
+    checked, right = (sum(one[key] for one in found) for key in ("checked", "right"))
+    return Row(
+        point=point,
+        row=row,
+        seconds=[_seconds(each) for each in together],
+        wire=[min(record.completed - record.posted for record in each) for each in together],
+        engine=together[0][0].engine if together else "",
+        checked=checked,
+        right=right,
+        growths=max((one["growths"] for one in found), default=0),
+        growth_seconds=max((one["growth_seconds"] for one in found), default=0.0),
+        status=status or ("corrupt" if right < checked else "ok"),
+    )
+
+
+def _seconds(each: Sequence[TransferRecord]) -> float:
+    return max(record.seen for record in each) - max(record.submitted for record in each)
+
+
+def table(found: Sequence[Row]) -> Table:
+    """Return the table of all rows."""
+    columns = {
+        "ranks": "of the group",
+        "piece": "bytes that each rank gives, padding included",
+        "batch": "tokens of the sequences that were split in a zigzag and padded; -: equal pieces",
+        "pool": "symmetric: source and target are registered with all ranks; default: plain memory",
+        "med us": "median time of an all-gather, from the call of the last rank to its being seen by the last rank",
+        "q1": "first quartile of that",
+        "q3": "third quartile of that",
+        "wire us": "median time from its begin to its end, of the rank that waited least; without the host's part",
+        "alg GB/s": "algorithmic bandwidth: bytes that each rank has in the end (padding not counted) / median time",
+        "bus GB/s": "bus bandwidth: bytes that each rank's port carries each way / median time, as in nccl-tests",
+        "growths": "times that the symmetric pool grew during the point",
+        "growth ms": "for how long the rank that waited longest was stalled by that",
+        "verified": "pieces or tokens with the right contents, of those that were checked, on all ranks",
+        "status": "ok, corrupt, or the error that ended the job",
+    }
+    return Table("All-gathers", columns, [_cells(row) for row in found])
+
+
+def _cells(row: Row) -> list[Any]:
+    times = [_us(row.seconds, q) for q in (50.0, 25.0, 75.0)]
+    return [
+        row.point.ranks,
+        format_size(row.point.size),
+        "+".join(map(str, row.point.batch)) or "-",
+        row.point.pool if row.point.reserved else f"{row.point.pool}, grown",
+        *times,
+        _us(row.wire, 50.0),
+        row.algorithmic,
+        row.bus,
+        row.growths,
+        row.growth_seconds * 1e3,
+        f"{row.right}/{row.checked}" if row.checked else "-",
+        row.status,
+    ]
+
+
+def _us(seconds: Sequence[float], q: float) -> float | None:
+    value = percentile(seconds, q)
+    return None if value is None else value * 1e6
+
+
+def metrics(found: Sequence[Row]) -> list[Metric]:
+    """Return the summary."""
+    return [
+        Metric("points", len(found), "points that were run"),
+        Metric("points_failed", sum(row.status != "ok" for row in found), "points whose status is not ok"),
+        Metric("gathers", sum(len(row.seconds) for row in found), "measured all-gathers"),
+        Metric("checked", sum(row.checked for row in found), "pieces and tokens whose contents were checked"),
+        Metric("right", sum(row.right for row in found), "of them, those with the right contents"),
+        Metric("growths", sum(row.growths for row in found), "growths of symmetric pools at run time"),
+        Metric("growth_s", sum(row.growth_seconds for row in found), "for how long ranks were stalled by them"),
+    ]
+
+
+def padded_size(batch: Sequence[int], ranks: int, row: int) -> int:
+    """Return the bytes that each rank gathers of *batch*, tokens of *row* bytes."""
+    return zigzag(batch, ranks).longest * row
+
+
+def merged(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Return the outcomes of all jobs, by name, as one; each rank, link and pool is named with its job."""
+
+    def of_all(part: str) -> dict[str, Any]:
+        items = [(job, getattr(outcome, part)) for job, outcome in outcomes.items()]
+        return {f"{job} {name}": value for job, values in items for name, value in values.items()}
+
+    return Outcome(
+        ranks=of_all("ranks"),
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
+        links=of_all("links"),
+        pools=of_all("pools"),
+        events=sum(outcome.events for outcome in outcomes.values()),
+    )

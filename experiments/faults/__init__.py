@@ -1,0 +1,149 @@
+"""The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
+
+Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some requests with tracked
+memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is violated, the smallest scenario that
+still shows it is printed, with the command that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import active_children
+
+from experiments.faults.scenario import KINDS, Tried
+from experiments.faults.shrink import Trial, shrunk
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.guards import not_negative
+from pdsim.job import Target
+from pdsim.results.record import Metric, Result, Table
+
+__all__ = ["Options", "run", "tries"]
+
+_BATCH = 25
+"""Scenarios that a process is given at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is explored: `conf/experiment/faults.yaml`."""
+
+    scenarios: int = 200
+    requests: int = 50  # of each scenario
+    first: int = 0  # seed; the others follow
+    seed: int | None = None  # replay this scenario only
+    intensity: float = 0.4  # probability of each kind of fault in a scenario
+    without: tuple[str, ...] = ()  # kinds that do not happen
+    workers: int = 0  # processes; 0 is one for each core
+
+    def __post_init__(self) -> None:
+        for name in ("scenarios", "requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
+        not_negative("experiment", first=self.first, seed=self.seed or 0, workers=self.workers)
+        if not 0 <= self.intensity <= 1:
+            raise ValueError(f"experiment.intensity must be >= 0 and <= 1, got {self.intensity}")
+        for kind in self.without:
+            if kind not in KINDS:
+                raise ValueError(f"experiment.without names {kind!r}; there are {', '.join(KINDS)}")
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:  # noqa: ARG001
+    """Run the scenarios and return what was violated.  Raise a `ConfigError` on real engines."""
+    if config.target != "model":
+        raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
+    trials = [Trial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
+    started, tried = time.monotonic(), []
+    for done in tries(trials, options.workers or os.cpu_count() or 1):
+        tried.append(done)
+        bad = sum(bool(each.violations) for each in tried)
+        progress(len(tried) / len(trials), f"{len(tried)} scenarios, {bad} with violations")
+    return _result(trials, sorted(tried), time.monotonic() - started)
+
+
+def tries(trials: Sequence[Trial], workers: int) -> Iterator[Tried]:
+    """Run *trials* on so many processes and yield what became of each, in any order."""
+    batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
+    workers = min(workers, len(batches))
+    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        if pool is None:
+            yield from map(Trial.run, trials)
+            return
+        left = iter(batches)
+        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}  # few: handing over takes time, too
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= {pool.submit(_all, batch) for batch in islice(left, len(done))}
+                for future in done:
+                    yield from future.result()
+        except BaseException:  # whoever stops asking, by a signal too, does not wait for what is under way
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.kill()  # it would take a SIGTERM for an error of its scenario; it holds nothing
+            raise
+
+
+def _all(trials: Iterable[Trial]) -> list[Tried]:
+    return [trial.run() for trial in trials]
+
+
+# --- what is said of it ---------------------------------------------------------------------------------------------
+
+
+def _result(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) -> Result:
+    by_seed = {trial.seed: trial for trial in trials}
+    first: dict[str, Tried] = {}
+    for each in tried:
+        for violation in each.violations:
+            first.setdefault(violation.invariant, each)
+    rows, failures = [], []
+    for invariant, each in sorted(first.items()):
+        smallest, violation = shrunk(by_seed[each.seed], invariant)
+        count = sum(any(found.invariant == invariant for found in other.violations) for other in tried)
+        rows.append([invariant, count, violation.what, smallest.command()])
+        failures.append(f"{violation} [{each.text}]; replay: {smallest.command()}")
+    notes = ["hw, backend, model and parallel are not used: every scenario draws its own"]
+    return Result(_metrics(trials, tried, seconds), _tables(tried, rows), failures=failures, notes=notes)
+
+
+def _metrics(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) -> list[Metric]:
+    requests = sum(trial.requests for trial in trials)
+    events = sum(each.events for each in tried)
+    bad = sum(bool(each.violations) for each in tried)
+    return [
+        Metric("scenarios", len(tried), "scenarios that were run to their end"),
+        Metric("requests", requests, "requests served in them"),
+        Metric("violating", bad, "scenarios in which an invariant did not hold"),
+        Metric("events", events, "events of the simulations"),
+        Metric("scenarios_per_s", len(tried) / seconds, "scenarios over the time that all took, processes in parallel"),
+    ]
+
+
+def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
+    statuses: dict[str, int] = {}
+    for each in tried:
+        for status, count in each.statuses.items():
+            statuses[status or "(none)"] = statuses.get(status or "(none)", 0) + count
+    ends = Table(
+        "How requests ended",
+        {"status": "ok, or the kind of the failure, each of which had a cause", "requests": "how many"},
+        [list(item) for item in sorted(statuses.items(), key=lambda item: -item[1])],
+    )
+    if not rows:
+        return [ends]
+    columns = {
+        "invariant": "as in docs/faults.md",
+        "scenarios": "in which it did not hold",
+        "what": "the first violation of the smallest scenario that shows it",
+        "replay": "the command",
+    }
+    return [ends, Table("Violations", columns, rows)]

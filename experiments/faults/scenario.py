@@ -1,0 +1,295 @@
+"""A scenario of `experiment=faults`: everything about it is drawn from its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments import serve
+from pdsim.config import Config
+from pdsim.costs import Engine, EngineModel
+from pdsim.fabric.faults import Faults, Slow, Squeeze
+from pdsim.fabric.job import Model
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Outcome, RankSpec
+from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.verify.invariants import Checks, Violation
+from pdsim.serving.deployment import ROUTER, Job
+from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
+from pdsim.serving.workload import Request, stream
+
+__all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
+
+KINDS = ("delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn")
+"""What a scenario may suffer, one by one."""
+
+DEADLINE = 2.0
+"""Seconds of silence after which a rank counts as gone."""
+
+_LONGEST = 24, 8  # input and output tokens of a request
+
+_MACHINE = Machine(
+    name="trial",
+    vendor="nvidia",
+    nodes=1,
+    gpus=8,
+    gpu=Gpu(name="trial", memory=1 << 26, memory_rate=1e9, compute=1e12, pcie=1e6),
+    interconnect=Interconnect(kind="switch", rate=2e6),  # so slow that a handoff takes as long as a forward
+    nic=Nic(count=0, rate=0.0),
+    host=Host(memory=1 << 26, memory_rate=1e9, tcp_rate=1e9, tcp_latency=50e-6),
+)
+_ENGINE = Engine(
+    name="trial",
+    implementation="trial",
+    vendors=("nvidia",),
+    intra=EngineModel(path="nvlink", call=20e-6, descriptor=1e-6, overlap=False, latency=10e-6),
+    inter=None,
+    timeout=0.25,
+)
+_LLM = Llm(name="trial", parameters=1e4, active=1e4, layers=2, hidden=32, heads=8, kv_heads=4, head_dim=4)
+_HYBRID = Hybrid(
+    pattern="maw", window=6, conv_groups=(8, 8, 16), conv_width=3, ssm_heads=8, ssm_head_elements=4, index_bytes=8
+)
+_MODELS = (
+    _LLM,
+    replace(_LLM, kv_heads=2),
+    replace(_LLM, attention="mla", latent_dim=12),
+    replace(_LLM, layers=3, hybrid=_HYBRID),
+)
+_POLICIES = (
+    Policy(),
+    Policy(queues=4, metadata="write", staging=True),
+    Policy(queues=1, staging=True),
+    Policy(queues=2, shard="room", call="plane", notify="message"),
+    Policy(queues=1, grouping="pages", notify="poll"),
+    Policy(metadata="control", metadata_memory="host"),
+)
+_SIDES = (  # prefill and decode
+    (Side(tp=1), Side(tp=1)),
+    (Side(tp=2), Side(tp=2)),
+    (Side(tp=2), Side(tp=1)),
+    (Side(tp=1), Side(tp=2)),
+    (Side(tp=1), Side(tp=4)),
+    (Side(tp=4), Side(tp=2)),
+    (Side(tp=2), Side(tp=4)),
+    (Side(tp=1, instances=2), Side(tp=2)),
+    (Side(tp=2), Side(tp=1, instances=2)),
+    (Side(tp=1, instances=2), Side(tp=1, instances=2)),
+    (Side(tp=1, pp=2), Side(tp=1)),
+    (Side(tp=1, cp=2), Side(tp=2)),
+    (Side(tp=2, dp=2), Side(tp=1)),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is served, and what goes wrong meanwhile."""
+
+    seed: int
+    job: Job
+    specs: list[RankSpec]
+    requests: list[Request]
+    cancels: Mapping[int, float]
+    faults: Faults
+    kill: Mapping[str, float]
+    restart: Mapping[str, float]
+    limit: float
+    text: str  # what it is, in one line
+
+
+class Tried(NamedTuple):
+    """What became of one scenario."""
+
+    seed: int
+    violations: list[Violation]
+    statuses: dict[str, int]  # the first word of each: how often
+    events: int
+    text: str
+
+
+def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
+    """Return the scenario of *seed* with so many requests.
+
+    *intensity* from 0 to 1 is the probability of each of `KINDS`, and scales it; those in *without* do not happen, and
+    nothing else changes by that.
+    """
+    geometry = stream(seed, "faults.geometry")
+    config = _config(seed, geometry)
+    requests = _requests(seed, count)
+    job = serve.job(config, serve.Options(deadline=DEADLINE))
+    job = _squeezed(job, geometry)
+    happens = stream(seed, "faults.kinds").random(len(KINDS)) < intensity
+    kinds = [kind for kind, yes in zip(KINDS, happens.tolist(), strict=True) if yes and kind not in without]
+    ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
+    cancels = _cancels(seed, count) if "aborts" in kinds else {}
+    span = 50 * _gap(seed) + 0.5  # whatever the number of requests, so that fewer suffer the same
+    kill = _kills(seed, ranks, span) if "kills" in kinds else {}
+    specs = serve.specs(config, job, requests)
+    arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "linger": 5.0}
+    specs[0] = replace(specs[0], program="experiments.faults.router:program", arguments=arguments)
+    sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
+    text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
+    text += f"{', staged' if job.staging else ''}, {', '.join(kinds)}"
+    return Scenario(
+        seed,
+        job,
+        specs,
+        requests,
+        cancels,
+        _faults(seed, kinds, ranks, span),
+        kill,
+        _restarts(seed, job, kill) if "restarts" in kinds else {},
+        60.0 + requests[-1].arrival + span,
+        text,
+    )
+
+
+def attempt(scenario: Scenario) -> Tried:
+    """Run *scenario* with every checker, and return what was found."""
+    checks = Checks(_Causes(scenario))
+    model = Model(
+        _MACHINE,
+        _ENGINE,
+        memory="tracked",
+        seed=scenario.seed,
+        faults=scenario.faults,
+        limit=scenario.limit,
+        observer=checks,
+    )
+    outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
+    statuses = _statuses(outcome, len(scenario.requests))
+    counts: dict[str, int] = {}
+    for status in statuses:
+        word = status.partition(":")[0]
+        counts[word] = counts.get(word, 0) + 1
+    return Tried(scenario.seed, checks.finish(statuses), counts, outcome.events, scenario.text)
+
+
+def _statuses(outcome: Outcome, count: int) -> list[str]:
+    value = outcome.ranks[ROUTER].value
+    return [row[3] for row in value["rows"]] if value else [""] * count
+
+
+class _Causes:
+    """Whether what failed had a cause: without one, a failure is a violation."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        faults = scenario.faults
+        self._cancels = scenario.cancels
+        self._kill = scenario.kill
+        self._instances = {name.partition(".")[0] for name in scenario.kill}
+        self._slow = bool(faults.late or faults.slow or faults.squeezes)
+
+    def __call__(self, name: str, error: str) -> bool:
+        """Return whether *error*, of rank *name* or of the request of that number, may be."""
+        kind = error.partition(":")[0]
+        if kind == "Killed":
+            return name in self._kill
+        if not name.isdecimal():  # the rest of an instance that the router gave up
+            return kind == "PeerLost" and name.partition(".")[0] in self._instances
+        if kind == "Aborted":
+            return int(name) in self._cancels
+        if kind == "PeerLost":
+            return bool(self._kill)
+        if kind == "TransferTimeout":
+            return self._slow
+        return kind == "OutOfMemory" and (self._slow or bool(self._kill))
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def _config(seed: int, random: np.random.Generator) -> Config:
+    prefill, decode = _SIDES[random.integers(len(_SIDES))]
+    model = _MODELS[random.integers(len(_MODELS))]
+    return Config(
+        target="model",
+        experiment={"name": "serve"},
+        hw=_MACHINE,
+        backend=_ENGINE,
+        model=model,
+        parallel=Parallel(prefill=prefill, decode=decode),
+        kv=Kv(page_size=int(random.choice((1, 2, 4, 8))), pool=1 << 16, all_cp_ranks=bool(random.integers(2))),
+        scheduler=Scheduler(
+            chunk=int(random.choice((6, 16, 64))), prefill_batch=4, decode_batch=int(random.integers(2, 9))
+        ),
+        compute=Compute(overhead=1e-3, allreduce_latency=1e-6),
+        memory="tracked",
+        seed=seed,
+    )
+
+
+def _squeezed(job: Job, random: np.random.Generator) -> Job:
+    """Return *job* with pools that hold from one to six of the longest requests."""
+    least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
+    prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
+    job = replace(job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12)))
+    policy = _POLICIES[random.integers(len(_POLICIES))]
+    factor, wait, chance = random.random(3).tolist()
+    chunk = (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    size = int(chunk * (0.7 + 2 * factor))  # some chunks exceed the ring, some rings hold only one
+    staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait))
+    staged = policy.staging and chance < 0.8
+    return replace(job, handoff=policy, staging=staging if staged else None)
+
+
+def _requests(seed: int, count: int) -> list[Request]:
+    arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * _gap(seed)).tolist()
+    longest, random = _LONGEST, stream(seed, "faults.lengths")
+    lengths = 1 + (random.random((count, 2)) * longest).astype(int)
+    return [Request(at, *row) for at, row in zip(arrivals, lengths.tolist(), strict=True)]
+
+
+def _gap(seed: int) -> float:
+    """Return the mean seconds between requests."""
+    return 10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0))
+
+
+def _cancels(seed: int, count: int) -> dict[int, float]:
+    draws = stream(seed, "faults.aborts").random((count, 2)).tolist()
+    return {number: 10.0 ** (-4.5 + 3.5 * after) for number, (chance, after) in enumerate(draws) if chance < 0.25}
+
+
+def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
+    random = stream(seed, "faults.kills")
+    return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
+
+
+def _restarts(seed: int, job: Job, kill: Mapping[str, float]) -> dict[str, float]:
+    """Start every rank of an instance again that loses one, the killed one first."""
+    random, found = stream(seed, "faults.restarts"), {}
+    for name, at in kill.items():
+        again = at + float(random.uniform(0.01, 1.0))
+        later = again + float(random.uniform(0.01, 1.0))
+        found |= {other: again if other == name else later for other in job.ranks(name.partition(".")[0])}
+    return found
+
+
+def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Faults:
+    random = stream(seed, "faults.plan")
+    share, delay, late, lateness = random.random(4).tolist()
+    rank, gpu = ranks[random.integers(len(ranks))], int(random.integers(len(ranks)))
+    (begin, long, factor), (start, length, way) = random.random((2, 3)).tolist()
+    slow = Slow(rank, begin * span, (begin + long) * span, 1.0 + 50.0 * factor)
+    link = f"node0/gpu{gpu}/nvlink.{'out' if way < 0.5 else 'in'}"
+    squeeze = Squeeze(link, start * span, (start + length) * span, 0.0 if way % 0.5 < 0.25 else 0.01)
+    return Faults(
+        delayed=share if "delays" in kinds else 0.0,
+        delay=10.0 ** (-4 + 2.5 * delay) if "delays" in kinds else 0.0,
+        late=0.1 * late if "late" in kinds else 0.0,
+        lateness=0.5 * lateness if "late" in kinds else 0.0,
+        stray="stray" in kinds,
+        torn="torn" in kinds,
+        shuffle="shuffle" in kinds,
+        slow=(slow,) if "slow" in kinds else (),
+        squeezes=(squeeze,) if "squeezes" in kinds else (),
+    )
+
+
+def _side(side: Side) -> str:
+    sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
+    text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
+    return f"{side.instances} x{text}"

@@ -1,0 +1,59 @@
+"""One scenario of `experiment=faults` as it can be named, repeated, and made smaller."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from experiments.faults.scenario import KINDS, Tried, attempt, draw
+from pdsim.kv.verify.invariants import Violation
+
+__all__ = ["Trial", "shrunk"]
+
+
+class Trial(NamedTuple):
+    """Which scenario, and how much of it."""
+
+    seed: int
+    requests: int = 50
+    intensity: float = 0.4
+    without: frozenset[str] = frozenset()
+
+    def run(self) -> Tried:
+        """Run it."""
+        return attempt(draw(self.seed, self.requests, self.intensity, self.without))
+
+    def command(self) -> str:
+        """Return what replays it."""
+        left_out = f" 'experiment.without=[{','.join(sorted(self.without))}]'" if self.without else ""
+        return (
+            f"python -m pdsim run experiment=faults experiment.seed={self.seed} experiment.requests={self.requests} "
+            f"experiment.intensity={self.intensity:g}{left_out}"
+        )
+
+
+def shrunk(trial: Trial, invariant: str) -> tuple[Trial, Violation]:
+    """Return the smallest scenario like *trial* that still violates *invariant*: fewer faults, then fewer requests.
+
+    Raise a `ValueError` if *trial* does not violate it.
+    """
+    found = _violation(trial, invariant)
+    if found is None:
+        raise ValueError(f"{trial} does not violate {invariant}")
+    for kind in KINDS:
+        trial, found = _smaller(trial, trial._replace(without=trial.without | {kind}), invariant, found)
+    step = trial.requests // 2
+    while step:
+        before = trial
+        trial, found = _smaller(trial, trial._replace(requests=trial.requests - step), invariant, found)
+        if trial is before or step >= trial.requests:
+            step //= 2
+    return trial, found
+
+
+def _smaller(trial: Trial, other: Trial, invariant: str, found: Violation) -> tuple[Trial, Violation]:
+    violation = _violation(other, invariant) if other.requests > 0 else None
+    return (trial, found) if violation is None else (other, violation)
+
+
+def _violation(trial: Trial, invariant: str) -> Violation | None:
+    return next((each for each in trial.run().violations if each.invariant == invariant), None)

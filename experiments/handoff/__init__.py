@@ -1,0 +1,228 @@
+"""Hand KV over, one request at a time: token counts x tensor parallelism on both sides x path x metadata.
+
+The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing over is a job, in
+which the shapes follow one another, `warmup` requests of each and then `repeat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from experiments import serve
+from experiments.handoff.tables import Handoff, Row, metrics, rows, tables
+from pdsim.config import Config
+from pdsim.errors import BackendUnavailable, ConfigError, TransferError
+from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.results.record import Result
+from pdsim.serving.compute.roofline import kv_shape
+from pdsim.serving.deployment import ROUTER, index_of
+from pdsim.serving.settings import Parallel, Side
+from pdsim.serving.workload import Request
+from pdsim.units import Seconds
+
+__all__ = ["Options", "Way", "check", "run"]
+
+PATHS = ("sliced", "staged")
+METADATA: dict[str, dict[str, str]] = {
+    "policy": {},
+    "data": {"metadata": "batch", "metadata_memory": "device"},
+    "control": {"metadata": "control", "metadata_memory": "host"},
+}
+"""How first-token metadata goes, and which memory its rows lie in: as the backend's policy says; in device memory, with
+the last batch of KV; in host memory, as a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is handed over and how: `conf/experiment/handoff.yaml`."""
+
+    tokens: tuple[int, ...] = (512, 2048, 8192)
+    tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
+    paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
+    metadata: tuple[str, ...] = ("policy",)  # of `METADATA`
+    repeat: int = 5  # measured handoffs of each shape
+    warmup: int = 1  # before them, of each shape
+    verify: bool = True  # compare the contents of those before, where memory has any
+    placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
+    deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("paths", PATHS), ("metadata", tuple(METADATA))):
+            for value in getattr(self, name):
+                if value not in allowed:
+                    raise ValueError(f"experiment.{name} must be of {', '.join(allowed)}, got {value!r}")
+        if self.placement not in ("packed", "sides"):
+            raise ValueError(f"experiment.placement must be one of packed, sides, got {self.placement!r}")
+        for text in self.tp:
+            if [part.isdecimal() and int(part) > 0 for part in text.split("to")] != [True, True]:
+                raise ValueError(f"experiment.tp must be of pairs such as 1to2, got {text!r}")
+        least = {"tokens": min(self.tokens, default=0), "repeat": self.repeat, "warmup": self.warmup + 1}
+        for name, value in least.items():
+            if value < 1:
+                raise ValueError(f"experiment.{name} must be >= {int(name != 'warmup')}, got {getattr(self, name)}")
+        if not self.deadline > 0:
+            raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
+
+    def ways(self) -> list[Way]:
+        """Return the ways to hand over; ranks that keep equal heads have no second path."""
+        found = [Way(*map(int, tp.split("to")), path, meta) for tp, path, meta in self._product()]
+        return list(dict.fromkeys(way._replace(path="whole") if way.prefill == way.decode else way for way in found))
+
+    def _product(self) -> Iterator[tuple[str, str, str]]:
+        return product(self.tp, self.paths, self.metadata)
+
+    def requests(self) -> list[Request]:
+        """Return one job's requests: first those that are compared, then those that are measured, by shape."""
+        counts = [*self.tokens * self.warmup, *(tokens for tokens in self.tokens for _ in range(self.repeat))]
+        return [Request(0.0, tokens, 1) for tokens in counts]
+
+
+class Way(NamedTuple):
+    """How a job hands over."""
+
+    prefill: int  # tensor-parallel ranks
+    decode: int
+    path: str
+    metadata: str
+
+    @property
+    def label(self) -> str:
+        """Such as ``"1to2 staged"``."""
+        via = "" if self.metadata == "policy" else f" metadata {self.metadata}"
+        return f"{self.prefill}to{self.decode} {self.path}{via}"
+
+
+def check(config: Config) -> Iterator[str]:
+    """Yield what cannot be: a model that cannot be divided, too few GPUs, pools that are too small, no staged path."""
+    options = _options(config)
+    longest = max(options.tokens)
+    if longest + 1 > config.model.context:
+        yield (
+            f"experiment.tokens={longest} and the first token exceed model.context={config.model.context}; lower "
+            "experiment.tokens, or take another model"
+        )
+    for way in options.ways():
+        if way.path == "staged" and not config.policy.staging:
+            yield f"{way.label}: backend={config.backend.name} has no staged path; set experiment.paths=[sliced]"
+            continue
+        try:
+            specs(config, options, way)
+        except (ConfigError, ValueError) as error:
+            yield f"{way.label}: {error}"
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Hand over in every way and return the times.
+
+    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+    """
+    if problems := list(check(config)):
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    options = _options(config)
+    found: list[Row] = []
+    outcomes: dict[str, Outcome] = {}
+    for number, way in enumerate(options.ways()):
+        progress(number / len(options.ways()), way.label)
+        outcomes[way.label] = _attempt(target, specs(config, options, way), first=not outcomes)
+        found += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
+    progress(1.0, "")
+    return Result(
+        summary=metrics(found),
+        tables=tables(found),
+        transfers=[record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers],
+        failures=list(_failures(found, outcomes)),
+        notes=_notes(config, options),
+        outcome=_merged(outcomes),
+    )
+
+
+def _attempt(target: Target, ranks: Sequence[RankSpec], first: bool) -> Outcome:
+    """Run a job; one that cannot be started is an outcome too, unless none ever could."""
+    try:
+        return target.run(ranks)
+    except TransferError as error:
+        if first and isinstance(error, BackendUnavailable):
+            raise
+        return Outcome({ROUTER: RankResult(ROUTER, error=f"{type(error).__name__}: {error}")}, seconds=0.0)
+
+
+def specs(config: Config, options: Options, way: Way) -> list[RankSpec]:
+    """Return the ranks that hand over as *way* says.  Raise a `ConfigError` or a `ValueError` if there can be none."""
+    own = _as(config, options, way)
+    what = serve.job(own, serve.Options(deadline=options.deadline))
+    serve.check_fits(what, options.requests())
+    if options.placement == "packed":
+        return _with_router(serve.specs(own, what, options.requests()))
+    hosts = replace(own, hw=replace(own.hw, gpus=0, gpu=None))  # where they would be with no GPU to call their own
+    ranks = serve.specs(hosts, what, options.requests())
+    return _with_router([replace(rank, place=_side(rank.name, config.hw.gpus)) for rank in ranks])
+
+
+def _with_router(ranks: Sequence[RankSpec]) -> list[RankSpec]:
+    program = "experiments.handoff.router:program"
+    return [replace(rank, program=program) if rank.name == ROUTER else rank for rank in ranks]
+
+
+def _side(rank: str, gpus: int) -> Place:
+    """Return the GPU of *rank*: prefill on the first half of *gpus* of a node, decode on the second, by turns."""
+    if rank == ROUTER or not gpus:
+        return Place()
+    first, count = (0, gpus // 2 or 1) if rank.startswith("prefill") else (gpus // 2, gpus - gpus // 2)
+    return Place(0, first + index_of(rank) % count)
+
+
+def _as(config: Config, options: Options, way: Way) -> Config:
+    """Return the configuration of one job."""
+    metadata = METADATA[way.metadata]
+    tokens = max(options.tokens) + 2 * config.kv.page_size
+    largest = tokens * kv_shape(config.model).token_bytes(min(way.prefill, way.decode))
+    kv = replace(
+        config.kv,
+        pool=config.kv.pool or 2 * largest,
+        staging=way.path == "staged",
+        staging_ring=min(config.kv.staging_ring, 4 * largest),  # with one request under way, more is never used
+        checked=_warm(options) if options.verify else 0,
+    )
+    return replace(
+        config,
+        kv=kv,
+        parallel=Parallel(prefill=Side(tp=way.prefill), decode=Side(tp=way.decode)),
+        policy=replace(config.policy, **metadata),
+        compute=replace(config.compute, scale=0.0),
+    )
+
+
+def _warm(options: Options) -> int:
+    return len(options.tokens) * options.warmup
+
+
+def _shapes(options: Options, way: Way) -> list[Handoff]:
+    return [Handoff(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
+
+
+def _failures(found: Sequence[Row], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    for label, outcome in outcomes.items():
+        yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
+    yield from (f"{row.handoff.label}: {row.status}" for row in found if row.status != "ok")
+
+
+def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
+    def of_all(part: str) -> dict[str, Any]:
+        items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
+        return {f"{label} {name}": value for label, values in items for name, value in values.items()}
+
+    seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
+    return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
+
+
+def _options(config: Config) -> Options:
+    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+
+
+def _notes(config: Config, options: Options) -> list[str]:
+    if config.target == "model" and config.memory == "timing":
+        return ["no bytes were compared: the model keeps sizes only; set memory=tracked to check contents"]
+    return [f"contents of the first {_warm(options)} requests of each job, its warm-up, were compared"]

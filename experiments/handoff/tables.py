@@ -1,0 +1,138 @@
+"""From the outcome of each job of `experiments.handoff` to its rows and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdsim.job import Outcome
+from pdsim.results.record import Metric, Table
+from pdsim.results.statistics import percentile
+from pdsim.serving.deployment import ROUTER
+from pdsim.serving.workload import Request
+from pdsim.transfer import TransferRecord
+
+__all__ = ["STAGES", "Handoff", "Row", "metrics", "rows", "tables"]
+
+STAGES = {
+    "handoff": "from the end of the prefill forward to Success at decode: all KV and metadata on all its ranks",
+    "reserve": "before it: from pages reserved at decode to the prefill scheduler having their numbers",
+    "plan": "of it, until the first write is posted: descriptors built or, if staged, the first chunk gathered",
+    "wire": "of it, from there to the last completion seen by a prefill rank",
+    "finish": "of it, from there to Success: notification, scatter if staged, the decode leader's count",
+}
+
+
+class Handoff(NamedTuple):
+    """A shape, handed over in one way."""
+
+    way: str
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        """Such as ``"1to2 staged 8192 tokens"``."""
+        return f"{self.way} {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The measured handoffs of one shape: seconds of each of `STAGES`, one for each handoff."""
+
+    handoff: Handoff
+    nbytes: int
+    descriptors: int
+    times: dict[str, list[float]]
+    path: str  # that the bytes took
+    status: str  # "ok", or why the first of them failed
+
+    @property
+    def rate(self) -> float | None:
+        """GB/s of the median handoff."""
+        median = percentile(self.times["handoff"], 50.0)
+        return self.nbytes / median / 1e9 if median else None
+
+
+def rows(shapes: Sequence[Handoff], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[Row]:
+    """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured."""
+    router = outcome.ranks[ROUTER]
+    value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
+    records: dict[int, list[TransferRecord]] = {}
+    for rank in outcome.ranks.values():
+        for record in rank.transfers:
+            number = (int(record.label.partition("/")[0]) - 1) % len(requests)
+            records.setdefault(number, []).append(record)
+    return [_row(shape, warm, requests, value["rows"], records) for shape in shapes]
+
+
+def _row(
+    shape: Handoff,
+    warm: int,
+    requests: Sequence[Request],
+    values: Sequence[Sequence[object]],
+    records: dict[int, list[TransferRecord]],
+) -> Row:
+    mine = [number for number, request in enumerate(requests) if request.input == shape.tokens]
+    errors = [str(values[number][3]) for number in mine if values[number][3] != "ok"]
+    times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for number in (number for number in mine if number >= warm and values[number][3] == "ok"):
+        for stage, seconds in _stages(values[number][4:], records[number]):
+            times[stage].append(seconds)
+    last = records.get(mine[-1], [])
+    paths = {record.label.rpartition("/")[2] for record in last}
+    path = "+".join(sorted(paths - {"metadata"} or paths))
+    nbytes, descriptors = (sum(getattr(record, part) for record in last) for part in ("nbytes", "descriptors"))
+    return Row(shape, nbytes, descriptors, times, path, errors[0] if errors else "ok")
+
+
+def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
+    reserved, noticed, started, _, arrived = (float(stamp) for stamp in stamps[:5])  # type: ignore[arg-type]
+    first = min(record.submitted for record in records)
+    last = min(arrived, max(record.seen for record in records))  # the target may be told before the source
+    yield from (("handoff", arrived - started), ("reserve", noticed - reserved), ("plan", first - started))
+    yield from (("wire", last - first), ("finish", arrived - last))
+
+
+def tables(found: Sequence[Row]) -> tuple[Table, ...]:
+    """Return the table of handoffs, and that of their stages."""
+    who = {"way": "ranks of prefill to ranks of decode, and the path between other heads", "tokens": "of the request"}
+    whole = who | {
+        "path": "that the bytes took",
+        "bytes": "KV and metadata",
+        "descriptors": "of all writes",
+        "n": "handoffs measured",
+        "p25 us": f"first quartile of the time {STAGES['handoff']}",
+        "p50": "median of that",
+        "p75": "third quartile of that",
+        "GB/s": "bytes / median, 1 GB = 1e9 bytes",
+        "status": "ok, or why a handoff failed",
+    }
+    stages = who | {f"{stage} us": f"median of: {text}" for stage, text in STAGES.items()}
+    medians = [[*row.handoff, *(_us(row, stage, 50.0) for stage in STAGES)] for row in found]
+    return (
+        Table("Handoffs", whole, [_whole(row) for row in found]),
+        Table("Stages of a handoff", stages, medians),
+    )
+
+
+def _whole(row: Row) -> list[object]:
+    times = [_us(row, "handoff", q) for q in (25.0, 50.0, 75.0)]
+    measured = len(row.times["handoff"])
+    return [*row.handoff, row.path, row.nbytes, row.descriptors, measured, *times, row.rate, row.status]
+
+
+def _us(row: Row, stage: str, q: float) -> float | None:
+    value = percentile(row.times[stage], q)
+    return None if value is None else value * 1e6
+
+
+def metrics(found: Sequence[Row]) -> list[Metric]:
+    """Return the summary."""
+    rates = [row.rate for row in found if row.rate is not None]
+    return [
+        Metric("shapes", len(found), "token counts x ways of handing over"),
+        Metric("shapes_failed", sum(row.status != "ok" for row in found), "of them, those of which a handoff failed"),
+        Metric("handoffs", sum(len(row.times["handoff"]) for row in found), "measured handoffs that succeeded"),
+        Metric("rate_max_gbs", max(rates, default=None), "highest rate of a median handoff, 1 GB = 1e9 bytes"),
+    ]

@@ -1,0 +1,1 @@
+"""Five changes to real systems, each with a claim, measured before and after on the model and on real engines."""

@@ -1,0 +1,198 @@
+"""What the five seeds share: a change to a real system, run before and after, and whether its claim holds.
+
+A seed reuses the other experiments: `Trial.run` runs one of them as one variant, `Trial.add` notes a value before and
+after the change, and `Trial.result` prints what became of each `Claim`, beside the results that are committed in
+``data/reports/<seed>.csv``, into which `experiments.reports.points` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.reports.points import Point, committed
+from pdsim import plugins
+from pdsim.config import Config
+from pdsim.job import Target
+from pdsim.results.record import Metric, Result, Table
+from pdsim.serving.settings import Workload
+from pdsim.transfer import TransferRecord
+
+__all__ = ["Claim", "Trial", "as_rows", "burst", "value"]
+
+RANGES = {"model": "simulated", "real": "measured"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said of a change: *text*, of values in *unit*; points and committed results know it by its *name*.
+
+    *bound* is the least effect that confirms it.  What is not said to be large must be over 5 %, for less than that is
+    not told from nothing.  With *better* ``"same"`` the change must stay within the bound instead.
+    """
+
+    name: str
+    text: str
+    unit: str
+    better: str = "less"  # of two values, or "more", or "same"
+    bound: float = 1.05
+
+    def __post_init__(self) -> None:
+        if self.better not in ("less", "more", "same"):
+            raise ValueError(f"claim {self.name}: better must be one of less, more, same, got {self.better!r}")
+        if not self.bound > 1:
+            raise ValueError(f"claim {self.name}: bound must be > 1, got {self.bound}")
+
+    @property
+    def needs(self) -> str:
+        """What confirms it, such as ``"less ms, 1.05 times"``."""
+        return f"{'no more or less' if self.better == 'same' else self.better} {self.unit}, {self.bound:g} times"
+
+    def effect(self, point: Point) -> float | None:
+        """Return how many times better the value after the change is; None unless both are there and not 0."""
+        if not point.before or not point.after:
+            return None
+        return point.after / point.before if self.better == "more" else point.before / point.after
+
+    def verdict(self, effects: Sequence[float]) -> str:
+        """Return ``"holds"``, ``"does not hold"``, at how many points it does, or ``"-"`` without any."""
+        confirmed = sum(effect >= self.bound for effect in effects)
+        if self.better == "same":
+            confirmed = sum(1 / self.bound <= effect <= self.bound for effect in effects)
+        whole = {0: "does not hold", len(effects): "holds"}
+        return whole.get(confirmed, f"holds at {confirmed} of {len(effects)}") if effects else "-"
+
+
+class Trial:
+    """Runs the *variants* of a seed one after the other on *target* and keeps what they found."""
+
+    def __init__(self, config: Config, target: Target, progress: Callable[[float, str], None], variants: int) -> None:
+        self.config = config
+        self.target = target
+        self.points: list[Point] = []
+        self.notes: list[str] = []
+        self._progress = progress
+        self._variants = variants
+        self._results: dict[str, Result] = {}
+
+    def run(
+        self, label: str, experiment: str, config: Config | None = None, target: Target | None = None, **options: Any
+    ) -> Result:
+        """Run *experiment*, such as ``"handoff"``, with *options*, by default as the seed is configured.
+
+        Raise what it raises.  Its failures become those of the seed, under *label*.
+        """
+        own = replace(config or self.config, experiment={"name": experiment, **options})
+        measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
+        done = len(self._results)
+        result: Result = measure(
+            own,
+            target or self.target,
+            lambda share, text: self._progress((done + share) / self._variants, f"{label} {text}"),
+        )
+        self._results[label] = result
+        return result
+
+    def add(self, claim: Claim, at: str, before: float | None, after: float | None, machine: str = "") -> None:
+        """Keep the value of *claim* before and after the change, on the machine and backend of the configuration."""
+        machine = machine or f"{self.config.hw.name} {self.config.backend.name}"
+        self.points.append(Point(claim.name, machine, self.config.target, at, before, after))
+
+    def result(self, claims: Sequence[Claim]) -> Result:
+        """Return what became of *claims*, here and in what is committed of other machines and of the other target."""
+        self._progress(1.0, "")
+        here = {(point.machine, point.target) for point in self.points}
+        others = committed(str(self.config.experiment["name"]))
+        points = self.points + [point for point in others if (point.machine, point.target) not in here]
+        labelled = self._results.items()
+        return Result(
+            summary=[metric for claim in claims for metric in _metrics(claim, self.points)],
+            tables=[_claims(claims, points), _points(claims, points)],
+            transfers=list(self._transfers()),
+            failures=[f"{label}: {failure}" for label, result in labelled for failure in result.failures],
+            notes=[*self.notes, *dict.fromkeys(note for _, result in labelled for note in result.notes)],
+        )
+
+    def _transfers(self) -> Iterator[TransferRecord]:
+        for label, result in self._results.items():
+            yield from (record._replace(label=f"{label} {record.label}") for record in result.transfers)
+
+
+def as_rows(result: Result, title: str) -> list[dict[str, Any]]:
+    """Return the rows of the table *title* of *result*, by heading.  Raise a `KeyError` if there is no such table."""
+    table = {table.title: table for table in result.tables}[title]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def value(result: Result, name: str) -> float | None:
+    """Return the metric *name* of the summary of *result*.  Raise a `KeyError` if there is none."""
+    return {metric.name: metric.value for metric in result.summary}[name]
+
+
+def burst(requests: int, tokens: int, output: int = 1) -> Workload:
+    """Return *requests* of *tokens* tokens and *output* of output that arrive, in effect, at once."""
+    rate = 1e6 * requests  # within a microsecond
+    lengths = {"input_mean": tokens, "input_cv": 0.0, "output_mean": output, "output_cv": 0.0}
+    return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
+
+
+def _effects(claim: Claim, points: Iterable[Point]) -> list[float]:
+    found = (claim.effect(point) for point in points if point.claim == claim.name)
+    return [effect for effect in found if effect is not None]
+
+
+def _metrics(claim: Claim, points: Sequence[Point]) -> Iterator[Metric]:
+    effects = _effects(claim, points)
+    for name, value in (("least", min(effects, default=None)), ("most", max(effects, default=None))):
+        yield Metric(f"{claim.name}_{name}", value, f"{name} effect of: {claim.text}", tabled=True)
+
+
+def _claims(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
+    columns = {
+        "claim": "about the change",
+        "says": "",
+        "needs": "by how much the value must be better after the change",
+        "machine": "hw and backend",
+        "simulated": "least and most effect of all points, as often better as that",
+        "measured": "likewise, on the real engine: by this run, or committed in conf/experiment",
+        "verdict": "of what was measured, else of what was simulated",
+    }
+    rows = []
+    for claim in claims:
+        for machine in dict.fromkeys(point.machine for point in points if point.claim == claim.name):
+            found = {
+                target: _effects(claim, (p for p in points if (p.machine, p.target) == (machine, target)))
+                for target in RANGES
+            }
+            verdict = claim.verdict(found["real"] or found["model"])
+            rows.append([claim.name, claim.text, claim.needs, machine, *map(_range, found.values()), verdict])
+    return Table("Claims", columns, rows)
+
+
+def _range(effects: Sequence[float]) -> str | None:
+    low, high = (f"{end(effects, default=0.0):.3g}" for end in (min, max))
+    return (low if low == high else f"{low} to {high}") if effects else None
+
+
+def _points(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
+    about = {claim.name: claim for claim in claims}
+    columns = {
+        "claim": "",
+        "machine": "",
+        "target": "",
+        "at": "",
+        "before": "the change, in unit",
+        "after": "it",
+        "unit": "",
+        "effect": "how many times better after the change",
+        "runs": "of which these are the medians, if of several",
+        "low": "least effect of one of those runs",
+        "high": "most",
+    }
+    known = [(point, about[point.claim]) for point in points if point.claim in about]
+    rows = [
+        [p.claim, p.machine, p.target, p.at, p.before, p.after, claim.unit, claim.effect(p), p.runs, p.low, p.high]
+        for p, claim in known
+    ]
+    return Table("Points", columns, rows)

@@ -1,0 +1,71 @@
+"""Does metadata on the GPU, over NVLink, speed up a handoff within a node?  SGLang PR 26707.
+
+Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake copies over NVLink;
+after, they lie on the GPU and go with the last batch of KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from experiments.reports import prompts as shared
+from experiments.reports.claims import Claim, Trial, as_rows
+from pdsim.config import Config
+from pdsim.job import Target
+from pdsim.results.record import Result
+from pdsim.serving.settings import Parallel, Side
+
+__all__ = ["CLAIMS", "VARIANTS", "Options", "run"]
+
+HANDOFF = Claim("handoff", "a handoff takes less time", "us")
+TTFT = Claim("ttft", "the mean TTFT of prompts that arrive at once falls", "ms")
+REQUESTS = Claim("throughput", "more requests are done", "1/s", better="more")
+CLAIMS = (HANDOFF, TTFT, REQUESTS)
+
+VARIANTS = {"tcp": ("control", "host"), "nvlink": ("batch", "device")}
+"""How metadata goes and where its rows lie, before and after: `pdsim.kv.policy.Policy`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(shared.Options):
+    """What is handed over: `conf/experiment/seed_intranode_metadata.yaml`."""
+
+    tp: tuple[str, ...] = ("4to4",)
+    tokens: tuple[int, ...] = (128, 1024, 8192)
+    repeat: int = 10
+    warmup: int = 2
+    prompts: tuple[int, ...] = (1, 8, 64)
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    served = options.prompts if options.placement == "packed" else ()
+    trial = Trial(config, target, progress, 2 + 2 * len(served))
+    trial.notes += (
+        ["prompts are served by ranks with a GPU each, so here none are"] if served != options.prompts else []
+    )
+    _handoffs(trial, options)
+    prefill, decode = (Side(tp=int(ranks)) for ranks in options.tp[0].split("to"))
+    own = replace(config, parallel=Parallel(prefill=prefill, decode=decode))
+    for count in served:
+        variants = {variant: _as(own, variant) for variant in VARIANTS}
+        shared.prompts(trial, options, (TTFT, REQUESTS), options.tp[0], count, variants)
+    return trial.result(CLAIMS)
+
+
+def _as(config: Config, variant: str) -> Config:
+    """Return *config* with the metadata of *variant*."""
+    way, memory = VARIANTS[variant]
+    return replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
+
+
+def _handoffs(trial: Trial, options: Options) -> None:
+    """Compare handoffs by themselves."""
+    tcp, nvlink = (
+        as_rows(trial.run(variant, "handoff", _as(trial.config, variant), **options.handoff()), "Handoffs")
+        for variant in VARIANTS
+    )
+    for before, after in zip(tcp, nvlink, strict=True):
+        trial.add(HANDOFF, f"{before['way'].split()[0]} {before['tokens']} tokens", before["p50"], after["p50"])

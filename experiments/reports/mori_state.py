@@ -1,0 +1,150 @@
+"""Seed: MORI-IO with state, posting inline instead of a worker queue, and metadata over TCP or RDMA (SGLang #22665).
+
+Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler posts all of them and
+looks at their statuses between two forwards.  The engine is the configured one in both, so only the policy differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from experiments.reports.claims import Claim, Trial, as_rows, burst, value
+from pdsim.config import Config
+from pdsim.job import Target
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result, Table
+from pdsim.serving.settings import Hybrid, Llm, Parallel, Side
+from pdsim.units import Seconds
+
+__all__ = ["CLAIMS", "Options", "run"]
+THROUGHPUT = Claim("throughput", "inline posting serves about 10 % more at high concurrency", "tokens/s", "more")
+DRAIN = Claim("drain", "likewise where only handoffs take time", "tokens/s", "more")
+TOLD = Claim("told", "what is polled between two forwards is told later (a risk of it)", "s from prefill", "more")
+TCP = Claim("metadata", "metadata over TCP costs a handoff no more than over the engine", "us a handoff", "same")
+STATE = Claim("state", "state goes along: handoffs asked for, and those that succeeded", "handoffs", "same")
+SLICES = Claim("slices", "prefill TP > decode TP likewise", "handoffs", "same")
+POOL = 3 << 29  # bytes of a rank's pool, where memory is configured to be little: many requests at once, and state
+Rows = dict[tuple[str, int], dict[str, Any]]
+CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is compared: `conf/experiment/seed_mori_state.yaml`."""
+
+    served: Llm  # under concurrency
+    states: Mapping[str, Llm] = field(default_factory=dict)  # models that have state, by its kind
+    concurrency: tuple[int, ...] = (1, 32, 1024)  # requests that arrive at once
+    tokens: int = 1024  # of each of them
+    lengths: tuple[int, ...] = (512, 4096)  # tokens of single handoffs
+    workers: int = 1  # that block, before the change
+    tp: tuple[str, ...] = ("8to4", "8to2", "4to1")  # ranks of prefill, fewer ranks of decode
+    repeat: int = 5  # of each handoff
+    deadline: Seconds = 120.0  # of silence, after which a rank counts as gone
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "tokens", "repeat"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"experiment.{name} must be >= 1, got {getattr(self, name)}")
+        if min(self.concurrency, default=0) < 1:
+            raise ValueError(f"experiment.concurrency must be of numbers >= 1, got {self.concurrency}")
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Compare what posts, which way metadata goes, and handoffs with state and between unlike ranks.
+
+    Raise what `experiments.serve` and `experiments.handoff` raise.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    trial = Trial(config, target, progress, 4 * len(options.concurrency) + 2 * len(options.states) + 2)
+    for requests in options.concurrency:
+        _concurrency(trial, options, requests)
+    _metadata(trial, options)
+    costs = [row for kind, model in options.states.items() for row in _state(trial, options, kind, model)]
+    costs += _slices(trial, options)
+    columns = {
+        "handoff": "",
+        "plain us": "median with keys and values alone, or equal TP",
+        "us": "with it",
+        "times": "",
+    }
+    result = trial.result(CLAIMS)
+    return replace(result, tables=[*result.tables, Table("What it costs", columns, costs)])
+
+
+def _policies(config: Config, workers: int) -> Iterator[tuple[str, Policy]]:
+    """Yield the policies before and after, as MORI-IO's were, whatever the engine."""
+    policy = replace(config.policy, call="plane", grouping="runs", metadata="control", staging=False)
+    yield "queued", replace(policy, queues=workers, shard="session", notify="message")
+    yield "inline", replace(policy, queues=0, notify="poll")
+
+
+def _concurrency(trial: Trial, options: Options, requests: int) -> None:
+    """Serve *requests* at once, with and without forwards."""
+    own = replace(
+        trial.config,
+        model=options.served,
+        parallel=Parallel(prefill=Side(tp=1), decode=Side(tp=1)),
+        workload=burst(requests, options.tokens),
+        kv=replace(trial.config.kv, checked=1, pool=trial.config.kv.pool and POOL),
+    )
+    at = f"{requests} requests of {options.tokens} tokens"
+    for claim, scale in ((THROUGHPUT, own.compute.scale), (DRAIN, 0.0)):
+        found = []
+        for name, policy in _policies(own, options.workers):
+            label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
+            config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
+            found.append(trial.run(label, "serve", config, deadline=options.deadline))
+        trial.add(claim, at, *(value(result, "input_tokens_per_s") for result in found))
+        if scale:
+            trial.add(TOLD, at, *(value(result, "transfer_p50_s") for result in found))
+
+
+def _handoffs(trial: Trial, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:
+    """Return the rows by way and tokens, of ranks that post inline."""
+    (_, (_, inline)) = _policies(config, options.workers)
+    own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
+    given = {"tokens": options.lengths, "repeat": options.repeat, "deadline": options.deadline, "paths": ("sliced",)}
+    rows = as_rows(trial.run(label, "handoff", own, **given | more), "Handoffs")
+    return {(row["way"], row["tokens"]): row for row in rows}
+
+
+def _metadata(trial: Trial, options: Options) -> None:
+    own = replace(trial.config, model=options.served)
+    found = _handoffs(trial, options, "metadata", own, tp=("1to1",), metadata=("data", "control"))
+    for tokens in options.lengths:
+        ways = (f"1to1 whole metadata {way}" for way in ("data", "control"))
+        trial.add(TCP, f"{tokens} tokens", *(found[way, tokens]["p50"] for way in ways))
+
+
+def _state(trial: Trial, options: Options, kind: str, model: Llm) -> Iterator[list[Any]]:
+    """Hand *model* over, and one that has its layers of full attention only and no index beside them."""
+    attention = [model.hybrid.pattern[layer % len(model.hybrid.pattern)] for layer in range(model.layers)].count("a")
+    alone = replace(model, layers=attention, hybrid=Hybrid())
+    plain, state = (
+        _handoffs(trial, options, f"{kind} {name}", replace(trial.config, model=llm), POOL, tp=("1to1",))
+        for name, llm in (("without", alone), ("state", model))
+    )
+    for way, tokens in plain:
+        yield _cost(trial, options, STATE, f"{kind} {tokens} tokens", plain[way, tokens], state[way, tokens])
+
+
+def _slices(trial: Trial, options: Options) -> Iterator[list[Any]]:
+    ranks = {tp: tp.partition("to")[0] for tp in options.tp}
+    equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
+    found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), tp=(*equal, *options.tp))
+    for tp, prefill in ranks.items():
+        for tokens in options.lengths:
+            plain, row = found[f"{prefill}to{prefill} whole", tokens], found[f"{tp} sliced", tokens]
+            yield _cost(trial, options, SLICES, f"{tp} {tokens} tokens", plain, row)
+
+
+def _cost(
+    trial: Trial, options: Options, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
+) -> list[Any]:
+    """Count the handoffs of *row*, and return how much longer than *plain* they took."""
+    trial.add(claim, at, options.repeat, row["n"])
+    before, after = plain["p50"], row["p50"]
+    return [at, before, after, after / before if before and after else None]

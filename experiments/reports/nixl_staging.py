@@ -1,0 +1,101 @@
+"""Does a staged path speed up NIXL between prefill and decode of unlike TP?  SGLang PR 22536.
+
+Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own (sliced); after, it
+gathers a chunk, writes it in one piece, and the other side scatters it (staged).  First handoffs by themselves, TP
+against TP; then prompts that arrive at once at prefill of TP 4 and decode of DP4+TP4(+EP4), of which each group holds
+all heads.  Expert parallelism moves no KV: `pdsim.serving` does not model it, and nothing here depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from experiments.reports import prompts as shared
+from experiments.reports.claims import Claim, Trial, as_rows
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.job import Target
+from pdsim.results.record import Result
+from pdsim.serving.compute.roofline import kv_shape
+from pdsim.serving.settings import Parallel, Side
+
+__all__ = ["CLAIMS", "Options", "run"]
+
+HANDOFF = Claim("handoff", "a handoff between unlike TP takes less time when staged", "us")
+DESCRIPTORS = Claim("descriptors", "it takes a thousandth of the descriptors (PR 19890)", "descriptors", bound=1000.0)
+TTFT = Claim("ttft", "TP4 to DP4+TP4+EP4: the mean TTFT of prompts that arrive at once falls", "ms")
+REQUESTS = Claim("throughput", "TP4 to DP4+TP4+EP4: more requests are done", "1/s", better="more")
+CLAIMS = (HANDOFF, DESCRIPTORS, TTFT, REQUESTS)
+
+PARALLEL = Parallel(prefill=Side(tp=4), decode=Side(tp=4, dp=4))
+DP = "4toDP4"
+"""TP4 to DP4+TP4+EP4: four decode groups of attention TP 1, and how points are named that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(shared.Options):
+    """What is handed over: `conf/experiment/seed_nixl_staging.yaml`."""
+
+    tp: tuple[str, ...] = ("1to2", "2to1", "2to4", "4to2", "4to1")
+    tokens: tuple[int, ...] = (512, 8192)
+    prompts: tuple[int, ...] = (1, 8, 64, 512)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for text in self.tp:
+            if len(set(_sides(text))) == 1:
+                raise ValueError(f"experiment.tp must be of pairs of unlike sides such as 4to1, got {text!r}")
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Hand over and serve in slices, then staged, and return what became of `CLAIMS`.
+
+    What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    crossed = tuple(tp for tp in options.tp if options.placement == "sides" or _fits(config, *_sides(tp)))
+    served = options.prompts if _fits(config, PARALLEL.prefill.gpus, PARALLEL.decode.gpus) else ()
+    if not crossed and not served:
+        raise ConfigError(f"hw={config.hw.name} has too few GPUs for any of it; set experiment.placement=sides")
+    trial = Trial(config, target, progress, 2 * bool(crossed) + 2 * len(served))
+    left = [tp for tp in options.tp if tp not in crossed] + [DP] * (len(served) < len(options.prompts))
+    trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)}, left out"] if left else []
+    if crossed:
+        _handoffs(trial, replace(options, tp=crossed))
+    for count in served:
+        _prompts(trial, options, count)
+    return trial.result(CLAIMS)
+
+
+def _sides(tp: str) -> tuple[int, int]:
+    prefill, decode = map(int, tp.split("to"))
+    return prefill, decode
+
+
+def _fits(config: Config, prefill: int, decode: int) -> bool:
+    gpus = config.hw.gpus * config.hw.nodes
+    return not gpus or prefill + decode <= gpus
+
+
+def _handoffs(trial: Trial, options: Options) -> None:
+    """Compare handoffs by themselves."""
+    sliced, staged = (
+        as_rows(trial.run(path, "handoff", **options.handoff(path)), "Handoffs") for path in ("sliced", "staged")
+    )
+    for before, after in zip(sliced, staged, strict=True):
+        at = f"{before['way'].split()[0]} {before['tokens']} tokens"
+        trial.add(HANDOFF, at, before["p50"], after["p50"])
+        trial.add(DESCRIPTORS, at, before["descriptors"], after["descriptors"])
+
+
+def _prompts(trial: Trial, options: Options, count: int) -> None:
+    """Compare how *count* prompts that arrive at once are served by TP4 and DP4+TP4+EP4."""
+    tokens = options.prompt_tokens + trial.config.kv.page_size
+    most = count * tokens * kv_shape(trial.config.model).token_bytes(1)  # all of them in one group's ring
+    kv = replace(trial.config.kv, staging_ring=min(trial.config.kv.staging_ring, most))
+    own = replace(trial.config, parallel=PARALLEL)
+    variants = {
+        name: replace(own, kv=replace(kv, staging=staging)) for name, staging in (("sliced", False), ("staged", True))
+    }
+    shared.prompts(trial, options, (TTFT, REQUESTS), DP, count, variants)

@@ -1,0 +1,161 @@
+"""The points of seeds: values before and after a change, as runs find them and as ``conf/experiment`` keeps them.
+
+``python -m experiments.reports.points FOLDER...`` writes what complete runs of seeds found, of several of one machine
+the medians, into ``data/reports/<seed>.csv``, in place of what that held of the same machine and target.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.repository import data
+
+__all__ = ["Point", "committed", "keep"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The value of a claim before and after the change, in its unit, *at* one point; None where none was got."""
+
+    claim: str
+    machine: str  # hw and backend
+    target: str  # "model" or "real"
+    at: str  # such as "1to2 8192 tokens"
+    before: float | None
+    after: float | None
+    runs: int | None = None  # of which these are medians, if they are
+    low: float | None = None  # least effect of one of those runs
+    high: float | None = None  # most
+
+
+_NUMBERS = {"before": float, "after": float, "runs": int, "low": float, "high": float}
+
+
+def committed(seed: str) -> list[Point]:
+    """Return the points of ``data/reports/<seed>.csv``, none if there is no such file."""
+    return _parsed(_text(seed))
+
+
+def keep(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the new content of ``data/reports/<seed>.csv`` by seed, with what *runs* found in it.
+
+    Each run is what `pdsim.results.store.load` returns, with the key ``collective``.  Of runs of one machine and target
+    the medians are kept, and the least and most effect; the files begin with a line that says how they were made.
+
+    Raise a `ConfigError` for a run with failures, one that is of no seed, and runs of one machine at other points.
+    """
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((str(run["experiment"]), _machine(run), str(run["target"])), []).append(run)
+    files: dict[str, str] = {}
+    for (seed, machine, target), same in groups.items():
+        text = files.get(seed, _text(seed))
+        about = f"# {machine}, {target}: "
+        comments = [line for line in text.splitlines() if line.startswith("#") and not line.startswith(about)]
+        others = [point for point in _parsed(text) if (point.machine, point.target) != (machine, target)]
+        files[seed] = _written([*comments, about + _origin(same)], [*others, *_medians(machine, target, same)])
+    return files
+
+
+def _text(seed: str) -> str:
+    file = data("reports", f"{seed}.csv")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _parsed(text: str) -> list[Point]:
+    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    return [Point(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows]
+
+
+def _number(text: str | None, kind: type[Any]) -> Any:
+    return kind(text) if text else None
+
+
+def _written(comments: Sequence[str], points: Iterable[Point]) -> str:
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Point)])
+    for point in points:
+        writer.writerow([_short(value) if isinstance(value, float) else value for value in astuple(point)])
+    return "\n".join([*comments, lines.getvalue()])
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
+
+
+def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the points that *run* itself got, by heading, and not those that it read from a file."""
+    try:
+        (table,) = (table for table in run["tables"] if table["title"] == "Points")
+    except ValueError:
+        raise ConfigError(
+            f"{run['folder']} is a run of {run['experiment']}, which is no seed: it has no points"
+        ) from None
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    return [row for row in rows if (row["machine"], row["target"]) in _own(run)]
+
+
+def _own(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(f"{run['hw']} {engine}", run["target"]) for engine in (run["backend"], run.get("collective"))]
+
+
+def _machine(run: Mapping[str, Any]) -> str:
+    rows = _rows(run)
+    if run["failures"] or not rows:
+        raise ConfigError(f"{run['folder']} failed: {[*run['failures'], 'no points'][0]}; take a run without failures")
+    return str(rows[0]["machine"])
+
+
+def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
+    tables = [{(row["claim"], row["at"]): row for row in _rows(run)} for run in runs]
+    for run, table in zip(runs, tables, strict=True):
+        if list(table) != list(tables[0]):
+            raise ConfigError(f"{run['folder']} has other points than {runs[0]['folder']}; keep them one by one")
+    for claim, at in tables[0]:
+        same = [table[claim, at] for table in tables]
+        before, after = (_median([row[name] for row in same]) for name in ("before", "after"))
+        effects = [row["effect"] for row in same if row["effect"] is not None]
+        several = len(runs) > 1
+        ends = (min(effects), max(effects)) if several and effects else (None, None)
+        yield Point(claim, machine, target, at, before, after, len(runs) if several else None, *ends)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return median(known) if len(known) == len(values) else None
+
+
+def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return how *runs* were made: when, of which source, on what, by which command."""
+    first = runs[0]
+    words = [word for word in first["overrides"] if not word.startswith(("seed=", "output="))]
+    commit = str((first.get("git") or {}).get("commit") or "unknown")[:7]
+    parts = [*first["engine"], f"{first['host']['cpu']}, {first['host']['cores']} cores"] if "started" in first else []
+    when = [str(first["started"])[:10]] if "started" in first else []
+    many = [f"medians of {len(runs)} runs"] if len(runs) > 1 else []
+    return "; ".join([*when, f"commit {commit}", *parts, *many, f"pdsim run {' '.join(words)}"])
+
+
+def _loaded(folder: Path) -> dict[str, Any]:
+    """Return the run in *folder*, and what it gathered with."""
+    from omegaconf import OmegaConf
+
+    from pdsim.results.store import load
+
+    return load(folder) | {"collective": OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "collective.name")}
+
+
+if __name__ == "__main__":
+    for seed, text in keep(_loaded(Path(folder)) for folder in sys.argv[1:]).items():
+        path = data("reports", f"{seed}.csv")
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{path}\n")

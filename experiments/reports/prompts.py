@@ -1,0 +1,65 @@
+"""What two seeds share: handoffs by themselves, then prompts that arrive at once, before and after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.handoff import Options as Handoff
+from experiments.reports.claims import Claim, Trial, burst, value
+from pdsim.config import Config
+from pdsim.units import Seconds
+
+__all__ = ["Options", "prompts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is handed over and served; a seed says how much of it."""
+
+    tp: tuple[str, ...]  # ranks of prefill, ranks of decode
+    tokens: tuple[int, ...]
+    placement: str = "packed"  # or "sides", as `experiments.handoff`
+    repeat: int = 3  # measured handoffs of each shape
+    warmup: int = 1  # before them
+    prompts: tuple[int, ...] = ()  # that arrive at once
+    prompt_tokens: int = 1024
+    output_tokens: int = 128
+    deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
+
+    def __post_init__(self) -> None:
+        Handoff(**self.handoff())  # whose rules these are
+        if not self.tp:
+            raise ValueError("experiment.tp must have a value, got none")
+        for name, least in (
+            ("prompts", min(self.prompts, default=1)),
+            ("prompt_tokens", self.prompt_tokens),
+            ("output_tokens", self.output_tokens),
+        ):
+            if least < 1:
+                raise ValueError(f"experiment.{name} must be >= 1, got {least}")
+
+    def handoff(self, path: str = "sliced") -> dict[str, Any]:
+        """Return the options of `experiments.handoff`; *path* is for ranks that keep other heads."""
+        names = ("tp", "tokens", "placement", "repeat", "warmup", "deadline")
+        return {name: getattr(self, name) for name in names} | {"paths": (path,)}
+
+
+def prompts(
+    trial: Trial, options: Options, claims: tuple[Claim, Claim], tp: str, count: int, variants: Mapping[str, Config]
+) -> None:
+    """Serve *count* prompts that arrive at once by both *variants*, and add what became of *claims*.
+
+    Those are of the mean TTFT in ms and of requests a second; *tp* is how the points are named.  Raise what
+    `experiments.serve` raises.
+    """
+    workload = burst(count, options.prompt_tokens, options.output_tokens)
+    found = [
+        trial.run(f"{name} {count} prompts", "serve", replace(own, workload=workload), deadline=options.deadline)
+        for name, own in variants.items()
+    ]
+    at, (ttft, requests) = f"{tp} {count} prompts", claims
+    times = [value(result, "ttft_avg_s") for result in found]
+    trial.add(ttft, at, *(None if seconds is None else 1e3 * seconds for seconds in times))
+    trial.add(requests, at, *(value(result, "request_rate") for result in found))

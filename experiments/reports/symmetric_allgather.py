@@ -1,0 +1,102 @@
+"""Does symmetric memory speed up the all-gather of context-parallel KV?  SGLang PR 24040.
+
+Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory; after, it is allocated
+from a symmetric pool, registered with all ranks.  Equal pieces, and batches of unequal sequences, which are padded to
+the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks, grows during it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.allgather import Options as AllGather
+from experiments.reports.claims import Claim, Trial, as_rows
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.group import SYMMETRIC
+from pdsim.job import Target
+from pdsim.results.record import Result
+from pdsim.units import Size
+
+__all__ = ["CLAIMS", "Options", "run"]
+
+EQUAL = Claim("equal", "an all-gather of equal pieces takes less time in symmetric memory", "us")
+PADDED = Claim("padded", "one of unequal sequences, padded, does too", "us")
+RESERVED = Claim("reserved", "the first of its size takes less if the pool was reserved than if it grows", "us")
+GROWN = Claim("grown", "the first of its size takes less than in plain memory though the pool grows", "us")
+CLAIMS = (EQUAL, PADDED, RESERVED, GROWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is gathered: `conf/experiment/seed_symmetric_allgather.yaml`."""
+
+    ranks: tuple[int, ...] = (2, 4, 8)
+    size: tuple[Size, ...] = (4096, 1 << 20, 32 << 20)  # bytes of each rank's piece
+    batches: tuple[tuple[int, ...], ...] = ((9, 9), (4096, 77, 1000))  # tokens of the sequences of a batch
+    row: Size = 2048  # bytes of a token
+    repeat: int = 20
+    warmup: int = 5
+
+    def __post_init__(self) -> None:
+        AllGather(**vars(self))  # whose rules these are
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Gather in plain memory, in a reserved symmetric pool and in one that grows; return what became of `CLAIMS`.
+
+    More ranks than GPUs are left out, and a note says so.  Raise a `ConfigError` if none is left.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    if config.collective is None:
+        raise ConfigError(
+            "experiment=seed_symmetric_allgather needs collectives; set collective=nccl, or gloo on hosts"
+        )
+    gpus = config.hw.gpus * config.hw.nodes
+    ranks = tuple(count for count in options.ranks if count <= gpus or not gpus)
+    if not ranks:
+        raise ConfigError(
+            f"experiment.ranks={list(options.ranks)}: hw={config.hw.name} has {gpus} GPUs; take fewer ranks"
+        )
+    trial = Trial(config, target, progress, 1)
+    left = [str(count) for count in options.ranks if count not in ranks]
+    trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
+    gathered = trial.run("gathered", "allgather", **vars(replace(options, ranks=ranks)))
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in as_rows(gathered, "All-gathers"):
+        found.setdefault(_at(row), {})[row["pool"]] = row
+    for at, pools in found.items():
+        for claim, before, after in _values(pools):
+            trial.add(claim, at, before, after, f"{config.hw.name} {config.collective.name}")
+    trial.notes += list(_repaid(found))
+    return trial.result(CLAIMS)
+
+
+def _at(row: dict[str, Any]) -> str:
+    return f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
+
+
+def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | None, float | None]]:
+    """Yield what each claim compares, from the rows of one point in `pools`."""
+    plain, reserved = pools["default"]["med us"], pools[SYMMETRIC]["med us"]
+    yield EQUAL if pools["default"]["batch"] == "-" else PADDED, plain, reserved
+    grown = pools[f"{SYMMETRIC}, grown"]
+    if grown["growths"] and grown["med us"] is not None:
+        first = grown["med us"] + 1e3 * grown["growth ms"]
+        yield RESERVED, first, reserved
+        yield GROWN, plain, first
+
+
+def _repaid(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    """Yield after how many all-gathers at least and at most a growth is made up for by their being faster."""
+    counts = []
+    for pools in found.values():
+        grown = pools[f"{SYMMETRIC}, grown"]
+        times = [pools["default"]["med us"], grown["med us"]]
+        if grown["growths"] and None not in times and times[1] < times[0]:
+            counts.append(1e3 * grown["growth ms"] / (times[0] - times[1]))
+    if counts:
+        span = f"{min(counts):.3g} to {max(counts):.3g}"
+        yield f"a growth is made up for after {span} all-gathers of the size that caused it"

@@ -1,0 +1,208 @@
+"""Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from experiments.serve import tables
+from experiments.serve.paths import Paths, notes
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.job import Outcome, Place, RankSpec, Target
+from pdsim.kv.contents import EVERY
+from pdsim.kv.layout import KvShape
+from pdsim.kv.mapping import Grid
+from pdsim.kv.policy import Staging
+from pdsim.results.record import Result
+from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
+from pdsim.serving.deployment import ROUTER, Job, rank_name
+from pdsim.serving.placement import pages, places
+from pdsim.serving.router import POLICIES
+from pdsim.serving.settings import Parallel, Side
+from pdsim.serving.workload import Request, load
+from pdsim.units import Seconds
+
+__all__ = ["Options", "check_fits", "job", "run", "specs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is particular to serving: `conf/experiment/serve.yaml`."""
+
+    router: str = "least_tokens"  # or "round_robin"
+    dp_rank: str = "room"  # the group of an engine that has a room: by its number; or of the engine's choice: "query"
+    deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
+    retries: int = 3  # how often a request is started anew of which no byte had moved when an instance was lost
+    bootstrap_timeout: Seconds = 0.0  # that a room may wait at prefill for its pages at decode; 0 is for ever
+    waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0 is for ever
+
+    def __post_init__(self) -> None:
+        if self.router not in POLICIES:
+            raise ValueError(f"experiment.router must be one of {', '.join(POLICIES)}, got {self.router!r}")
+        if self.dp_rank not in ("room", "query"):
+            raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
+        if not self.deadline > 0:
+            raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
+        for name in ("retries", "bootstrap_timeout", "waiting_timeout"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Serve the workload and return what became of every request.
+
+    Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    requests = load(config.workload, config.seed, config.model.context)
+    what = job(config, options)
+    check_fits(what, requests)
+    progress(0.0, f"serving {len(requests)} requests")
+    outcome = target.run(specs(config, what, requests))
+    progress(1.0, "")
+    return result(config, what, requests, outcome)
+
+
+def job(config: Config, options: Options) -> Job:
+    """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
+    try:
+        found = _job(config, options)
+        found.check()
+    except ValueError as error:
+        raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
+    return found
+
+
+def _job(config: Config, options: Options) -> Job:
+    parallel, shape = config.parallel, kv_shape(config.model)
+    ranks = parallel.prefill.gpus + parallel.decode.gpus
+
+    def pool(side: Side) -> int:
+        return pages(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
+
+    def time(side: Side) -> ForwardTime:
+        return forward_time(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
+
+    return Job(
+        prefill=_grid(parallel.prefill),
+        prefill_dp=parallel.prefill.dp,
+        prefill_instances=parallel.prefill.instances,
+        decode=_grid(parallel.decode),
+        decode_dp=parallel.decode.dp,
+        decode_instances=parallel.decode.instances,
+        all_cp_ranks=config.kv.all_cp_ranks,
+        state_slots=config.kv.state_slots or config.scheduler.decode_batch,
+        window_share=config.kv.window_share,
+        shape=shape,
+        page_size=config.kv.page_size,
+        prefill_pages=pool(parallel.prefill),
+        decode_pages=pool(parallel.decode),
+        slots=2 * config.scheduler.decode_batch,
+        chunk=config.scheduler.chunk,
+        prefill_batch=config.scheduler.prefill_batch,
+        decode_batch=config.scheduler.decode_batch,
+        prefill_time=time(parallel.prefill),
+        decode_time=time(parallel.decode),
+        policy=options.router,
+        query_dp=options.dp_rank == "query",
+        handoff=config.policy,
+        staging=_staging(config, shape) if config.kv.staging else None,
+        deadline=options.deadline,
+        checked=EVERY if config.kv.checked is None else config.kv.checked,
+        kv_dtype=config.model.element,
+        retries=options.retries,
+        bootstrap_timeout=options.bootstrap_timeout,
+        waiting_timeout=options.waiting_timeout,
+    )
+
+
+def _staging(config: Config, shape: KvShape) -> Staging:
+    """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
+    kv, parallel = config.kv, config.parallel
+    tokens = (config.scheduler.chunk // kv.page_size + 1) * kv.page_size
+    chunk = tokens * shape.token_bytes(max(parallel.prefill.attention_tp, parallel.decode.attention_tp))
+    return Staging(ring=int(kv.staging_ring), buffer=int(kv.staging_buffer) or chunk, wait=kv.staging_wait)
+
+
+def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSpec]:
+    """Return the ranks of the job: the router on the first host, then prefill and decode."""
+    plain = what.plain()
+    leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
+    arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
+    found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
+    prefill, decode = places(config.parallel, config.hw)
+    for side, instances, dp, where in (
+        ("prefill", what.prefills, what.prefill_dp, prefill),
+        ("decode", what.decodes, what.decode_dp, decode),
+    ):
+        for number, instance in enumerate(instances):
+            for index in range(what.grid(instance).size):
+                arguments = {"instance": instance, "index": index, "job": plain}
+                place = where[_gpu(what.grid(instance), dp, number, index)]
+                name = rank_name(instance, index)
+                found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, arguments))
+    return found
+
+
+def _gpu(grid: Grid, dp: int, number: int, index: int) -> int:
+    """Return which of its side's GPUs a rank has: the tensor-parallel ranks of all *dp* groups are neighbours."""
+    engine, group = divmod(number, dp)
+    block, tp = divmod(index, grid.tp)
+    return engine * dp * grid.size + (block * dp + group) * grid.tp + tp
+
+
+def _grid(side: Side) -> Grid:
+    return Grid(side.attention_tp, side.pp, side.cp)
+
+
+def _sizes(parallel: Parallel) -> str:
+    def text(side: Side) -> str:
+        return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}"
+
+    return f"({text(parallel.prefill)} to {text(parallel.decode)})"
+
+
+def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outcome) -> Result:
+    """Return what *outcome* says of *requests*."""
+    router = outcome.ranks[ROUTER]
+    value = router.value or {"start": 0.0, "rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
+    columns = tables.columns(requests, value)
+    paths = Paths(len(requests), outcome)
+    columns["path"] = paths.of_requests()
+    failures = [f"{name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error]
+    failures += [
+        f"request {number}: {status}"
+        for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
+        if status != "ok" and not tables.left(status, patience)
+    ]
+    return Result(
+        summary=tables.metrics(columns, config.slo, outcome) + paths.metrics(),
+        tables=tables.tables(columns, outcome) + paths.tables(),
+        requests=columns,
+        transfers=[record for rank in outcome.ranks.values() for record in rank.transfers],
+        failures=failures,
+        notes=tables.notes(columns, what, outcome) + notes(outcome),
+        outcome=outcome,
+    )
+
+
+def check_fits(what: Job, requests: Sequence[Request]) -> None:
+    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
+    for number, request in enumerate(requests):
+        for side, tokens, have in (
+            ("prefill", request.input, what.prefill_pages),
+            ("decode", request.input + request.output, what.decode_pages),
+        ):
+            window = what.window_need(tokens)
+            if what.shape.state.window and window > what.window_pages(have):
+                raise ConfigError(
+                    f"request {number} needs {window} pages of sliding-window layers on the {side} side, whose ranks "
+                    f"have {what.window_pages(have)}; raise kv.window_share or kv.pool, or lower kv.page_size"
+                )
+            if what.page_count(tokens) > have:
+                raise ConfigError(
+                    f"request {number} needs {what.page_count(tokens)} pages of {what.page_size} tokens on the {side} "
+                    f"side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or parallel.{side}.tp, "
+                    "or choose a workload of shorter requests"
+                )

@@ -1,0 +1,86 @@
+"""Which way the keys and values of each request went, from the labels that the KV protocol gives its transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pdsim.job import Outcome
+from pdsim.kv.paths import PATHS
+from pdsim.results.record import Metric, Table
+from pdsim.transfer import TransferRecord
+
+__all__ = ["Paths", "notes"]
+
+
+class Paths:
+    """The paths that *count* requests took in *outcome*."""
+
+    def __init__(self, count: int, outcome: Outcome) -> None:
+        self._taken: list[str] = [""] * count
+        self._totals: dict[str, list[int]] = {}
+        for rank in outcome.ranks.values():
+            for record in rank.transfers:
+                self._count(record)
+
+    def _count(self, record: TransferRecord) -> None:
+        room, _, path = record.label.split("/")
+        total = self._totals.get(path)
+        if total is None:
+            total = self._totals[path] = [0, 0, 0]
+        total[0] += 1
+        total[1] += record.nbytes
+        total[2] += record.descriptors
+        number = (int(room) - 1) % len(self._taken)  # a request that is sent out anew has another room
+        taken = self._taken[number]
+        if path not in taken:  # most rooms take one path, so its very name is kept
+            self._taken[number] = f"{taken}+{path}" if taken else path
+
+    def of_requests(self) -> list[str | None]:
+        """Return the paths of each request, joined by ``+`` if it took several; None if nothing was written."""
+        joined = {taken: _joined(set(taken.split("+"))) for taken in set(self._taken)}
+        return [joined[taken] for taken in self._taken]
+
+    def _in_order(self) -> Iterator[tuple[str, list[int]]]:
+        return ((path, self._totals[path]) for path in PATHS if path in self._totals)
+
+    def metrics(self) -> list[Metric]:
+        """Return bytes and descriptors of each path that was taken."""
+        found = []
+        for path, (_, nbytes, descriptors) in self._in_order():
+            said = f"bytes of all writes on the path {path}, failed ones included"
+            found += [Metric(f"{path}_bytes", nbytes, said), Metric(f"{path}_descriptors", descriptors, "of them")]
+        return found
+
+    def tables(self) -> list[Table]:
+        """Return the paths that were taken."""
+        headings = {"path": "of KV", "writes": "posted", "bytes": "of them", "descriptors": "of them"}
+        rows: list[list[Any]] = [[path, *total] for path, total in self._in_order()]
+        return [Table("Paths", headings, rows)] if rows else []
+
+
+def _joined(paths: set[str]) -> str | None:
+    """Return *paths* in order, without the one that only metadata took."""
+    kv = paths - {"metadata"} or paths
+    return "+".join(path for path in PATHS if path in kv) or None
+
+
+def notes(outcome: Outcome) -> list[str]:
+    """Return what did not go the way that the policy says, and why."""
+    values = [rank.value for rank in outcome.ranks.values() if isinstance(rank.value, dict)]
+    refused = sum(value.get("staging_refused", 0) for value in values)
+    found = []
+    if refused:
+        found.append(
+            f"{refused} chunks went in slices for want of a slot in the staging ring; raise kv.staging_ring or "
+            "kv.staging_wait"
+        )
+    return found + [f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)]
+
+
+def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    found: dict[str, int] = {}
+    for value in values:
+        for text, count in value.get("fallbacks", {}).items():
+            found[text] = found.get(text, 0) + count
+    return sorted(found.items())

@@ -1,0 +1,257 @@
+"""The rank program of `experiments.transfer`: ranks that keep transfers in flight to each other, and check the bytes.
+
+Written against the waist only.  What is measured is in the records of the endpoints; this module knows no statistics.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.barrier import Party
+from pdsim.clock import Clock
+from pdsim.errors import TransferError
+from pdsim.job import Rank
+from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer
+
+__all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
+
+Ints = npt.NDArray[np.int64]
+Flow = Sequence[str]  # the rank that the bytes come from, the rank that they go to
+Post = Callable[..., Transfer]
+_Waves = Sequence[Sequence[Post]]  # what is posted together, one after the other
+_Loop = Generator[Any, Any, TransferError | None]
+
+WARMUP = "warmup"
+"""The label of transfers that are not measured."""
+
+SCHEDULES = ("free", "rounds", "serial")
+"""How an initiator with several flows goes on: each flow for itself; all together, waiting for the last of them;
+or one transfer at a time, flow by flow."""
+
+
+class Task(TypedDict):
+    """One point, as plain data."""
+
+    label: str  # of its measured transfers
+    flows: Sequence[Flow]
+    blocks: int
+    size: int  # bytes of a block
+    concurrency: int
+    repeat: int
+    read: bool  # the sink posts, not the source
+    scattered: bool
+    schedule: str  # of `SCHEDULES`
+
+
+def area_bytes(blocks: int, size: int, concurrency: int, scattered: bool) -> int:
+    """Return the bytes that one flow takes on either side: a slot for each transfer in flight."""
+    return concurrency * blocks * size * (2 if scattered else 1)
+
+
+def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
+    """Return the bytes that *rank* registers: enough for whichever of *tasks* takes most of it."""
+    return max(1, *(_area(task) * sum(rank in flow for flow in task["flows"]) for task in tasks))
+
+
+def _area(task: Task) -> int:
+    return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
+
+
+def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, seed: int, timeout: float) -> Program:
+    """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
+
+    In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight
+    until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two: a
+    process that has slept needs several transfers until it is as fast as it can be.  All ranks begin each point
+    together, those without a flow in it too, over one region that is registered once.  *n* counts the slots of all
+    ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
+
+    An error ends the list before the point that met it, and is returned, so that what was before it is kept:
+    `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
+    """
+    party = Party(rank, timeout)
+    rank.clock.process(party.tick())
+    buffer = rank.device.allocate(region_bytes(rank.name, points))
+    region = rank.endpoint.register(buffer, "blocks")
+    done: list[dict[str, Any]] = []
+    try:
+        addresses = yield from party.meet("address", rank.endpoint.address())
+        peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
+        for number, task in enumerate(points):
+            work = _Work(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
+            work.fill()
+            rank.clock.settle()
+            yield from party.start(f"{number} begins")
+            yield from work.transfer(warmup)
+            yield from party.meet(f"{number} has ended")
+            mine = work.found()
+            others = yield from party.meet(f"{number} is checked", b"%d %d %d" % mine)
+            done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
+    except TransferError as error:
+        party.give_up(error)
+        return {"points": done, "error": f"{type(error).__name__}: {error}"}
+    rank.endpoint.deregister(region)
+    rank.device.free(buffer)
+    return {"points": done, "error": ""}
+
+
+def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the sum of what all ranks *found*, of which those that could check nothing say so."""
+    slots, checked, verified = (sum(counts) for counts in zip(*found, strict=True))
+    return {"slots": slots, "verified": verified if checked else None}
+
+
+class _Work:
+    """What one rank does in one point."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        task: Task,
+        buffer: Buffer,
+        region: Region,
+        peers: Mapping[str, Peer],
+        seed: int,
+        check: bool,
+        timeout: float,
+    ) -> None:
+        self._rank, self._task, self._buffer = rank, task, buffer
+        self._plan = _Plan(task, seed)
+        self._check = check
+        self._timeout = timeout
+        initiator = 1 if task["read"] else 0
+        mine = [index for index, flow in enumerate(task["flows"]) if flow[initiator] == rank.name]
+        self._posts = [self._slots(index, region, peers) for index in mine]
+
+    def _slots(self, index: int, region: Region, peers: Mapping[str, Peer]) -> list[Post]:
+        """Return for each slot of flow *index* the call that starts its transfer."""
+        task, rank = self._task, self._rank
+        source, sink = task["flows"][index]
+        peer = peers[source if task["read"] else sink]
+        there = peer.regions["blocks"]
+        ends = (there, region) if task["read"] else (region, there)
+        start = rank.endpoint.read if task["read"] else rank.endpoint.write
+        return [partial(start, peer, self._plan.batch(index, slot, *ends)) for slot in range(task["concurrency"])]
+
+    def fill(self) -> None:
+        """Give every slot that this rank sends from the bytes of this point, if they are checked."""
+        if self._check:
+            self._plan.fill(self._rank.name, self._buffer)
+
+    def found(self) -> tuple[int, int, int]:
+        """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent."""
+        flows = enumerate(self._task["flows"])
+        received = [index for index, flow in flows if flow[1] == self._rank.name]
+        slots = len(received) * self._task["concurrency"]
+        if not self._check:
+            return slots, 0, 0
+        return slots, slots, sum(self._plan.verified(index, self._buffer) for index in received)
+
+    def transfer(self, warmup: int) -> Generator[Any, Any, None]:
+        """Make the transfers of every flow, *warmup* more than are measured.
+
+        Raise the first error when all that were started have ended.
+        """
+        clock = self._rank.clock
+        if error := (yield from _all(clock, [self._flow(loops, warmup) for loops in self._loops()])):
+            raise error
+
+    def _loops(self) -> list[list[_Waves]]:
+        """Return what goes on by itself, each as the loops that run side by side in it."""
+        if self._task["schedule"] == "free":
+            return [[[[post]] for post in slots] for slots in self._posts]
+        every = [post for slots in self._posts for post in slots]
+        return [[[[post] for post in every] if self._task["schedule"] == "serial" else [every]]]
+
+    def _flow(self, loops: Sequence[_Waves], warmup: int) -> _Loop:
+        """Run *loops* for the warm-up and, when it has ended in all of them, at once for what is measured."""
+        start = {"timeout": self._timeout}
+        for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
+            # the slots of a flow share its budget: a slow transfer does not hold up the others
+            budget = iter(range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"])))
+            clock = self._rank.clock
+            running = [_loop(clock, waves, budget, start | {"label": label}) for waves in loops]
+            if error := (yield from _all(clock, running)):
+                return error
+        return None
+
+
+def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
+    """Run *loops* side by side, and return the first error when all have ended."""
+    first: TransferError | None = None
+    for process in [clock.process(loop) for loop in loops]:
+        error = yield process
+        first = first or error
+    return first
+
+
+def _loop(clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str, Any]) -> _Loop:
+    """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows."""
+    try:
+        for _ in budget:
+            clock.settle()
+            for wave in waves:
+                for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
+                    yield transfer
+    except TransferError as error:
+        return error
+    return None
+
+
+class _Plan:
+    """Where the blocks of every flow lie in each rank's one buffer, and what they hold."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.flows = task["flows"]
+        self._point = zlib.crc32(task["label"].encode())
+        self.size = task["size"]
+        self.concurrency = task["concurrency"]
+        self._seed = seed
+        blocks, self._scattered = task["blocks"], task["scattered"]
+        self._places = blocks * (2 if self._scattered else 1)  # block-sized places of a slot
+        order = np.random.Generator(np.random.PCG64([seed, 0]))
+        every: Ints = np.arange(blocks, dtype=np.int64)
+        self._from = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
+        self._to = order.permutation(self._places)[:blocks].astype(np.int64) if self._scattered else every
+
+    def batch(self, index: int, slot: int, source: Region, target: Region) -> Batch:
+        """Return the descriptors of a transfer of flow *index*."""
+        source_offset = self._at(index, slot, self.flows[index][0]) + self._from * self.size
+        target_offset = self._at(index, slot, self.flows[index][1]) + self._to * self.size
+        return Batch(source, target, source_offset, target_offset, np.full(len(self._from), self.size))
+
+    def fill(self, rank: str, buffer: Buffer) -> None:
+        """Give every slot that *rank* sends from the bytes of this point, and zeros to those that it receives in."""
+        for index, (source, sink) in enumerate(self.flows):
+            for slot in range(self.concurrency):
+                if source == rank:
+                    buffer.write(self._at(index, slot, rank), self._content(index, slot).tobytes())
+                elif sink == rank and self._scattered:  # otherwise every byte is written
+                    buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
+
+    def verified(self, index: int, buffer: Buffer) -> int:
+        """Return how many slots of flow *index* have the checksum of what was sent, and zeros between the blocks."""
+        sink = self.flows[index][1]
+        good = 0
+        for slot in range(self.concurrency):
+            expected = np.zeros((self._places, self.size), dtype=np.uint8)
+            expected[self._to] = self._content(index, slot)[self._from]
+            found = buffer.read(self._at(index, slot, sink), self._places * self.size)
+            good += zlib.crc32(found) == zlib.crc32(expected.tobytes())
+        return good
+
+    def _at(self, index: int, slot: int, rank: str) -> int:
+        """Return where *slot* of flow *index* begins in the buffer of *rank*, which holds its flows in order."""
+        before = sum(rank in flow for flow in self.flows[:index])
+        return (before * self.concurrency + slot) * self._places * self.size
+
+    def _content(self, index: int, slot: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of all places of a slot, shape (places, size): both sides can compute them."""
+        generator = np.random.Generator(np.random.PCG64([self._seed, index, slot, self._point]))
+        return generator.integers(0, 256, (self._places, self.size), dtype=np.uint8)

@@ -1,0 +1,279 @@
+"""Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
+
+The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``, the
+predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
+``validation.parquet``, both side by side; ``validation.html``, for people.  Predictions may be made long before, and
+elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.validate.design import CLASSES, Design, Part, parts
+from experiments.validate.files import EXPECTED, MEASURED, design_of, keep, read, take
+from experiments.validate.predict import adopt, ahead, check_same, expect, now
+from experiments.validate.values import mean, values
+from pdsim.config import Config
+from pdsim.errors import ConfigError, TransferError
+from pdsim.job import Target
+from pdsim.results.record import Metric, Result
+from pdsim.transfer import TransferRecord
+from pdsim.validation.compare import (
+    Bound,
+    Class,
+    Compared,
+    Value,
+    by_class,
+    by_decade,
+    compare,
+    foretold,
+    metrics,
+    seal,
+    tables,
+)
+from pdsim.validation.page import page
+
+__all__ = ["Options", "bounds", "run"]
+
+TABLE, PAGE = "validation.parquet", "validation.html"
+Progress = Callable[[float, str], None]
+
+BOUNDS = {"pair": 0.05, "pair_p95": 0.15, "other": 0.1, "small": 3e-4, "large": 0.0}
+"""Of absolute errors: medians and, of pairs, the 95th percentile.  Pairs of less than *large* bytes are a class of
+their own, whose median is to be *small* seconds: what adds a little to every transfer is much of a short one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Design):
+    """What is run, and how far off it may be: `conf/experiment/validate.yaml`."""
+
+    stored: str = ""  # a folder of an earlier run whose measurements are compared instead
+    predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
+    expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
+    bounds: Mapping[str, float] = field(default_factory=lambda: dict(BOUNDS))
+
+    def __post_init__(self) -> None:
+        for name in self.classes:
+            if name not in CLASSES:
+                raise ValueError(f"experiment.classes must be of {', '.join(CLASSES)}, got {name!r}")
+        if self.predict not in ("before", "only", "now"):
+            raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
+        if self.expected and (self.stored or self.predict != "before"):
+            raise ValueError(
+                "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it is "
+                f"of a run that measures, got {self.expected!r}"
+            )
+        if self.stored and self.predict == "only":
+            raise ValueError(
+                f"experiment.predict must be now, not only, with experiment.stored, got stored={self.stored!r}"
+            )
+        if self.ranks < 0 or self.ranks == 1:
+            raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
+        judged = [self.bounds.get(name, 0.0) for name in BOUNDS if name != "large"]
+        if set(self.bounds) != set(BOUNDS) or min(judged) <= 0 or self.bounds["large"] < 0:
+            raise ValueError(
+                f"experiment.bounds must have {', '.join(BOUNDS)}, all > 0 (large: >= 0), got {dict(self.bounds)}"
+            )
+
+
+def run(config: Config, target: Target, progress: Progress, folder: Path) -> Result:
+    """Predict, measure and compare; the files go to *folder*.
+
+    Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
+    measure with.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    notes: list[str] = []
+    failures: list[str] = []
+    records: list[TransferRecord] = []
+    progress(0.0, "predicting")
+    if options.stored:
+        _take(config, options, folder)
+    elif options.predict == "only":
+        expect(config, _design(config, parts(config, options, folder, notes), notes), folder)
+        return _foretold(folder, notes)
+    else:
+        design = _expected(config, options, folder, notes)
+        failures += _measure(config, design, options.jobs, target, folder, progress, records)
+    return replace(_compared(config, options, folder, notes, failures), transfers=records)
+
+
+def bounds(options: Options) -> dict[str, Bound]:
+    """Return what the errors of each class may be."""
+    pair = Bound(options.bounds["pair"], options.bounds["pair_p95"])
+    return {"pair": pair, "small": Bound(seconds=options.bounds["small"]), "": Bound(options.bounds["other"])}
+
+
+def _small(each: Compared, large: float) -> Compared:
+    """Return *each* in the class that it is judged in: one of its own for pairs of less than *large* bytes."""
+    value = each.predicted
+    if not value.group.startswith("pair") or value.nbytes >= large:
+        return each
+    return replace(each, predicted=replace(value, group=f"small {value.group}"))
+
+
+def _take(config: Config, options: Options, folder: Path) -> None:
+    """Take what is stored to *folder*, and predict it if that was not done, or is to be done anew."""
+    source = Path(options.stored)
+    take(source, folder)
+    made = (source / EXPECTED).is_file()
+    if made and options.predict != "now":
+        return
+    if made:
+        check_same(config, read(source / EXPECTED), source / EXPECTED)
+    expect(config, design_of(source, folder), folder)
+
+
+def _expected(config: Config, options: Options, folder: Path, notes: list[str]) -> list[Part]:
+    """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
+    if config.target != "real":
+        raise ConfigError(
+            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was measured, "
+            "or experiment.predict=only for predictions alone"
+        )
+    if options.expected:
+        return _design(config, adopt(config, Path(options.expected), folder), notes)
+    design = _design(config, parts(config, options, folder, notes), notes)
+    expect(config, design, folder)
+    return design
+
+
+def _design(config: Config, asked: Iterable[Part], notes: list[str]) -> list[Part]:
+    """Return those of the parts *asked* for that can be run; a note says what cannot."""
+    found = []
+    for part in asked:
+        problems = part.problems(config)
+        if problems:
+            notes.append(f"{part.experiment} is left out: {problems[0]}")
+        else:
+            found.append(part)
+    if not found:
+        raise ConfigError("nothing can be run: " + "; ".join(notes or ["experiment.classes is empty"]))
+    return found
+
+
+def _measure(
+    config: Config,
+    design: Sequence[Part],
+    jobs: int,
+    target: Target,
+    folder: Path,
+    progress: Progress,
+    records: list[TransferRecord],
+) -> list[str]:
+    """Run *design* for real, write what was measured, add to *records*, and return what failed.
+
+    The file is written anew after each part, so that a run that is ended early leaves what it had.
+    """
+    found: list[Value] = []
+    failures: list[str] = []
+    took: list[dict[str, Any]] = []
+    began, expectations = now(), read(folder / EXPECTED)["sha256"]
+    for number, part in enumerate(design):
+        progress((number + 1) / (len(design) + 1), part.experiment)
+        start = time.monotonic()
+        results = _jobs(config, part, jobs, target, failures)
+        found += mean([values(part.experiment, result) for result in results])
+        failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
+        records += [record for result in results for record in result.transfers]
+        took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
+        content = {
+            "began": began,
+            "expectations": expectations,
+            "engines": sorted({record.engine for record in records}),
+            "took": list(took),
+            "measured": [asdict(value) for value in found],
+        }
+        keep(folder / MEASURED, seal(content))
+    return failures
+
+
+def _jobs(config: Config, part: Part, jobs: int, target: Target, failures: list[str]) -> list[Result]:
+    """Run *part* in as many jobs as its kind is, and return what came of it; an error is one of *failures*."""
+    results: list[Result] = []
+    for job in range(part.jobs(jobs)):
+        seed = config.seed + (job if part.experiment != "serve" else 0)  # which has the same requests each time
+        try:
+            results.append(part.run(replace(config, seed=seed), target))
+        except (ConfigError, TransferError) as error:
+            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
+    return results
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------
+
+
+def _compared(config: Config, options: Options, folder: Path, notes: list[str], failures: list[str]) -> Result:
+    """Return what the files in *folder* say, read back from there."""
+    expected, measured = (read(folder / name) for name in (EXPECTED, MEASURED))
+    found = compare(_values(expected["expected"]), _values(measured["measured"]))
+    found = [_small(each, options.bounds["large"]) for each in found]
+    classes = by_class(found, bounds(options), config.seed)
+    shown = tables(classes, by_decade(found, config.seed))
+    before = measured["expectations"] == expected["sha256"]
+    notes += [] if before else ["the predictions were made after these measurements"]
+    notes += [_since(expected, measured)] if options.expected else []
+    missing = len(expected["expected"]) - len(found)
+    notes += [f"{missing} predictions have no measurement beside them"] if missing else []
+    _write_parquet(folder / TABLE, found)
+    kept = ("hw", "backend", "calibration", "seed", "written", "commit", "sha256")
+    facts = [(key, str(expected[key])) for key in kept if key in expected]
+    facts += [("measured from", measured["began"]), ("by", ", ".join(measured["engines"]))]
+    when = f"yes, by {ahead(expected, measured['began'])}" if before else "no"
+    facts += [("predicted before the first transfer", when)]
+    title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
+    keep(folder / PAGE, page(title, facts, shown, found).encode())
+    beyond = [each for each in classes if each.beyond]
+    failures += [f"{each.name}: error beyond its bound, median {_judged(each)}{_left(each)}" for each in beyond]
+    return Result(
+        summary=metrics(found, classes),
+        tables=shown,
+        failures=failures,
+        notes=[*notes, f"pictures and every point: {PAGE}; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+    )
+
+
+def _left(each: Class) -> str:
+    return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
+
+
+def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Return when predictions that were made elsewhere were made, and of what."""
+    span = ahead(expected, measured["began"])
+    return (
+        f"predicted at {expected['written']}, {span} before the first transfer, at commit {expected['commit']} with "
+        f"calibration {expected['calibration']}"
+    )
+
+
+def _foretold(folder: Path, notes: Sequence[str]) -> Result:
+    """Return what the predictions in *folder* say, read back from there."""
+    expected = read(folder / EXPECTED)
+    found = _values(expected["expected"])
+    return Result(
+        summary=[Metric("points", len(found), "quantities that are predicted")],
+        tables=[foretold(found)],
+        notes=[*notes, f"nothing was measured; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+    )
+
+
+def _judged(each: Class) -> str:
+    if each.bound is None or each.bound.seconds is None or each.seconds is None:
+        return f"{each.median:.1%}"
+    return f"{each.seconds * 1e3:.2f} ms"
+
+
+def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:
+    return [Value(**row) for row in rows]
+
+
+def _write_parquet(path: Path, found: Sequence[Compared]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([each.row() for each in found]), path, compression="zstd")

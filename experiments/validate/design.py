@@ -1,0 +1,198 @@
+"""What `experiments.validate` runs: other experiments, on points that no calibration has seen.
+
+What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four prefill ranks,
+patterns of up to eight ranks, and all-gathers over two, four and eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.transfer.layout import names, places, shortage
+from experiments.transfer.points import Point, read, write
+from experiments.transfer.program import region_bytes
+from pdsim import plugins
+from pdsim.config import Config
+from pdsim.job import Target
+from pdsim.results.record import Result
+from pdsim.units import Size
+
+__all__ = ["CLASSES", "POINTS", "Design", "Part", "parts"]
+
+CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
+POINTS = "points.csv"
+"""The file of a validation that its transfers are read from."""
+
+HOSTED = 4
+"""How many ranks a point has at most where there are no GPUs to count."""
+
+MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
+"""Ranks of prefill and decode that hand over: with eight ranks and more, and with fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """Which points are run: the part of `experiments.validate.Options` that says so."""
+
+    classes: tuple[str, ...] = CLASSES
+    size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
+    blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)
+    limit: Size = 1 << 29  # bytes of a transfer, most
+    patterns: tuple[str, ...] = ("pairs:2", "bidirectional", "incast:2", "fanout:2", "cross:2x2", "alltoall:4")
+    contended: tuple[Size, ...] = (98304, 6291456)
+    contended_blocks: tuple[int, ...] = (1, 37)
+    tokens: tuple[int, ...] = (512, 2048, 8192)
+    tp: tuple[str, ...] = ()  # ranks of prefill, ranks of decode; () is `MANY` or `FEW`
+    slices: int = 1 << 19  # descriptors from a rank to another of a sliced handoff, most
+    short: tuple[int, ...] = (128, 1024)  # tokens of handoffs whose metadata goes either way
+    pieces: tuple[Size, ...] = (12288, 786432, 50331648)
+    ranks: int = 0  # of a point, most; 0 is one for each GPU, or `HOSTED`
+    points: str = ""
+    repeat: int = 20
+    volume: Size = 4 << 30
+    placement: tuple[str, ...] = ("packed",)
+    jobs: int = 9  # how often the ranks of transfers and all-gathers are started anew; the mean counts; see `Part.jobs`
+
+
+class Part(NamedTuple):
+    """One experiment of the design, with its options."""
+
+    experiment: str
+    options: Mapping[str, Any]
+
+    def jobs(self, most: int) -> int:
+        """Return in how many jobs it is run: *most* or, of what takes long, handoffs and `serve`, a third of that."""
+        return most if self.experiment in ("transfer", "allgather") else max(1, most // 3)
+
+    def config(self, config: Config) -> Config:
+        """Return *config* with this experiment."""
+        return replace(config, experiment={"name": self.experiment, **self.options})
+
+    def problems(self, config: Config) -> list[str]:
+        """Return what keeps it from being run."""
+        check = getattr(plugins.resolve(plugins.EXPERIMENTS, self.experiment), "check", None)
+        return list(check(self.config(config))) if check else []
+
+    def run(self, config: Config, target: Target) -> Result:
+        """Run it on *target*."""
+        measure = plugins.resolve(plugins.EXPERIMENTS, self.experiment).run
+        result: Result = measure(self.config(config), target, _silent)
+        return result
+
+
+def _silent(fraction: float, text: str) -> None:
+    """Show nothing: the bar is about all parts."""
+
+
+def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[Part]:
+    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*; add what it has not.
+
+    What is left out is a line of *notes*.
+    """
+    gpus = config.hw.gpus * config.hw.nodes
+    ranks = design.ranks or gpus or HOSTED
+    if points := _points(config, design, ranks, notes):
+        write(folder / POINTS, points)
+        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
+        # take longer to fill and to compare than to transfer
+        options = {"points": str(folder / POINTS), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
+        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
+    yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
+    if "allgather" in design.classes and config.collective is not None:
+        yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
+    if "serve" in design.classes:
+        yield Part("serve", {})
+
+
+def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[Part]:
+    """Yield the handoffs between *ways*, and those between equal ones with their metadata by the engine and by TCP."""
+    gpus = config.hw.gpus * config.hw.nodes
+    most = max(sum(map(int, way.split("to"))) for way in ways)
+    options = {"placement": "packed" if not gpus or gpus >= most else "sides", "verify": False}
+    equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
+    if "handoff" in design.classes:
+        few = options | {"repeat": _share(design, max(4, design.repeat // 4))}
+        tokens = tuple(count for count in design.tokens if count < config.model.context)
+        if whole := tuple(ways) if config.policy.staging else equal:
+            yield Part("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
+        unequal, sliced = tuple(way for way in ways if way not in equal), _sliced(config, design, tokens, notes)
+        if unequal and sliced:
+            yield Part("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
+    if "metadata" in design.classes:
+        both = {"tp": (*equal, *ways)[:1], "paths": ("sliced",), "metadata": ("data", "control")}
+        repeat = _share(design, max(4, design.repeat))
+        yield Part("handoff", {"tokens": design.short, "repeat": repeat} | both | options)
+
+
+def _share(design: Design, repeat: int) -> int:
+    """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
+    return -(-repeat // Part("handoff", {}).jobs(design.jobs))
+
+
+def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
+    """Return those of *tokens* whose slices, one a token and plane of each layer, are few enough to wait for."""
+    planes = config.model.layers * (1 if config.model.attention == "mla" else 2)
+    if left := [str(count) for count in tokens if count * planes > design.slices]:
+        notes.append(f"left out, with more than {design.slices} slices: sliced handoffs of {', '.join(left)} tokens")
+    return tuple(count for count in tokens if count * planes <= design.slices)
+
+
+def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> Part:
+    """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
+    options = {"ranks": ranks, "growth": False, "repeat": design.repeat, "verify": False}
+    pieces = sorted(design.pieces)
+    for count in range(len(pieces), 0, -1):
+        part = Part("allgather", options | {"size": tuple(pieces[:count])})
+        if not part.problems(config):
+            left = ", ".join(map(str, pieces[count:]))
+            notes += [f"left out, for they do not fit into memory: all-gathers of {left} bytes"] if left else []
+            return part
+    return Part("allgather", options | {"size": design.pieces})  # which says itself what it lacks
+
+
+# --- the points of transfers ----------------------------------------------------------------------------------------
+
+
+def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[Point]:
+    most = len(design.placement) if design.placement[0].isdecimal() else ranks
+    contention = design.patterns if "contention" in design.classes else ()
+    small = [pattern for pattern in contention if len(names(Point(pattern, 1, 1, 1).flows(HOSTED))) <= most]
+    if left := [pattern for pattern in contention if pattern not in small]:
+        notes.append(f"left out, with more than {most} ranks: {', '.join(left)}")
+    found = [*_pairs(design), *_contended(design, small)]
+    return _fitting(config, design, found + (read(Path(design.points)) if design.points else []), notes)
+
+
+def _pairs(design: Design) -> Iterator[Point]:
+    for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
+        for size in design.size:
+            few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
+            yield from (Point("pair", blocks, size, 1, operation) for blocks in few)
+
+
+def _contended(design: Design, patterns: Sequence[str]) -> Iterator[Point]:
+    sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
+    for pattern in patterns:
+        yield from (Point(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)
+
+
+def _fitting(config: Config, design: Design, points: Sequence[Point], notes: list[str]) -> list[Point]:
+    """Return those of *points* whose ranks have the memory for all of them, for which the largest are left out."""
+    ranks = {name for point in points for name in names(point.flows(HOSTED))}
+    if design.placement[0].isdecimal() and len(ranks) > len(design.placement):
+        return list(points)  # which the experiment refuses: they have no place
+    needs: dict[str, int] = {}
+    kept = set()
+    for point in sorted(points, key=lambda point: point.blocks * point.size * len(point.flows(HOSTED))):
+        own = {name: region_bytes(name, [point.task(HOSTED)]) for name in names(point.flows(HOSTED))}
+        wanted = needs | {name: max(need, needs.get(name, 0)) for name, need in own.items()}
+        where = places(config.hw, sorted(wanted, key=lambda name: int(name.removeprefix("rank"))), design.placement)
+        if not shortage(config.hw, where, wanted, here=config.target == "real")[0]:
+            needs = wanted
+            kept.add(point)
+    if left := [point.label for point in points if point not in kept]:
+        notes.append(f"left out, for they do not fit into memory: {', '.join(left)}")
+    return [point for point in points if point in kept]

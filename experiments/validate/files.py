@@ -1,0 +1,111 @@
+"""The files of a validation: written so that they are on disk, and taken from a folder of an earlier run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from experiments.transfer.points import Point
+from experiments.transfer.points import read as read_points
+from experiments.transfer.points import write as write_points
+from experiments.validate.design import POINTS, Part
+from experiments.validate.values import values
+from pdsim.errors import ConfigError
+from pdsim.results.record import Result
+from pdsim.results.store import plain
+from pdsim.transfer import TransferRecord
+from pdsim.validation.compare import seal, unseal
+
+__all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take", "written"]
+
+EXPECTED, MEASURED, TRANSFERS = "expectations.json", "measurements.json", "transfers.parquet"
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write *content* to *path*, and return when it and its name are on disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what is in *path*.  Raise a `ConfigError` if it was changed after it was written."""
+    return unseal(path.read_bytes(), str(path))
+
+
+def take(source: Path, folder: Path) -> None:
+    """Copy what the validation, or the real run of `experiments.transfer`, in *source* measured to *folder*.
+
+    Predictions that are in *source* come too.  Raise a `ConfigError` if there is nothing of either.
+    """
+    if (source / MEASURED).is_file():
+        for name in (EXPECTED, MEASURED, POINTS):
+            if (source / name).is_file():
+                keep(folder / name, (source / name).read_bytes())
+        return
+    about = _config(source)
+    if about.get("target") != "real" or about["experiment"].get("name") != "transfer":
+        raise ConfigError(
+            f"experiment.stored={source} is neither a validation nor a real run of experiment=transfer; "
+            f"name a folder with {MEASURED}, or with {TRANSFERS} of such a run"
+        )
+    records = _records(source / TRANSFERS)
+    found = values("transfer", Result((), transfers=records))
+    began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
+    engines = sorted({record.engine for record in records})
+    content = {"began": began, "expectations": "", "engines": engines, "measured": [asdict(value) for value in found]}
+    keep(folder / MEASURED, seal(content))
+
+
+def written(part: Part) -> dict[str, Any]:
+    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it."""
+    options = plain(part.options)
+    if options.get("points"):
+        options["points"] = [list(point) for point in read_points(Path(options["points"]))]
+    return {"experiment": part.experiment, "options": options}
+
+
+def design_of(source: Path, folder: Path) -> list[Part]:
+    """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
+    if (source / EXPECTED).is_file():
+        return [Part(part["experiment"], _typed(part["options"], folder)) for part in read(source / EXPECTED)["design"]]
+    options = {key: value for key, value in _config(source)["experiment"].items() if key != "name"}
+    return [Part("transfer", _typed(options, source))]
+
+
+def _typed(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return *options* as they were before they were JSON or YAML, with their points in a file in *folder*."""
+    found = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    points = options.get("points", "")
+    if isinstance(points, list):
+        write_points(folder / POINTS, [Point(*point) for point in points])
+    if isinstance(points, list) or (points and (folder / POINTS).is_file()):
+        found["points"] = str(folder / POINTS)
+    return found
+
+
+def _config(source: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    path = source / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"experiment.stored={source} has neither {MEASURED} nor config.yaml; name a run's folder")
+    found: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    return found
+
+
+def _records(path: Path) -> list[TransferRecord]:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
+    return [TransferRecord(**row) for row in rows]

@@ -1,0 +1,113 @@
+"""What a validation reads of the results of its parts: the quantities that are predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pdsim.calibration import noise_floor
+from pdsim.results.record import Result
+from pdsim.transfer import TransferRecord
+from pdsim.validation.compare import Value
+
+__all__ = ["mean", "values"]
+
+
+def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
+    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have."""
+    found: dict[tuple[str, str, str], list[Value]] = {}
+    for value in (value for run in runs for value in run):
+        found.setdefault((value.group, value.label, value.quantity), []).append(value)
+    every = [same for same in found.values() if len(same) == len(runs)]
+    return [_mean(same) for same in every]
+
+
+def _mean(same: Sequence[Value]) -> Value:
+    each = tuple(value.value for value in same)
+    if len(each) == 1 or min(each) <= 0:
+        return same[0]
+    return replace(same[0], value=noise_floor.mean(each), per_job=each)
+
+
+def values(experiment: str, result: Result) -> list[Value]:
+    """Return the quantities of *result*, a run of *experiment*; those of a point in which something failed left out."""
+    if experiment == "transfer":
+        return list(_of_transfers(result.transfers))
+    if experiment == "handoff":
+        return list(_of_handoffs(result))
+    if experiment == "allgather":
+        return list(_of_gathers(result))
+    found = {metric.name: metric.value for metric in result.summary}
+    wanted = [(name, found.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
+    return [Value("serve", f"median {name}", "time", 0, float(value)) for name, value in wanted if value]
+
+
+def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
+    """Yield the median time of every flow and, where a point has several, the rate of all together."""
+    by_point: dict[str, dict[tuple[str, str], list[TransferRecord]]] = {}
+    for record in records:
+        by_point.setdefault(record.label, {}).setdefault((record.source, record.target), []).append(record)
+    for label, by_flow in by_point.items():
+        every = [record for flow in by_flow.values() for record in flow]
+        if any(record.status != "ok" for record in every):
+            continue
+        group = label.split(":")[0].split(" ")[0] + (", read" if every[0].operation == "read" else "")
+        for (source, target), mine in by_flow.items():
+            name = f"{label}, {source} to {target}" if len(by_flow) > 1 else label
+            time = float(np.median([record.seen - record.submitted for record in mine]))
+            yield Value(group, name, "time", mine[0].nbytes, time)
+        if len(by_flow) > 1:
+            rate = sum(_rate(mine, every) for mine in by_flow.values())
+            yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate)
+
+
+def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
+    """Return bytes/s of *flow*, one of those of a point that make up *every*.
+
+    It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the pauses
+    in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it asks for the
+    next one, which belongs to no transfer and is 0 on the model.
+    """
+    begin, end = min(record.submitted for record in flow), max(record.seen for record in flow)
+    mine = [record for record in every if _initiator(record) == _initiator(flow[0])]
+    return sum(record.nbytes for record in flow) / (end - begin - _pauses(mine, begin, end))
+
+
+def _initiator(record: TransferRecord) -> str:
+    return record.target if record.operation == "read" else record.source
+
+
+def _pauses(records: Sequence[TransferRecord], begin: float, end: float) -> float:
+    """Return how much of the time from *begin* to *end* none of *records* is under way."""
+    total, until = 0.0, begin
+    for record in sorted(records, key=lambda record: record.submitted):
+        total += max(0.0, min(record.submitted, end) - until)
+        until = max(until, min(record.seen, end))
+    return total
+
+
+def _of_handoffs(result: Result) -> Iterator[Value]:
+    for row in _rows(result, "Handoffs"):
+        if row["status"] == "ok" and row["p50"]:
+            _, path, *metadata = row["way"].split(" ")
+            group = f"metadata, {metadata[-1]}" if metadata else f"handoff, {path}"
+            yield Value(group, f"{row['way']} {row['tokens']} tokens", "time", int(row["bytes"]), row["p50"] * 1e-6)
+
+
+def _of_gathers(result: Result) -> Iterator[Value]:
+    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    for row in _rows(result, "All-gathers"):
+        if row["status"] == "ok" and row["med us"]:
+            number, unit = str(row["piece"]).split(" ")
+            label = f"{row['ranks']} ranks {row['piece']} {row['batch']} {row['pool']}"
+            nbytes = int(float(number) * units[unit])
+            yield Value(f"allgather, {row['pool']}", label, "time", nbytes, row["med us"] * 1e-6)
+
+
+def _rows(result: Result, title: str) -> Iterator[dict[str, Any]]:
+    for table in result.tables:
+        if table.title == title:
+            yield from (dict(zip(table.columns, row, strict=True)) for row in table.rows)

@@ -1,0 +1,121 @@
+"""A calibration: parameters of a machine and an engine that were fitted to samples, and how far to trust them.
+
+It is a file of `conf/calibration`, with every sample that it was fitted to beside it (``<name>.csv``).  This module
+knows what such a file says and lays it over a configuration; it knows neither fits nor samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.guards import not_negative, one_of, positive
+
+__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers"]
+
+OWNERS = ("hw", "backend")
+"""The groups of a configuration whose parameters a calibration may set: those that keep sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """How far the fit is from samples that it has not seen: relative errors of the modelled time, 0.01 is 1 %."""
+
+    points: int
+    how: str  # which samples were left out
+    mean: float  # of the absolute error
+    median: float
+    p95: float
+    bias: float  # mean of the signed error, model minus sample
+    jobs: int = 1  # whose mean each sample is
+    floor: float | None = (
+        None  # of the median: what jobs that differ leave for any model, `pdsim.calibration.noise_floor`
+    )
+    floor_p95: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("held_out", points=self.points, jobs=self.jobs)
+        not_negative("held_out", mean=self.mean, median=self.median, p95=self.p95)
+        not_negative("held_out", floor=self.floor or 0.0, floor_p95=self.floor_p95 or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Fitted *parameters*, for the machines and backends that it names and for no others."""
+
+    name: str
+    kind: str = (
+        "measured"  # "measured" on our interface; "published" by others, or by another tool; "assumed": by the model
+    )
+    hw: tuple[str, ...] = ()
+    backend: tuple[str, ...] = ()
+    form: str = ""  # of the fit; docs/calibration.md
+    date: str = ""
+    source: str = ""  # who measured, with which tool
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, such as "backend.intra.call"
+    intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 %, from a bootstrap over the samples
+    unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
+    held_out: HeldOut | None = None
+    held_out_reads: HeldOut | None = None  # of a calibration of writes: the same for reads
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("calibration", ("measured", "published", "assumed"), kind=self.kind)
+        if wrong := [key for key in self.parameters if key.partition(".")[0] not in OWNERS]:
+            raise ValueError(f"calibration.parameters.{wrong[0]} must begin with one of {', '.join(OWNERS)}")
+
+    def evidence(self, key: str) -> str:
+        """Return the source of the parameter *key*, in the form of `pdsim.hardware.EVIDENCE`."""
+        low_high = self.intervals.get(key)
+        spread = f", 95 % {' to '.join(low_high)}" if low_high else ""
+        return f"{self.kind}: {self.source}, {self.date}, calibration {self.name}{spread}"
+
+
+def applied(
+    values: Mapping[str, Any], calibration: Calibration, overridden: Iterable[str]
+) -> tuple[dict[str, Any], Calibration, dict[str, str]]:
+    """Return plain *values* with the calibration in them, what is left of it to keep, and the sources, by dotted key.
+
+    What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the values: a
+    run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the calibration is for
+    another machine or another backend.
+    """
+    _check_pair(values, calibration)
+    by_hand = tuple(overridden)
+    found = dict(values)
+    chosen = {key: value for key, value in calibration.parameters.items() if not covers(by_hand, key)}
+    for key, value in chosen.items():
+        found = _set(found, key.split("."), value, key)
+    intervals = {key: span for key, span in calibration.intervals.items() if not covers(by_hand, key)}
+    kept = replace(calibration, parameters={}, intervals=intervals)
+    return found, kept, {key: calibration.evidence(key) for key in chosen}
+
+
+def covers(keys: Iterable[str], number: str) -> bool:
+    """Return whether one of the dotted *keys* is *number* or stands above it."""
+    return any(f"{number}.".startswith(f"{key}.") for key in keys)
+
+
+def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
+    for group in OWNERS:
+        owner = values.get(group)
+        name = owner.get("name") if isinstance(owner, Mapping) else None
+        known: tuple[str, ...] = getattr(calibration, group)
+        if name not in known:
+            raise ConfigError(
+                f"calibration={calibration.name} is for {group}={' or '.join(known)}, not for {group}={name}; leave "
+                f"calibration out for the one of this pair, if there is one, or set calibration=none"
+            )
+
+
+def _set(values: Mapping[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
+    """Return a copy of *values* with *value* at *path*."""
+    head, *rest = path
+    if not rest:
+        return {**values, head: value}
+    below = values.get(head)
+    if not isinstance(below, Mapping):
+        raise ConfigError(f"calibration.parameters.{key}: this configuration has no {head} that it could belong to")
+    return {**values, head: _set(below, rest, value, key)}

@@ -1,0 +1,186 @@
+"""From samples to a calibration: which are fitted, what is held out, and what is said of the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from pdsim.calibration import concurrency, files, fit, noise_floor, read_overhead
+from pdsim.calibration import samples as points
+from pdsim.calibration.definition import Calibration, HeldOut
+from pdsim.calibration.fit import Fit
+from pdsim.calibration.forms import FORMS, points_of
+from pdsim.calibration.samples import Sample, Samples
+from pdsim.config import Config
+from pdsim.costs import Engine, EngineModel
+from pdsim.errors import ConfigError
+from pdsim.repository import data
+from pdsim.results.environment import commit
+
+__all__ = ["Fitted", "again", "base_of", "fitted"]
+
+DRAWN = "drawn at random, and held out from the start"
+
+ALONE = 40
+"""Up to so many samples, each is left out in turn; more are left out in ten folds."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A calibration and the samples that it was fitted to."""
+
+    calibration: Calibration
+    samples: Samples
+    found: Fit
+    errors: Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]  # at what was left out, by decade of bytes
+
+
+def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -> Fitted:
+    """Return the calibration of the model *at* ("intra" or "inter") of the engine of *config*, fitted to *samples*.
+
+    Only pairs are fitted, of the configuration's operation, one transfer at a time where there are such; then what
+    several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise a
+    `ConfigError` if there is no such model, or too few samples.
+    """
+    base = base_of(config.backend, at)
+    _, link = files.link_of(config.hw, base.path)
+    base = replace(base, rate=min(base.rate, link))
+    operation = str(config.experiment["operation"])
+    every = [row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")]
+    pairs = [row for row in every if row.operation == operation]
+    if not pairs:
+        raise ConfigError(
+            f"the file has no {operation} of a pair; set experiment.operation to what it has: "
+            f"{', '.join(sorted({row.operation for row in samples.rows}))}"
+        )
+    left = [row for row in pairs if row.held]
+    kept, together = _apart([row for row in pairs if not row.held])
+    seen = points_of(kept)
+    chosen = fit.choose(seen, base)
+    found, spans = fit.told(chosen, seen, base)
+    held_out, errors = _errors(found, chosen, kept, left, base)
+    found, spans = concurrency.shared(found, spans, points_of(together), base)
+    chosen_parameters, told = files.parameters(found, spans, base, config.hw, f"backend.{at}")
+    of_reads = _beyond(found, every, base, f"backend.{at}", operation)
+    calibration = Calibration(
+        name=name,
+        kind=samples.about.get("kind", "published"),
+        hw=(config.hw.name,),
+        backend=(config.backend.name,),
+        form=found.form.name,
+        date=samples.about.get("date", datetime.now(UTC).strftime("%Y-%m-%d")),
+        source=samples.about.get("source", "not said"),
+        parameters={**chosen_parameters, **of_reads.parameters},
+        intervals={**told, **of_reads.intervals},
+        unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}", told),
+        held_out=held_out,
+        held_out_reads=of_reads.held_out,
+        provenance=_provenance(samples.about, command),
+    )
+    return Fitted(calibration, samples, found, errors)
+
+
+def _apart(rows: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return of *rows* those to fit and those of crowds, which tell the rest; all are to fit if few are alone."""
+    alone = [row for row in rows if row.concurrency == 1]
+    if len(alone) < fit.LEAST:
+        return list(rows), []
+    return alone, [row for row in rows if row.concurrency > 1]
+
+
+def base_of(backend: Engine, at: str) -> EngineModel:
+    """Return the model of *backend* that is called *at*, "intra" or "inter"; a `ConfigError` if it has none."""
+    found: EngineModel | None = getattr(backend, at, None)
+    if found is None:
+        raise ConfigError(f"backend={backend.name} has no {at}; set --path to the one that the samples are about")
+    return found
+
+
+@dataclass(frozen=True)
+class _OfReads:
+    """What a calibration says of reads."""
+
+    parameters: Mapping[str, Any]
+    intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unidentified: tuple[str, ...] = ()
+    held_out: HeldOut | None = None
+
+
+def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
+    """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were."""
+    if operation == "read":
+        return _OfReads({f"{at}.{name}": "0s" for name in read_overhead.FREE[:2] if getattr(base, name)})
+    more = read_overhead.beyond(found, [row for row in every if not row.held], base)
+    if more is None:
+        return _OfReads({})
+    fitted_reads, spans = more
+    left = [row for row in every if row.held and row.operation == "read"]
+    held_out = _summary(fit.errors(fitted_reads, points_of(left)), left, DRAWN) if left else None
+    return _OfReads(*files.beyond(fitted_reads, spans, at), fitted_reads.unidentified, held_out)
+
+
+def _unidentified(parameters: Sequence[str], at: str, told: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of *parameters* but those with an interval in *told*, as of a ramp of which one step is known."""
+    return tuple(dict.fromkeys(key for name in parameters if (key := files.key_of(at, name)) not in told))
+
+
+def _errors(
+    found: Fit, chosen: Fit, kept: Sequence[Sample], left: Sequence[Sample], base: EngineModel
+) -> tuple[HeldOut, dict[str, Any]]:
+    """Return the errors at what was held out or, where nothing was, at what is left out in turn."""
+    if left:
+        errors, rows, how = fit.errors(found, points_of(left)), left, DRAWN
+    else:
+        forms = FORMS if found.form == chosen.form else (found.form,)
+        parts = 0 if len(kept) <= ALONE else 10
+        errors, rows = fit.held_out(points_of(kept), base, forms, parts), kept
+        how = "each left out in turn" if not parts else f"left out in {parts} folds"
+        how += ", the form chosen anew" if len(forms) > 1 else ", the form given"
+    return _summary(errors, rows, how), _by_decade(rows, errors)
+
+
+def _summary(errors: Any, rows: Sequence[Sample], how: str) -> HeldOut:
+    """Return what *errors* amount to, beside what jobs that differ make of them."""
+    least = noise_floor.floor(row.per_job for row in rows)
+    found = fit.summary(errors, how)
+    if least is None:
+        return found
+    return replace(found, jobs=least.jobs, floor=least.median, floor_p95=least.p95)
+
+
+def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
+    found: dict[str, list[float]] = {}
+    for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: pair[0].blocks * pair[0].size):
+        decade = 10 ** (len(str(row.blocks * row.size)) - 1)
+        found.setdefault(f"{decade:.0e} B", []).append(float(error))
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
+    """Return what the samples say of where they are from, and of this fit its command and commit."""
+    found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
+    return found | {"fit": command, "commit": commit()}
+
+
+def again(names: Sequence[str] = ()) -> list[Fitted]:
+    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples."""
+    from omegaconf import OmegaConf
+
+    from pdsim.cli.overrides import conf
+    from pdsim.cli.run import compose
+
+    found = []
+    for path in sorted((conf() / "calibration").glob("*.yaml")):
+        file: Any = OmegaConf.load(path)
+        if file.get("kind") != "published" or (names and file.name not in names):
+            continue
+        at = next(iter(file.intervals)).split(".")[1]
+        operation = "read" if "-read" in file.name else "write"
+        words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
+        config = compose([*words, "experiment=transfer", "calibration=none"])
+        found.append(fitted(points.read(data("calibration", f"{path.stem}.csv")), config, at, file.name, "again"))
+    return found

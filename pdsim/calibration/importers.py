@@ -1,0 +1,228 @@
+"""Samples from what others print, in the formats of the tools that people run and of published tables.
+
+These are nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth and
+nccl-tests.  Each reader returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it,
+whatever the tool calls latency.  Means stand for medians: these tools print nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pdsim.calibration import samples
+from pdsim.calibration.samples import Sample, Samples
+from pdsim.errors import ConfigError
+
+__all__ = ["FORMATS", "read"]
+
+Rows = Iterator[Sample]
+
+
+def read(path: Path, tool: str = "") -> Samples:
+    """Return the samples in *path*, which a *tool* of `FORMATS` wrote, by default the one that it shows to be.
+
+    Raise a `ConfigError` if it cannot be read, or if it holds no samples.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--from {path}: {why}; name a text file") from error
+    tool = tool or _tool_of(text)
+    if tool not in FORMATS:
+        what = f"--format {tool} is none of these" if tool else f"--from {path} does not show which of these it is"
+        raise ConfigError(f"{what}; say --format {', '.join(FORMATS)}")
+    if tool == "samples":
+        return samples.read(path)
+    rows = list(FORMATS[tool][1](text))
+    if not rows:
+        raise ConfigError(f"--from {path}: no row of {tool} in it; give the whole of what it printed")
+    about = {"kind": "published", "source": f"foreign tool {tool}, {path.name}"}
+    return Samples(rows, about | _comments(text) if tool == "table" else about)
+
+
+def _tool_of(text: str) -> str:
+    return next((name for name, (sign, _) in FORMATS.items() if re.search(sign, text)), "")
+
+
+def _comments(text: str) -> dict[str, str]:
+    lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def _sample(seconds: float, **where: Any) -> Sample:
+    return Sample(seconds=seconds, low=seconds, high=seconds, **where)
+
+
+def _option(text: str, name: str, default: str) -> str:
+    """Return the value of the last option *name* of a command line in *text*, or what a listing says of it."""
+    said = re.findall(rf"--?{name}[= ]([\w.]+)", text) or re.findall(rf"--{name}=[^)]*\)\s*:\s*(\S+)", text)
+    return said[-1] if said else default
+
+
+def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, str]]:
+    """Yield the rows below each line that has the heading *first*, by heading, while they begin with a number."""
+    heads: list[str] = []
+    for line in text.splitlines():
+        cells = [cell for cell in re.split(split, line.strip().strip("|").strip()) if cell]
+        if first in cells:
+            heads = cells
+        elif heads and len(cells) == len(heads) and re.fullmatch(r"[\d.]+", cells[0]):
+            yield dict(zip(heads, cells, strict=True))
+
+
+# --- one reader a tool ------------------------------------------------------------------------------------------------
+
+
+def _nixlbench(text: str) -> Rows:
+    """Yield rows; Avg Lat is the time of the loop by the blocks of one thread (nixlbench, utils.cpp, printStats)."""
+    listed = re.search(r"--num_threads=N\)\s*:\s*(\d+)", text)
+    threads = int(listed[1]) if listed else int(_option(text, "num_threads", "1"))
+    listed = re.search(r"--op_type=\[READ,WRITE\]\)\s*:\s*(\w+)", text)
+    operation = (listed[1] if listed else _option(text, "op_type", "WRITE")).lower()
+    for row in _table(text, "Block Size (B)"):
+        size, batch = int(row["Block Size (B)"]), int(row["Batch Size"])
+        seconds = float(row["Avg Lat. (us)"]) * 1e-6 * batch
+        yield _sample(seconds, blocks=batch, size=size, concurrency=threads, operation=operation)
+
+
+def _tebench(text: str) -> Rows:
+    """Yield rows; Avg Tx is the time of a batch, and how many threads there were follows from the bandwidth."""
+    operation = _option(text, "op_type", "write")
+    for row in _table(text, "BlkSize (B)"):
+        size, batch, seconds = int(row["BlkSize (B)"]), int(row["Batch"]), float(row["Avg Tx (us)"]) * 1e-6
+        rate = float(next(value for name, value in row.items() if name.startswith("BW"))) * 1e9
+        threads = max(1, round(rate * seconds / (size * batch)))
+        yield _sample(seconds, blocks=batch, size=size, concurrency=threads, operation=operation)
+
+
+def _transfer_engine_bench(text: str) -> Rows:
+    """Yield a row for each result below its command line, which it does not repeat; defaults are those of its flags."""
+    command = ""
+    for line in text.splitlines():
+        if re.search(r"transfer_engine_bench .*-segment_id", line):  # the initiator's
+            command = line
+        done = re.search(r"Test completed: duration ([\d.]+), batch count (\d+)", line)
+        if done is None:
+            continue
+        if not command:
+            raise ConfigError(
+                "transfer_engine_bench does not print its block size: put its command line above its output"
+            )
+        threads = int(_option(command, "threads", "12"))
+        yield _sample(
+            float(done[1]) * threads / int(done[2]),
+            blocks=int(_option(command, "batch_size", "128")),
+            size=int(_option(command, "block_size", "65536")),
+            concurrency=threads,
+            operation=_option(command, "operation", "read"),
+        )
+
+
+def _mori(text: str) -> Rows:
+    """Yield rows; Avg Lat is of a batch in the Python benchmark, and of a block in the C++ one, which has a total."""
+    where = {"operation": _option(text, "op-type", _option(text, "op", "read"))}
+    queues = int(_option(text, "num-qp-per-transfer", "4"))
+    rows = list(_table(text, "MsgSize (B)", r"\s*\|\s*|\s{2,}"))
+    batch = round(float(rows[-1]["TotalSize (MB)"]) * 1e6 / int(rows[-1]["MsgSize (B)"])) if rows else 0
+    for row in rows:
+        seconds = float(row["Avg Lat (us)"]) * 1e-6
+        yield _sample(
+            seconds, blocks=int(row.get("BatchSize", batch)), size=int(row["MsgSize (B)"]), queues=queues, **where
+        )
+    for row in _table(text, "MsgSize(B)"):
+        seconds = float(row["TotalDur(us)"]) * 1e-6 / int(row["Iters"])
+        yield _sample(seconds, blocks=int(row["Batch"]), size=int(row["MsgSize(B)"]), queues=queues, **where)
+
+
+def _perftest(text: str) -> Rows:
+    """Yield the rows of a latency or a bandwidth test, which keeps TX depth writes in flight; its MB is 2**20 bytes."""
+    operation = "read" if re.search(r"RDMA_Read|ib_read", text) else "write"
+    depth, queues = (re.search(rf"{name}\s*:\s*(\d+)", text) for name in ("TX depth", "Number of qps"))
+    where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0}
+    for row in _table(text, "#bytes", r"\s+(?!peak|average|percentile)"):
+        size = int(row["#bytes"])
+        if "t_typical[usec]" in row:
+            yield _sample(float(row["t_typical[usec]"]) * 1e-6, size=size, **where)
+            continue
+        unit, value = next((name, float(value)) for name, value in row.items() if name.startswith("BW average"))
+        flight = int(depth[1]) if depth else 128
+        rate = value * (2**20 if "MB" in unit else 1e9 / 8)
+        yield _sample(size * flight / rate, size=size, concurrency=flight, **where)
+
+
+def _nvbandwidth(text: str) -> Rows:
+    """Yield a sample for each matrix of rates between GPUs: its cells are copies of the buffer, the median counts."""
+    size = int(_option(text, "bufferSize", _option(text, "b", "512"))) << 20
+    matrix = r"memcpy \w+ GPU\(row\) (<?->?) GPU\(column\) bandwidth \(GB/s\)\n(.*\n)((?:\s*\d+ .*\n)+)"
+    for arrow, _, body in re.findall(matrix, text):
+        cells = [float(cell) for line in body.splitlines() for cell in line.split()[1:] if cell != "N/A"]
+        times = sorted(size / (cell * 1e9) for cell in cells)
+        middle = times[len(times) // 2]
+        pattern = "bidirectional" if arrow == "<->" else "pair"
+        yield Sample(
+            pattern=pattern,
+            blocks=1,
+            size=size,
+            operation="read" if arrow == "<-" else "write",
+            seconds=middle,
+            low=times[len(times) // 4],
+            high=times[3 * len(times) // 4],
+            per_flow=tuple(times),
+        )
+
+
+def _nccl(text: str) -> Rows:
+    """Yield rows, out of place; sendrecv_perf is a pair, a collective is a pattern of its name."""
+    named = re.search(r"(\w+)_perf", text)
+    if named is None:
+        raise ConfigError("nccl-tests does not always say which test it is: put its command line above its output")
+    pattern = {"sendrecv": "pair"}.get(named[1], named[1])
+    for line in text.splitlines():
+        cells = line.split()
+        if len(cells) == 13 and all(re.fullmatch(r"[\d.]+", cells[index]) for index in (0, 1, 5, 6)) and int(cells[0]):
+            yield _sample(float(cells[5]) * 1e-6, pattern=pattern, blocks=1, size=int(cells[0]))
+
+
+def _published(text: str) -> Rows:
+    """Yield the rows of a table of published numbers, whose first line says source and settings."""
+    about = next(line for line in text.splitlines() if line.startswith("#"))
+    rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    queues, threads, batch, gpus = (
+        int(found[1]) if (found := re.search(rule, about)) else 0
+        for rule in (r"(\d+) QPs?\b", r"threads (\d+)", r"batch (\d+)", r"\b(\d+)xH\d+")
+    )
+    for row in rows:
+        if "avg_lat_us" in row:
+            where: Mapping[str, Any] = {"blocks": int(row["batch"]), "size": int(row["msg_bytes"]), "queues": queues}
+            yield _sample(float(row["avg_lat_us"]) * 1e-6, operation="read" if " read" in about else "write", **where)
+        for operation in ("write", "read"):
+            if f"{operation}_gbs" in row:
+                yield _rate_of_all(row, operation, threads, batch, max(1, gpus))
+
+
+def _rate_of_all(row: Mapping[str, str], operation: str, threads: int, batch: int, gpus: int) -> Sample:
+    """Return what a GB/s of a whole node says: *threads* over *gpus*, each with one *batch* in flight."""
+    size, rate = int(row["block_bytes"]), float(row[f"{operation}_gbs"]) * 1e9
+    seconds = threads * batch * size / rate
+    return _sample(
+        seconds, blocks=batch, size=size, concurrency=threads // gpus, flows=gpus, operation=operation, pattern="pair"
+    )
+
+
+FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
+    "samples": (r"(?m)^pattern,blocks,size,", _published),  # our own, read by `samples.read`
+    "table": (r"(?m)^(msg_bytes,batch|block_bytes,write_gbs)", _published),
+    "nixlbench": (r"Block Size \(B\)\s+Batch Size", _nixlbench),
+    "tebench": (r"BlkSize \(B\)\s+Batch", _tebench),
+    "transfer_engine_bench": (r"Test completed: duration", _transfer_engine_bench),
+    "mori": (r"MsgSize ?\(B\)", _mori),
+    "perftest": (r"#bytes\s+#iterations", _perftest),
+    "nvbandwidth": (r"nvbandwidth Version|GPU\(column\) bandwidth", _nvbandwidth),
+    "nccl-tests": (r"algbw\s+busbw", _nccl),
+}
+"""By name: what shows that a text is of this tool, and the reader of its rows."""

@@ -1,0 +1,1 @@
+"""The command line: parses, composes and checks a configuration, runs it and prints the result."""

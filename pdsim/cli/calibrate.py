@@ -1,0 +1,159 @@
+"""`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
+
+Both ways end in the same two files, so that a calibration can be fitted again from its own samples.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdsim.calibration import design, files, importers, provenance, summary
+from pdsim.calibration import samples as points
+from pdsim.calibration.from_samples import base_of, fitted
+from pdsim.calibration.samples import Samples
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.guards import near
+from pdsim.results import store, terminal
+from pdsim.units import parse_size
+
+__all__ = ["calibrate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The command line: what is not an override of the configuration."""
+
+    overrides: tuple[str, ...]
+    source: Path | None = None  # --from
+    tool: str = ""  # --format
+    name: str = ""  # --name
+    to: Path = Path()  # --to
+    path: str = ""  # --path: intra or inter
+    largest: int = 256 << 20  # --largest: bytes of a transfer of the grid
+    held: int = 16  # --held: random points to hold out, half of them as reads too
+    repeat: int = 5  # --repeat: the least
+    jobs: int = 9  # --jobs: how often the ranks are started anew
+
+
+def calibrate(words: Sequence[str]) -> int:
+    """Do what *words* ask for, print what was found, and return the exit status."""
+    asked = _asked(words)
+    command = _said(words)
+    from pdsim.cli.run import compose
+
+    config = compose([*asked.overrides, "experiment=transfer", "calibration=none"])
+    at = asked.path or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
+    base_of(config.backend, at)  # refuses what it has to before minutes of measuring
+    store.make(asked.to, "--to ")
+    samples = importers.read(asked.source, asked.tool) if asked.source else _measured(asked, config, command)
+    done = fitted(samples, config, at, asked.name or f"{config.backend.name}-{config.hw.name}", command)
+    title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
+    path = files.save(asked.to, done.calibration, done.samples, title)
+    for one in (summary.parameters(done), summary.table([done])):
+        terminal.show_table(one)
+    if apart := summary.apart(samples):
+        print(apart)  # noqa: T201
+    print(f"calibration: {path}\nsamples: {path.with_suffix('.csv')}")  # noqa: T201
+    return 0
+
+
+def _asked(words: Sequence[str]) -> _Asked:
+    flags = {"--from": "source", "--format": "tool", "--name": "name", "--to": "to", "--path": "path"}
+    flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat", "--jobs": "jobs"}
+    kinds: dict[str, Any] = {"source": Path, "to": Path, "name": _plain_name, "path": _which}
+    kinds |= {"largest": _largest, "held": _at_least(0), "repeat": _at_least(1), "jobs": _at_least(1)}
+    found: dict[str, Any] = {}
+    overrides: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name not in flags:
+            if word.startswith("-"):
+                raise ConfigError(f"unknown option {name}; {near(name, flags)}see pdsim calibrate --help")
+            overrides.append(word)
+            continue
+        if not equals and (value := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value after it; see pdsim calibrate --help")
+        key = flags[name]
+        try:
+            found[key] = kinds.get(key, str)(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} {value}: {error}") from error
+    return _Asked(overrides=tuple(overrides), **found)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"must be a whole number >= {least}")
+        return int(text)
+
+    return parse
+
+
+def _largest(text: str) -> int:
+    size = parse_size(text)
+    if size < design.SMALLEST:
+        raise ValueError(f"must be >= {design.SMALLEST} bytes")
+    return size
+
+
+def _plain_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
+    return text
+
+
+def _which(text: str) -> str:
+    if text not in ("intra", "inter"):
+        raise ValueError("must be intra or inter")
+    return text
+
+
+def _said(words: Sequence[str]) -> str:
+    """Return the command line without the folders of this machine."""
+    kept = [word for word in words if not word.startswith("output=")]
+    return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def _measured(asked: _Asked, config: Config, command: str) -> Samples:
+    """Measure the grid with ``experiment=transfer``, keep its results as those of any run, and return the samples.
+
+    It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
+    (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
+    """
+    from pdsim.cli.run import compose, execute
+
+    operation = str(config.experiment["operation"])
+    cells, left = design.grid(operation, asked.largest, asked.held, config.seed)
+    if operation == "write":
+        more, more_left = design.reads(asked.largest, left)
+        cells, left = [*cells, *more], [*left, *more_left]
+    listed = store.make(Path(config.output), "output=") / f"calibrate-points-{os.getpid()}.csv"
+    design.write(listed, [*cells, *left], asked.repeat)
+    own = [f"experiment.points={listed}", "experiment.order=shuffled"]
+    defaults = ["experiment.warmup=10", "experiment.verify=false"]
+    chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
+    runs = [execute(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(asked.jobs)]
+    rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
+    folders = ", ".join(folder.name for _, folder in runs)
+    kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told
+    about = {"kind": kind, "source": _where(config), "command": command, "results": folders}
+    if kind == "measured":
+        about |= provenance.here()
+    failures = "; ".join(failure for result, _ in runs for failure in result.failures)
+    return Samples(rows, about | ({"failures": failures} if failures else {}))
+
+
+def _where(config: Config) -> str:
+    return f"{config.backend.name} on {config.hw.name}" + (" (the model)" if config.target == "model" else "")

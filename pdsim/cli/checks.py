@@ -1,0 +1,286 @@
+"""Combinations that cannot be run, each valid by itself: found before anything is started or written.
+
+A rule is a function that yields one line for each violation: what was asked for, the rule, the way out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pdsim.config import Config
+from pdsim.costs import Engine
+from pdsim.errors import ConfigError
+from pdsim.guards import near
+from pdsim.hardware import Machine
+from pdsim.job import Place
+from pdsim.serving.placement import places
+from pdsim.serving.settings import Side, Workload
+from pdsim.units import format_size
+
+__all__ = ["SERVING", "check"]
+
+SERVING = ("serve",)
+"""The experiments that place prefill and decode instances; the others check for themselves what they place."""
+
+
+def check(config: Config) -> None:
+    """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any."""
+    serves = config.experiment["name"] in SERVING
+    problems = [*_general(config), *(_serving(config) if serves else ())]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _general(config: Config) -> Iterator[str]:
+    """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
+    yield from _vendor(config)
+    yield from _paths(config)
+    if config.target == "real":
+        yield from _real(config)
+
+
+def _serving(config: Config) -> Iterator[str]:
+    """Yield what a serving run cannot do: its placement, the shape of its model and the memory for it."""
+    yield from _workload(config.workload)
+    yield from _placement(config)
+    yield from _staging(config)
+    for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
+        yield from _heads(config, name, side)
+        yield from _memory(config, name, side)
+
+
+# --- machine and engine ---------------------------------------------------------------------------------------------
+
+
+def _vendor(config: Config) -> Iterator[str]:
+    hw, backend = config.hw, config.backend
+    if hw.vendor not in backend.vendors:
+        yield (
+            f"backend={backend.name} runs on {' and '.join(backend.vendors)} machines, hw={hw.name} is {hw.vendor}; "
+            f"leave backend out for the one that suits hw={hw.name}, or see pdsim list backend"
+        )
+
+
+def _paths(config: Config) -> Iterator[str]:
+    """Yield for each path of the engine that the machine does not have."""
+    hw, backend = config.hw, config.backend
+    if hw.link is not None and backend.inter is None:
+        yield f"backend={backend.name} works within a node only, and hw={hw.name} joins nodes; {_elsewhere(config)}"
+    models = (backend.intra,) if hw.nodes == 1 else (backend.intra, backend.inter)
+    for path in sorted({model.path for model in models if model is not None}):
+        if path == "nvlink" and (not hw.gpus or hw.interconnect.kind == "none"):
+            lack = "has no GPUs" if not hw.gpus else "joins its GPUs by nothing (hw.interconnect.kind=none)"
+        elif path == "rdma" and not hw.nic.count:
+            lack = "has no network cards (hw.nic.count=0)"
+        else:
+            continue
+        yield f"backend={backend.name} moves bytes over {path}, but hw={hw.name} {lack}; {_elsewhere(config)}"
+
+
+def _elsewhere(config: Config) -> str:
+    if config.hw.vendor == "cpu":
+        return f"use backend=mooncake_tcp{', nixl_tcp or nixl_shm' if config.hw.nodes == 1 else ' or nixl_tcp'}"
+    return f"leave backend out for the one that suits hw={config.hw.name}"
+
+
+def _real(config: Config) -> Iterator[str]:
+    hw, backend = config.hw, config.backend
+    if config.memory != "timing":
+        yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
+    yield from _force_tcp(backend)
+    yield from _guest(config) if hw.guest else _engine(backend)
+    yield from _options(backend)
+    if hw.link is not None:
+        yield from _link()
+    if hw.gpus:
+        wanted = f"{hw.nodes * hw.gpus} {hw.vendor} GPUs"
+        here = _gpus_here(hw.vendor)
+        if hw.nodes > 1 or here < hw.gpus:
+            yield (
+                f"target=real on hw={hw.name} needs {wanted}, but this machine has {here or 'none'}; "
+                "use hw=loopback for real bytes, or target=model"
+            )
+
+
+def _force_tcp(backend: Engine) -> Iterator[str]:
+    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
+    if backend.name != "mooncake_tcp":
+        return
+    for where, value in (
+        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
+        ("backend.options", backend.options.get("MC_FORCE_TCP", "1")),
+    ):
+        if value != "1":
+            yield (
+                f"backend=mooncake_tcp needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
+                "use backend=mooncake for RDMA"
+            )
+
+
+def _engine(backend: Engine) -> Iterator[str]:
+    from backends import registry
+
+    if backend.name in registry.engines():
+        found = registry.diagnose(backend.name)
+        if not found.works:
+            yield f"backend={backend.name} does not work on this machine: {found.reason}; {found.remedy}"
+    elif backend.implementation not in registry.names():
+        yield (
+            f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
+            f"choose one of {', '.join(registry.engines())} (pdsim doctor)"
+        )
+
+
+def _options(backend: Engine) -> Iterator[str]:
+    """Yield for each option that is neither one of the implementation's nor named as environment variables are."""
+    from backends import registry
+
+    if not backend.options or backend.implementation not in registry.names():
+        return
+    own = getattr(registry.load(backend.implementation), "options", ())
+    for name in backend.options:
+        if name not in own and not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
+            yield (
+                f"backend.options.{name} is no option of backend={backend.name}; {near(name, own)}there are "
+                f"{', '.join((*own, 'environment variables'))}, whose names are capitals"
+            )
+
+
+def _guest(config: Config) -> Iterator[str]:
+    """Yield if this machine cannot emulate the one that is asked for."""
+    from backends.emulation.guest.engines import lacking
+
+    if problem := lacking(config.backend.name):
+        yield f"target=real emulates hw={config.hw.name}: {problem}"
+
+
+def _link() -> Iterator[str]:
+    """Yield if this process may not make the link between nodes."""
+    from backends.emulation.link.emulated_link import lacking
+
+    if problem := lacking():
+        yield problem
+
+
+def _gpus_here(vendor: str) -> int:
+    if vendor == "nvidia":
+        from backends.registry import gpu_count
+
+        return gpu_count()
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+    return sum(node.read_text().strip() not in ("", "0") for node in nodes)
+
+
+# --- the workload ---------------------------------------------------------------------------------------------------
+
+_GENERATED = ("poisson", "gamma", "bursty")
+_USES = {
+    "rate": _GENERATED,
+    "cv": ("gamma",),
+    "burst": ("bursty",),
+    "burst_length": ("bursty",),
+    "speed": ("embedded",),
+    **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv"), _GENERATED),
+}
+"""Which arrivals a key of the workload is for; the others do not look at it."""
+
+
+def _workload(workload: Workload) -> Iterator[str]:
+    """Yield for each key that was set and changes nothing: who asks for a rate must not be shown a trace's times."""
+    arrivals = "embedded" if workload.trace is not None else workload.arrivals
+    unset = Workload()
+    for name, uses in _USES.items():
+        value = getattr(workload, name)
+        if arrivals not in uses and value != getattr(unset, name):
+            if workload.trace is not None:
+                yield f"workload.{name}={value} changes nothing of a trace; leave it out, and any workload=NAME too"
+                continue
+            other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
+            yield f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
+
+
+# --- placement ------------------------------------------------------------------------------------------------------
+
+
+def _placement(config: Config) -> Iterator[str]:
+    """Yield if there are too few GPUs, if an instance would lie on several nodes, or where the engine does not work."""
+    try:
+        prefill, decode = places(config.parallel, config.hw)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if config.hw.gpus:
+        yield from _split("prefill", config.parallel.prefill, prefill, config.hw)
+        yield from _split("decode", config.parallel.decode, decode, config.hw)
+    yield from _connections(config, {place.node for place in prefill}, {place.node for place in decode})
+
+
+def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterator[str]:
+    instances = [where[first : first + side.tp] for first in range(0, side.gpus, side.tp)]
+    if any(len({place.node for place in instance}) > 1 for instance in instances):
+        yield (
+            f"parallel.{name}.tp={side.tp} would put one instance on several nodes of hw={hw.name} ({hw.gpus} GPUs "
+            f"each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes"
+        )
+
+
+def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterator[str]:
+    """Yield if prefill and decode meet within a node, or across nodes, where the engine does not work."""
+    backend, nodes = config.backend, prefill | decode
+    if backend.intra is None and prefill & decode:
+        yield f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(config)}"
+    if backend.inter is None and len(nodes) > 1:
+        yield (
+            f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
+            f"hw={config.hw.name}; use a backend over rdma or tcp, such as backend=mooncake"
+        )
+
+
+def _staging(config: Config) -> Iterator[str]:
+    if config.kv.staging and not config.policy.staging:
+        yield (
+            f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
+            "use a mooncake or nixl backend, or leave kv.staging out"
+        )
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
+    model, tp, attention_tp = config.model, side.tp, side.attention_tp
+    if model.heads % tp:
+        fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
+        yield (
+            f"parallel.{name}.tp={tp} does not divide the {model.heads} heads of model={model.name}; "
+            f"use one of {', '.join(map(str, fit))}"
+        )
+    elif model.attention == "gqa" and model.kv_heads % attention_tp and attention_tp % model.kv_heads:
+        yield (
+            f"parallel.{name}.tp={tp} over dp={side.dp} groups neither divides the {model.kv_heads} KV heads of "
+            f"model={model.name} nor is a multiple of them; use powers of two"
+        )
+
+
+def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
+    """Yield if weights and KV pool exceed what a GPU may use.  A host emulates compute and holds no weights."""
+    gpu, model = config.hw.gpu, config.model
+    if gpu is None or not config.hw.gpus:
+        return
+    share = model.parameters * model.dtype_bytes / side.tp / side.pp
+    usable = gpu.memory * config.scheduler.memory_fraction
+    if share >= usable:
+        yield (
+            f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={side.tp}, and "
+            f"{format_size(usable)} of {config.hw.name}'s {gpu.name} are usable (scheduler.memory_fraction="
+            f"{config.scheduler.memory_fraction}); raise tp or choose a smaller model (pdsim list model)"
+        )
+    elif share + config.kv.pool > usable:
+        yield (
+            f"kv.pool={format_size(config.kv.pool)} and {format_size(share)} of weights exceed the "
+            f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={side.tp}; lower kv.pool, or leave it out "
+            f"for what is left"
+        )

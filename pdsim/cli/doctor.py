@@ -1,0 +1,84 @@
+"""`pdsim doctor`: what works on this machine, and for what does not, why and what would help."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from textwrap import indent
+
+from backends import registry
+from backends.emulation.link import emulated_link
+from backends.registry import Diagnosis
+from pdsim import __version__
+from pdsim.units import format_size
+
+__all__ = ["report"]
+
+
+_PACKAGES = {
+    "scipy": ("pdsim calibrate cannot fit", "calibrate"),
+    "matplotlib": ("pdsim validate draws no pictures", "report"),
+    "hydra-joblib-launcher": ("the points of a sweep run one after the other", "sweep"),
+    "torch": ("target=real has no groups of ranks (collective=)", "torch"),
+}
+"""What is not there without a package, and the extra that has it."""
+
+
+def report() -> str:
+    """Return the text of the report.  Probes every engine's library in a process of its own, which takes seconds."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
+    engines = [registry.diagnose(name) for name in registry.engines()]
+    usable = [engine.name for engine in engines if engine.works]
+    real = (
+        f"pdsim run target=real hw=loopback backend={usable[0]}" if usable else "none: install one of the engines above"
+    )
+    others = sorted(set(registry.names()) - {"mooncake", "nixl", "nvlink", "mori"})
+    return "\n".join(
+        (
+            f"pdsim {__version__} on {machine}",
+            "",
+            "the model (target=model): works, and needs nothing more",
+            "",
+            "devices",
+            indent(_table(registry.devices()), "  "),
+            "",
+            "engines (target=real, backend=NAME)",
+            indent(_table(engines), "  "),
+            *([f"  from other packages: {', '.join(others)}"] if others else []),
+            "",
+            "besides",
+            indent(_table((*map(_package, _PACKAGES), _link())), "  "),
+            "",
+            f"to try a real engine: {real}",
+        )
+    )
+
+
+def _package(name: str) -> Diagnosis:
+    try:
+        return Diagnosis(name, works=True, version=version(name))
+    except PackageNotFoundError:
+        lost, extra = _PACKAGES[name]
+        return Diagnosis(name, works=False, reason=f"not installed: {lost}", remedy=f"pip install 'pdsim[{extra}]'")
+
+
+def _link() -> Diagnosis:
+    """Return whether nodes can be joined by a known link here, of which the reason says what would help."""
+    problem = emulated_link.lacking()
+    reason, _, remedy = problem.partition("; ")
+    return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
+
+
+def _table(found: Iterable[Diagnosis]) -> str:
+    every = list(found)
+    width = max(16, *(len(one.name) for one in every))
+    return "\n".join(_row(one, width) for one in every)
+
+
+def _row(one: Diagnosis, width: int) -> str:
+    if one.works:
+        return f"{one.name:<{width}} works  {one.version}".rstrip()
+    return f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")

@@ -1,0 +1,127 @@
+"""What ``--help`` prints.  It is read by whoever knows nothing yet, and must answer in a blink: no heavy imports."""
+
+from __future__ import annotations
+
+import pdsim
+from pdsim.cli.overrides import groups, options
+
+__all__ = ["COMMANDS", "of", "overview"]
+
+COMMANDS = {
+    "run": "run an experiment, on the model or on a real engine, and keep and print its results",
+    "report": "print the results that a run or a sweep left behind",
+    "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
+    "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
+    "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
+    "list": "what there is to choose from: pdsim list, pdsim list hw",
+    "doctor": "which engines and devices work on this machine, and what the others need",
+}
+
+_OVERVIEW = """\
+{about}
+
+usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
+
+{commands}
+
+  pdsim run                                           serve the default trace on a modelled 8 x H20 node
+  pdsim run hw=2x8xh20 workload.trace=trace.jsonl     another machine, a trace of your own
+  pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
+  pdsim COMMAND --help                                everything that a command takes
+
+  --help  --version
+exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run and nothing was written, 130 Ctrl-C"""
+
+_RUN = """\
+usage: pdsim run [KEY=VALUE ...] [OPTION ...]
+
+Choose one of each (pdsim list says what each is):
+{groups}
+
+Set any key below them, sizes, rates and times with their units:
+  hw.nic.rate=400Gbps  kv.pool=20GiB  backend.timeout=5s  parallel.prefill.tp=2  workload.rate=4
+  target=model|real    on the SimPy model, or on the real engine (default: model)
+  memory=tracked       simulated memory keeps contents, so that transfers are checked (default: timing)
+  seed=0               one seed gives one run, bit for bit, on the model
+  output=results       folder for the results
+
+Options:
+  --cfg job            print the composed configuration, with every key there is, and stop
+  -m, --multirun       run every combination of values with commas: pdsim run -m hw=8xh20,8xh200 workload.speed=1,2
+                       (in parallel: hydra/launcher=joblib, of the extra sweep)
+  --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
+  --json               print one JSON object instead of tables
+  --quiet, -q          print nothing but errors
+  --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
+
+_REPORT = """\
+usage: pdsim report FOLDER [FOLDER ...] [--json]
+
+Print again what a run, or a sweep, printed at its end.  --json prints one JSON object a run instead."""
+
+_COMPARE = """\
+usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
+
+Print what differs in the configurations of complete runs, and each metric of all of them, as a number and as a multiple
+of the first run's.  All of them are of one experiment.  --json prints one JSON object instead."""
+
+_VALIDATE = """\
+usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
+
+  pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
+  pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare again what an earlier run measured
+
+It is pdsim run experiment=validate, and takes what that takes (pdsim run --help, pdsim validate --cfg job):
+  experiment.classes=[pair,serve]    what is compared; of pair, read, contention, handoff, allgather, serve
+  experiment.predict=now             of what is stored: with the model of today
+  experiment.repeat, jobs, limit     how much is measured
+  experiment.bounds.pair=0.05        the median error that is asked for, or the run fails: exit status 1"""
+
+_CALIBRATE = """\
+usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
+
+  pdsim calibrate target=real hw=loopback backend=nixl_shm      measure a grid on the real engine, fit, write
+  pdsim calibrate --from out.txt hw=2x8xh100 backend=nixl       fit what nixlbench printed
+
+KEY=VALUE as in pdsim run: hw, backend, target, experiment.operation=read, output, seed.
+
+Options:
+  --from FILE       fit these samples instead of measuring: a calibration's CSV, a published table, a tool's output
+  --format NAME     of that file, if it does not show: {formats}
+  --path NAME       intra or inter: which of the engine's models the samples are about (default: intra on one node)
+  --name NAME       of the calibration (default: BACKEND-HW, the name that is chosen by itself)
+  --to DIR          where NAME.yaml and NAME.csv are written (default: here; conf/calibration makes them a choice)
+  --largest SIZE    bytes of the largest transfer that is measured (default: 256MiB)
+  --held N          points that are drawn at random and held out (default: 16)
+  --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
+  --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
+
+_LIST = """\
+usage: pdsim list [GROUP ...]
+
+What there is to choose from, with a line about each: all groups, or some of
+{groups}."""
+
+_DOCTOR = """\
+usage: pdsim doctor
+
+Try every engine and device on this machine, and say of those that do not work why, and what would help."""
+
+
+def overview() -> str:
+    """Return the help of the program."""
+    return _OVERVIEW.format(
+        about=pdsim.__doc__, commands="\n".join(f"  {name:<11}{COMMANDS[name]}" for name in COMMANDS)
+    )
+
+
+def of(command: str) -> str:
+    """Return the help of *command*, one of `COMMANDS`."""
+    if command == "run":
+        return _RUN.format(groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups()))
+    if command == "calibrate":
+        from pdsim.calibration.importers import FORMATS
+
+        return _CALIBRATE.format(formats=", ".join(FORMATS))
+    texts = {"report": _REPORT, "compare": _COMPARE, "validate": _VALIDATE, "doctor": _DOCTOR}
+    return texts.get(command) or _LIST.format(groups=", ".join(groups()))

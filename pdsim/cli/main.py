@@ -1,0 +1,211 @@
+"""The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
+
+Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C.
+What a command needs is imported when it is given, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from json import dumps
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import pdsim
+from pdsim.cli import help as usage
+from pdsim.cli.overrides import describe, explain, groups, options
+from pdsim.errors import ConfigError, PdsimError
+from pdsim.guards import instead
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command in *arguments*, by default those of the process, and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        _check_packages()
+        return _command([word for word in words if word != "--debug"])
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted; a run that had begun is marked incomplete")
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _explain(error)
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    """Turn SIGTERM into an exception, so that processes and files are put away on the way out."""
+    raise SystemExit(128 + number)
+
+
+def _command(words: Sequence[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        return _say(usage.overview())
+    command, *rest = words
+    if command in ("--version", "-V"):
+        return _say(f"pdsim {pdsim.__version__}")
+    if command not in _DO:
+        raise ConfigError(_unknown(command, words))
+    if "--help" in rest or "-h" in rest:
+        return _say(usage.of(command))
+    return _DO[command](rest)
+
+
+def _unknown(command: str, words: Sequence[str]) -> str:
+    if "=" in command:
+        return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
+    for group in ("experiment", "hw"):
+        if command in options(group):
+            return f"{command!r} is no command; did you mean pdsim run {group}={command}?"
+    return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def _run(words: Sequence[str]) -> int:
+    from pdsim.cli.run import run
+
+    own = {"--json", "--quiet", "-q"}
+    rest = [word for word in words if word not in own]
+    return run(rest, json="--json" in words, quiet=bool({"--quiet", "-q"} & set(words)))
+
+
+def _report(words: Sequence[str]) -> int:
+    from pdsim.results import terminal
+
+    for folder in _folders("report", words):
+        if _is_sweep(folder):
+            terminal.show_sweep(folder, json="--json" in words)
+        elif "--json" in words:
+            _say(terminal.as_json(folder))
+        else:
+            terminal.show(folder)
+    return 0
+
+
+def _compare(words: Sequence[str]) -> int:
+    from pdsim.results import compare, terminal
+
+    folders = _folders("compare", words)
+    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
+        raise ConfigError(f"{sweeps[0]} is a sweep; name two of its points, or see pdsim report {sweeps[0]}")
+    if "--json" in words:
+        return _say(dumps(compare.as_dict(folders), ensure_ascii=False))
+    for table in compare.tables(folders):
+        terminal.show_table(table)
+    return 0
+
+
+def _folders(command: str, words: Sequence[str]) -> list[Path]:
+    folders = [Path(word) for word in words if word != "--json"]
+    if wrong := [folder for folder in folders if not folder.is_dir()]:
+        raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
+    if not folders:
+        raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
+    return folders
+
+
+def _is_sweep(folder: Path) -> bool:
+    from pdsim.sweep.collect import POINTS
+
+    return (folder / POINTS).is_file()
+
+
+def _calibrate(words: Sequence[str]) -> int:
+    from pdsim.cli.calibrate import calibrate
+
+    if find_spec("scipy") is None:
+        raise ConfigError("calibrate needs scipy; pip install 'pdsim[calibrate]'")
+    return calibrate(words)
+
+
+def _validate(words: Sequence[str]) -> int:
+    if taken := [word for word in words if word.startswith("experiment=")]:
+        raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
+    return _run(["experiment=validate", *words])
+
+
+def _list(words: Sequence[str]) -> int:
+    if wrong := [word for word in words if word not in groups()]:
+        raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], groups())}")
+    for group in words or groups():
+        _say(f"{group}=")
+        width = max(16, *map(len, options(group)))
+        for option in options(group):
+            _say(f"  {option:<{width}} {describe(group, option)}")
+    if not words:
+        found = sorted({entry.name for entry in entry_points(group="pdsim.backends")})
+        _say(f"implementations of backends for target=real: {', '.join(found)} (pdsim doctor: which work here)")
+    return 0
+
+
+def _doctor(words: Sequence[str]) -> int:
+    if words:
+        raise ConfigError(f"doctor takes no arguments, got {words[0]!r}")
+    from pdsim.cli.doctor import report
+
+    return _say(report())
+
+
+_DO: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "report": _report,
+    "compare": _compare,
+    "calibrate": _calibrate,
+    "validate": _validate,
+    "list": _list,
+    "doctor": _doctor,
+}
+
+# --- speaking -------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> int:
+    print(text, flush=True)  # noqa: T201
+    return 0
+
+
+def _fail(status: int, text: str) -> int:
+    for line in text.splitlines():
+        print(f"pdsim: {line}", file=sys.stderr)  # noqa: T201
+    return status
+
+
+def _explain(error: Exception) -> int:
+    """Print *error* in one line for each mistake, and return the exit status."""
+    if isinstance(error, ConfigError):
+        return _fail(2, str(error))
+    refusal = explain(error) if "hydra" in sys.modules else None
+    if refusal is not None:
+        return _fail(2, refusal)
+    text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
+    hint = "" if isinstance(error, PdsimError) else "; --debug shows where"
+    return _fail(1, f"{type(error).__name__}: {' '.join(text.split())}{hint}")
+
+
+def _check_packages() -> None:
+    """Raise a `ConfigError` if the working directory hides a package of ours, whose names are everyday words."""
+    home = Path(pdsim.__file__).resolve().parent.parent
+    for name in ("conf", "backends", "experiments"):
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
+        if found is None or found.parent != home:
+            what = found or "a folder of that name"
+            raise ConfigError(
+                f"the package {name!r} of pdsim is hidden by {what}; use the command pdsim, or python -P -m pdsim, "
+                f"or run from another directory"
+            )

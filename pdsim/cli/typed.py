@@ -1,0 +1,264 @@
+"""From plain mappings, as YAML and the command line give them, to the frozen dataclasses of `pdsim.config`.
+
+Every key is known, every value has the type and the unit of its field, or a `ConfigError` says in one line for each
+mistake what was written, what the rule is and what to write instead.  Knows neither Hydra nor OmegaConf.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from pdsim import plugins
+from pdsim.calibration.definition import Calibration, applied, covers
+from pdsim.config import Config
+from pdsim.costs import Collective, Engine
+from pdsim.errors import ConfigError
+from pdsim.guards import instead, near
+from pdsim.hardware import EVIDENCE, Machine
+from pdsim.kv.policy import Policy
+from pdsim.serving.settings import Llm
+
+__all__ = ["build", "defaults", "experiments", "load", "numbers"]
+
+T = TypeVar("T")
+Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective)
+
+ON_THE_COMMAND_LINE = "assumed: set on the command line"
+UNSAID = "assumed: the configuration does not say where it comes from"
+
+
+def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
+    """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
+
+    The options of the experiment are typed and completed by its own `Options`.  The source called ``"gpu"`` speaks for
+    all numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
+    A calibration is laid over machine and engine, and under what was overridden.  Raise a `ConfigError`.
+    """
+    keys = tuple(overridden)
+    values, policy = _without_policy(values)
+    values, calibration, calibrated = _calibrated(values, keys)
+    config = build(Config, values)
+    new = calibrated | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    return replace(
+        config,
+        policy=build(Policy, policy, "backend.policy"),
+        experiment=_experiment(config.experiment),
+        calibration=calibration,
+        hw=_sourced(config.hw, "hw", new),
+        backend=_sourced(_alias(config.backend), "backend", new),
+        model=_sourced(config.model, "model", new),
+        collective=None if config.collective is None else _sourced(config.collective, "collective", new),
+    )
+
+
+def build(cls: type[T], values: object, at: str = "") -> T:
+    """Return a *cls*, a dataclass, from the mapping *values* found at the dotted key *at*.
+
+    Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{at} must have keys of its own ({', '.join(_hints(cls))}), got {values!r}")
+    hints = _hints(cls)
+    problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
+    found: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
+        key = _join(at, field.name)
+        if field.name in values:
+            try:
+                found[field.name] = _convert(hints[field.name], values[field.name], key)
+            except ConfigError as error:
+                problems.append(str(error))
+        elif _required(field):
+            problems.append(f"{key} is missing and has no default; set {key}=VALUE")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return cls(**found)
+    except ValueError as error:
+        raise ConfigError(_located(str(error), cls, at)) from error
+
+
+def defaults(cls: type = Config) -> dict[str, Any]:
+    """Return the defaults of *cls* as plain data: what can be set, for a reader of the composed configuration."""
+    plain: dict[str, Any] = {}
+    for field in fields(cls):
+        if field.name == "policy":
+            plain["backend"] = {"policy": asdict(Policy())}
+        elif not _required(field):
+            make = typing.cast("Callable[[], Any]", field.default_factory)
+            value = field.default if field.default is not MISSING else make()
+            plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return plain
+
+
+def experiments() -> list[str]:
+    """Return the names of the experiments that are installed."""
+    return list(plugins.names(plugins.EXPERIMENTS))
+
+
+def numbers(instance: Any, at: str = "") -> Iterator[str]:
+    """Yield the dotted key of every number in *instance*, a dataclass, and in the dataclasses that it holds."""
+    for field in fields(instance):
+        value, key = getattr(instance, field.name), _join(at, field.name)
+        if is_dataclass(value):
+            yield from numbers(value, key)
+        elif isinstance(value, tuple) and any(is_dataclass(item) for item in value):
+            yield key  # as one
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key
+
+
+def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return *values* without ``backend.policy``, and that: it is written with the engine, which need not know it."""
+    if "policy" in values:
+        raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
+    found, backend = dict(values), values.get("backend")
+    if not isinstance(backend, Mapping):
+        return found, {}
+    found["backend"] = {key: value for key, value in backend.items() if key != "policy"}
+    return found, backend.get("policy", {})
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def _convert(hint: Any, value: Any, at: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _parsed(arguments[1], value, at)
+    if origin in (types.UnionType, typing.Union):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _convert(inner[0], value, at)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ConfigError(f"{at} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if origin is tuple:
+        return _tuple(arguments[0], value, at)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(arguments[1], value, at)
+    if is_dataclass(hint):
+        return build(typing.cast("type[Any]", hint), value, at)
+    return value if hint is Any else _scalar(hint, value, at)
+
+
+def _parsed(parse: Any, value: Any, at: str) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{at}: {error}") from error
+
+
+def _tuple(hint: Any, value: Any, at: str) -> tuple[Any, ...]:
+    # one value alone is a list of one, so that --multirun can sweep over what is otherwise a list
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(_convert(hint, item, f"{at}[{index}]") for index, item in enumerate(values))
+
+
+def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
+    return {str(key): _convert(hint, item, _join(at, str(key))) for key, item in value.items()}
+
+
+def _scalar(hint: type, value: Any, at: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # YAML reads a name of digits as a number
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and (hint is float or (hint is int and float(value).is_integer())):
+        return hint(value)
+    rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _join(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else name
+
+
+def _unknown(key: str, known: Iterable[str], at: str) -> str:
+    names = list(known)
+    hint = near(key, names, _join(at, "{}"))
+    return f"unknown key {_join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}"
+
+
+def _located(message: str, cls: type, at: str) -> str:
+    """Return *message* of a `__post_init__` with the full key, of which it knows only the end, and the way out."""
+    owner, _, rest = message.partition(" ")
+    name = owner.rpartition(".")[2].partition("=")[0]
+    if name not in _hints(cls):
+        return f"{at}: {message}" if at else message
+    key = _join(at, name)
+    value = owner.partition("=")[1] + owner.partition("=")[2]
+    return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
+
+
+# --- the experiment, the alias and the evidence ----------------------------------------------------------------------
+
+
+def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the name and all options of an experiment, typed by its own `Options`."""
+    given = dict(values)
+    name = given.pop("name", None)
+    if name not in experiments():
+        raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), experiments())}")
+    options = build(plugins.resolve(plugins.EXPERIMENTS, name).Options, given, "experiment")
+    return {"name": name} | {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _alias(backend: Engine) -> Engine:
+    """Return *backend*; ``mooncake_tcp`` is Mooncake that is told to use TCP, which has no device to choose."""
+    if backend.name != "mooncake_tcp":
+        return backend
+    options = {name: value for name, value in backend.options.items() if name != "device"}
+    return replace(backend, options={"MC_FORCE_TCP": "1", **options})
+
+
+def _calibrated(
+    values: dict[str, Any], overridden: tuple[str, ...]
+) -> tuple[dict[str, Any], Calibration | None, dict[str, str]]:
+    """Return *values* without their calibration but with its parameters, it, and the sources of what it set."""
+    chosen = values.pop("calibration", None)
+    if chosen is None or chosen == {"name": "none"}:
+        return values, None, {}
+    return applied(values, build(Calibration, chosen, "calibration"), overridden)
+
+
+def _sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
+    """Return *instance* with sources that speak for all of its numbers; *new* ones, by full key, replace its own."""
+    found = list(numbers(instance))
+    named = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
+    named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}
+    sources: dict[str, str] = {}
+    for keys, text in instance.sources.items():
+        if text.partition(":")[0] not in EVIDENCE:
+            raise ConfigError(f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
+        left = [key for key in _split(keys) if not covers(named, key)]
+        sources |= {", ".join(left): text} if left else {}
+    sources |= named
+    said = [key for keys in sources for key in _split(keys)]
+    sources |= {number: UNSAID for number in found if not covers(said, number)}
+    return replace(instance, sources=sources)
+
+
+def _split(keys: str) -> list[str]:
+    return [key.strip() for key in keys.split(",")]

@@ -1,0 +1,242 @@
+"""What transfer engines and collectives cost: each formula once, for the simulator and for fits alike.
+
+Frozen data that a configuration fills in (`conf/backend`, `conf/collective`, `conf/calibration`).  Which links a
+transfer crosses, and with whom it shares them, is the fabric's business and not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdsim.guards import not_negative, one_of, positive
+from pdsim.units import Rate, Seconds, Size
+
+__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Ramp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """What the *first* descriptors of a batch cost *extra*, each: doorbells of idle queue pairs, cold caches."""
+
+    first: int
+    extra: Seconds
+
+    def __post_init__(self) -> None:
+        positive("ramp", first=self.first)
+        not_negative("ramp", extra=self.extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InlineSaving:
+    """Batches of up to *bytes* in all and up to *descriptors* that an engine moves within the call that posts them.
+
+    It does so if nothing that it has posted otherwise is under way.  They take *saves* less: nobody asks for their end.
+    """
+
+    bytes: Size
+    descriptors: int
+    saves: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        positive("small", bytes=self.bytes, descriptors=self.descriptors)
+        not_negative("small", saves=self.saves)
+
+    def takes(self, descriptors: int, nbytes: float) -> bool:
+        """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
+        return nbytes <= self.bytes and descriptors <= self.descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What one engine costs on one kind of path.
+
+    A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
+    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path at
+    a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined* too,
+    it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its posting.
+    The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for
+    UCX and verbs: LogGP with g = *descriptor*.)
+
+    A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
+    asking for the bytes costs, once and every time.  It has at most *read_rate*.
+
+    A *small* batch takes ``small.saves`` less if nothing that its poster has posted is under way but such batches: so
+    much less of *latency* and, where that is not enough, of *call*; never less than without both.
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    call: Seconds
+    descriptor: Seconds
+    overlap: bool
+    latency: Seconds
+    rate: Rate = math.inf  # of one transfer
+    wire_descriptor: Seconds = 0.0
+    read: Seconds = 0.0  # latency of a read beyond that of a write
+    read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
+    read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
+    queues: int = 1  # queue pairs or TCP streams to one peer
+    lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `NetworkLink`; 0: all of a batch
+    queue_rate: Rate = math.inf  # of one of them: all transfers to a peer share queues * queue_rate
+    depth: int = 0  # descriptors that may be outstanding to one peer; 0 is no limit
+    full: str = "wait"  # what posting does at the limit: "wait" or "refuse"
+    pipelined: bool = False  # with overlap
+    in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
+    ramp: tuple[Ramp, ...] = ()
+    small: InlineSaving | None = None  # batches that are done in the call that posts them
+
+    def __post_init__(self) -> None:
+        one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("engine", ("wait", "refuse"), full=self.full)
+        not_negative(
+            "engine",
+            call=self.call,
+            descriptor=self.descriptor,
+            latency=self.latency,
+            wire_descriptor=self.wire_descriptor,
+            read=self.read,
+            read_descriptor=self.read_descriptor,
+            depth=self.depth,
+            lanes=self.lanes,
+        )
+        positive("engine", rate=self.rate, read_rate=self.read_rate, queues=self.queues, queue_rate=self.queue_rate)
+        if self.pipelined and not self.overlap:
+            raise ValueError("engine.pipelined must be false where overlap is, got True")
+
+    def posting(self, descriptors: int) -> Seconds:
+        """Return how long *descriptors* in one call keep the poster."""
+        seconds = self.call + descriptors * self.descriptor
+        for ramp in self.ramp:
+            seconds += min(descriptors, ramp.first) * ramp.extra
+        return seconds
+
+    def saved(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
+        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*."""
+        if self.small is None or not self.small.takes(descriptors, nbytes):
+            return 0.0, 0.0
+        late = min(self.small.saves, self.latency)
+        return min(self.small.saves - late, self.call), late
+
+    def fastest(self, *, read: bool) -> Rate:
+        """Return the rate of one write, or of one *read*."""
+        return min(self.rate, self.read_rate) if read else self.rate
+
+    def held_up(self, narrowest: Rate, *, read: bool) -> float:
+        """Return the bytes that a descriptor's handling on the wire, over links of *narrowest*, would have carried.
+
+        Without a rate of its own, the engine holds up what the narrowest link would have carried.
+        """
+        seconds, rate = self.wire_descriptor + (self.read_descriptor if read else 0.0), self.fastest(read=read)
+        return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
+
+    def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
+        """Return how long a write, or a *read*, takes with nothing in its way, over links of *narrowest* or more.
+
+        It is what the simulator gives for an idle endpoint, less the latency of the way.
+        """
+        narrowest = min(narrowest, self.queues * self.queue_rate)
+        wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
+        early, late = self.saved(descriptors, nbytes)
+        posting = self.posting(descriptors) - early
+        latency = self.latency + (self.read if read else 0.0) - late
+        if not self.overlap:
+            return posting + wire + latency
+        if not self.pipelined:
+            return max(posting, wire) + latency
+        return max(self.posting(1) - early + wire, posting + wire / descriptors) + latency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes."""
+
+    name: str
+    implementation: str  # the entry point that `target=real` loads
+    vendors: tuple[str, ...]  # whose machines it runs on
+    intra: EngineModel | None
+    inter: EngineModel | None
+    timeout: Seconds = 30.0  # deadline of a transfer
+    options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        positive("backend", timeout=self.timeout)
+        if self.intra is None and self.inter is None:
+            raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveModel:
+    """What an all-gather costs on one kind of memory.
+
+    *n* ranks with *S* bytes each take ``latency + (n - 1) * step + S / own_rate + (n - 1) * S / rate``, of which the
+    last term is flows over the ranks' links, at a fair share and at most at *rate* out of each rank.  In a ``ring``
+    each rank sends ``(n - 1) * S`` to the next one, ``direct`` is *S* from each rank to each other; over a switch both
+    load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives at:
+    two where it lands in a staging buffer and is copied from there.
+
+    No call is over before the hosts are done with it.  One that does not follow the group's call before at once keeps
+    them busy for *cold*, one on symmetric memory of a pool that has grown for *grown*; neither is added to the rest.
+
+    *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the algorithmic
+    bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
+    """
+
+    path: str  # "nvlink", "rdma", "tcp" or "shm"
+    pattern: str  # "ring" or "direct"
+    latency: Seconds  # from the call of the last rank on
+    step: Seconds  # more, for each rank but one
+    rate: Rate
+    own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
+    copies: int = 0
+    cold: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
+    grown: Seconds = 0.0  # the same, in a pool that has grown
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
+        one_of("collective", ("ring", "direct"), pattern=self.pattern)
+        not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
+        not_negative("collective", cold=self.cold, grown=self.grown)
+        positive("collective", rate=self.rate, own_rate=self.own_rate)
+
+    def before(self, ranks: int, size: float) -> Seconds:
+        """Return what passes before *size* bytes of each of *ranks* begin to move over the links."""
+        return self.latency + (ranks - 1) * self.step + size / self.own_rate
+
+    def busy(self, *, cold: bool, grown: bool) -> Seconds:
+        """Return for how long a call keeps the hosts at least."""
+        return max(self.cold if cold else 0.0, self.grown if grown else 0.0)
+
+    def alone(
+        self, ranks: int, size: float, narrowest: Rate = math.inf, *, cold: bool = False, grown: bool = False
+    ) -> Seconds:
+        """Return how long an all-gather takes with nothing in its way, over links that carry *narrowest* or more."""
+        moved = (ranks - 1) * size / min(self.rate, narrowest)
+        return max(self.before(ranks, size) + moved, self.busy(cold=cold, grown=grown))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A library of collectives: `conf/collective`.
+
+    To reserve *size* bytes for each of *n* ranks, or to grow by them, takes ``n * grow_latency + size / grow_rate``:
+    the ranks make their memory known to one another.
+    """
+
+    name: str
+    implementation: str  # what `target=real` loads: "nccl", "symm_mem" or "gloo"
+    plain: CollectiveModel
+    symmetric: CollectiveModel
+    pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
+    grow: bool = True  # whether it may grow at run time
+    grow_latency: Seconds  # of each rank
+    grow_rate: Rate
+    check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
+    timeout: Seconds = 30.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("collective", ("nccl", "symm_mem", "gloo"), implementation=self.implementation)
+        positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
+        not_negative("collective", grow_latency=self.grow_latency)

@@ -1,0 +1,1 @@
+"""Max-min fair sharing of links by flows; what is private stays inside this package."""

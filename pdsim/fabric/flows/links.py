@@ -1,0 +1,271 @@
+"""Links and paths: what they hold while their flows come and go.
+
+A link that limits flows allows each of them the same rate, its *level*.  So it has one counter of service, the bytes
+that each flow limited here has received, and that times the flows of all paths that it limits.
+
+Most links of a real machine can never limit anybody, because other links let too little through to fill them (the
+memory behind a NIC, a leaf switch that is not oversubscribed).  Those are *implied* by the others; they are left out
+of the solution, until a new path or another capacity makes them count and they are *live*.
+
+Rates are found in `pdsim.fabric.flows.waterfill`, flows start and end in `pdsim.fabric.flows.network`, which also has
+the public names; users make links and paths there.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdsim.clock import Clock
+    from pdsim.fabric.flows.network import Flow
+
+__all__ = ["NOBODY", "OPEN", "Link", "Path"]
+
+ENDED = 1.0 + 1e-14
+"""Ends within a few roundings of one another, in service, are one end."""
+
+REBASE = 1000
+"""How many flows end on a busy link before its counter of service starts from zero again."""
+
+OPEN = -1.0
+"""The level of a link that limits nobody, or whose level is being found."""
+
+
+class Link:
+    """A capacity in bytes/s that flows share: a port, a bus, a memory.  Made by `Network.link`."""
+
+    __slots__ = (
+        "_active", "_age", "_bound", "_capacity", "_cover", "_covers", "_eta", "_free", "_key", "_level", "_live",
+        "_next", "_paths", "_queued", "_service", "_since", "_unset", "_was", "index", "name",
+    )  # fmt: skip
+
+    def __init__(self, name: str, index: int, capacity: float) -> None:
+        self.name = name
+        self.index = index
+        """Position among the links of the network, in order of creation."""
+        self._capacity = capacity
+        self._paths: dict[Path, int] = {}  # how many times each passes here
+        self._cover: dict[Link, int] = {}  # the links that imply this one, and how often what they carry passes here
+        self._covers: dict[Link, None] = {}  # the links that this one helps to imply
+        self._live = False  # not implied
+        self._active: dict[Path, None] = {}  # the paths with flows, if live
+        self._bound: dict[Path, None] = {}  # those that this link limits
+        self._free = capacity  # what flows with a rate leave
+        self._unset = 0.0  # flows without a rate, while solving
+        self._level = OPEN
+        self._key = inf  # the level with which it waits to be settled
+        self._was = 0.0  # the level before the solution under way
+        self._service = 0.0  # bytes that each flow limited here has received at the time `_since`
+        self._since = 0.0
+        self._age = 0  # flows ended since `_service` was 0
+        self._next = inf  # the service at which the next flow ends
+        self._eta = inf  # and its time
+        self._queued = inf  # the time for which the network was told
+
+    def __repr__(self) -> str:
+        return f"<Link {self.name!r} {self._capacity:g} bytes/s>"
+
+    @property
+    def capacity(self) -> float:
+        """Bytes/s.  Set with `Network.set_capacity`."""
+        return self._capacity
+
+    @property
+    def carried(self) -> float:
+        """Bytes carried until now; a path that passes twice counts twice.  Linear in the number of paths."""
+        return sum(times * path.carried for path, times in self._paths.items())
+
+    @property
+    def load(self) -> float:
+        """Bytes/s that flow now (after all events of this instant)."""
+        return sum(times * path.flows * path.rate for path, times in self._paths.items() if path.flows)
+
+    def _implied(self) -> bool:
+        """Whether the links of the cover cannot let more through than this link can carry.
+
+        Each link of a cover is smaller than what it covers, in the order of capacity and index, so that links never
+        imply each other in a circle.
+        """
+        total = 0.0
+        for link, times in self._cover.items():
+            total += link._capacity * times
+            if link._capacity == self._capacity and link.index > self.index:
+                return False
+        return total <= self._capacity
+
+    def _pass(self, path: Path, times: int) -> bool:
+        """Let *path* pass *times* times.  Return whether this link is implied still."""
+        self._paths[path] = times
+        if self._live:
+            return False
+        position = path.links.index(self)
+        best: tuple[float, float, int, int] | None = None
+        for at, link in enumerate(path.links):
+            if link is self or link._capacity > self._capacity:
+                continue
+            ratio = -(-times // path.links.count(link))
+            if self._cover.get(link, 0) >= ratio:
+                return True
+            rank = (abs(at - position), link._capacity, at, ratio)
+            if best is None or rank < best:
+                best = rank
+        if best is None:
+            return False
+        chosen = path.links[best[2]]
+        self._cover[chosen] = best[3]
+        chosen._covers[self] = None
+        return self._implied()
+
+    def _promote(self) -> None:
+        """Take part in the solution from now on.  Until now the link was implied, so the rates of now suit it."""
+        self._live = True
+        for link in self._cover:
+            del link._covers[self]
+        self._cover.clear()
+        self._free = self._capacity
+        for path, times in self._paths.items():
+            path._see()
+            if path._count:
+                self._active[path] = None
+                self._free -= times * path._count * path._limit._level
+
+    def _resize(self, capacity: float) -> None:
+        self._capacity = capacity
+        for link in (self, *self._covers):
+            if not link._live and not link._implied():
+                link._promote()
+
+    def _finish(self, now: float) -> list[tuple[int, Flow]]:
+        """Take the flows that end now off their paths."""
+        self._service = self._next
+        self._since = now
+        limit = self._service * ENDED
+        ended = []
+        for path in self._bound:
+            flows = path._flows
+            while flows[0][0] - path._offset <= limit:
+                _, order, flow = heappop(flows)
+                path._drop(flow, flow.size)
+                ended.append((order, flow))
+        self._age += len(ended)
+        if self._age > REBASE and self._age > sum(path.flows for path in self._bound):
+            self._rebase()
+        return ended
+
+    def _rebase(self) -> None:
+        """Count service from zero again: where flows never cease it would grow until small flows drown in it."""
+        for path in self._bound:
+            path._rebase(self._service + path._offset)
+        self._service = 0.0
+        self._age = 0
+
+
+NOBODY = Link("nobody", -1, 0.0)
+"""What limits a path without flows."""
+
+NEVER: tuple[float, int, Any] = (inf, 0, None)
+"""The end after the last one of a path."""
+
+
+class Path:
+    """The way of flows over *links*, each limited to *cap* bytes/s.  Made by `Network.path`.
+
+    All its flows have the same rate, so one counter of service times them all: a flow that starts at v ends at
+    v + size.  The counter is that of the link that limits the path now, plus an offset.
+    """
+
+    __slots__ = (
+        "_begun", "_clock", "_count", "_ended", "_flows", "_limit", "_live", "_offset", "_own", "_rest", "_unlimited",
+        "cap", "flows", "index", "links",
+    )  # fmt: skip
+
+    def __init__(self, clock: Clock, index: int, links: tuple[Link, ...], cap: float) -> None:
+        self.links = links
+        self.cap = cap
+        self.index = index
+        self.flows = 0
+        """How many flows there are now."""
+        self._clock = clock
+        self._count = 0.0  # how many there were when the rate was solved
+        # a cap is a link of the path's own that grows with the number of flows
+        self._own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
+        self._unlimited = not links and cap == inf
+        self._live: tuple[Link, ...] = ()
+        self._rest: tuple[Link, ...] = ()
+        self._limit = NOBODY
+        self._offset = 0.0
+        self._flows: list[tuple[float, int, Flow]] = [NEVER]
+        self._begun = 0.0  # the sum of the service at the start of each flow
+        self._ended = 0.0  # bytes of flows that are no more
+        crowded = [link for link in dict.fromkeys(links) if not link._pass(self, links.count(link))]
+        for link in crowded:
+            if not link._live:
+                link._promote()
+        self._see()
+
+    def __repr__(self) -> str:
+        return f"<Path {'-'.join(link.name for link in self.links)}>"
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of each flow now (after all events of this instant); 0 if there is none."""
+        return max(self._limit._level, 0.0) if self.flows else 0.0
+
+    @property
+    def carried(self) -> float:
+        """Bytes carried until now, by all flows."""
+        if not self.flows:
+            return self._ended
+        return self._ended + self.flows * self._served(self._clock.now) - self._begun
+
+    def _see(self) -> None:
+        """Find the links that can limit this path."""
+        own = () if self._own is None else (self._own,)
+        self._live = (*(link for link in self.links if link._live), *own)
+        self._aside()
+
+    def _aside(self) -> None:
+        """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
+        rest = list(self._live)
+        if self._limit in rest:
+            rest.remove(self._limit)
+        self._rest = tuple(rest)
+
+    def _served(self, now: float) -> float:
+        limit = self._limit
+        return limit._service + max(limit._level, 0.0) * (now - limit._since) + self._offset
+
+    def _drop(self, flow: Flow, carried: float) -> None:
+        """Count *flow* out, which has carried *carried* bytes."""
+        self.flows -= 1
+        self._ended += carried
+        self._begun = self._begun - flow._begin if self.flows else 0.0
+
+    def _rebase(self, base: float) -> None:
+        self._flows = [(end - base, order, flow) for end, order, flow in self._flows if end < inf]
+        heapify(self._flows)
+        self._begun = 0.0
+        for _, _, flow in self._flows:
+            flow._begin -= base
+            self._begun += flow._begin
+        self._flows.append(NEVER)
+        self._offset = 0.0
+
+    def _bind(self, link: Link, now: float) -> None:
+        """Let *link* be the limit from now on."""
+        limit = self._limit
+        self._offset += limit._service + limit._was * (now - limit._since) - link._service
+        self._unbind()
+        self._limit = link
+        link._bound[self] = None
+        self._aside()
+
+    def _unbind(self) -> None:
+        limit = self._limit
+        limit._bound.pop(self, None)
+        if not limit._bound:
+            limit._service = limit._was = 0.0
+            limit._age = 0
+            limit._eta = inf

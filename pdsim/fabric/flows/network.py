@@ -1,0 +1,275 @@
+"""Links that flows share max-min fairly, on the virtual clock.
+
+A *flow* carries a number of bytes over a *path* of links, as a fluid: at every instant each flow has a rate, and the
+rates are max-min fair.  Nothing ticks: between two changes all rates are constant, so the end of a flow is known, and
+one wake-up at the earliest end serves the whole network.
+
+::
+
+    clock = Clock()
+    network = Network(clock)
+    port = network.link("port", 100.0)
+    path = network.path([port])
+    network.start(path, 100.0, print, "a")  # at t=2: half of the port each
+    network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
+    clock.run()
+
+All changes of one instant are solved together, after the last event of the instant.  Latency, posting and queues are
+not known here: see `pdsim.fabric.engine`.  How rates are found: `pdsim.fabric.flows.waterfill`.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from pdsim.clock import LAST, Alarm, Clock
+from pdsim.fabric.flows.links import Link, Path
+from pdsim.fabric.flows.waterfill import Waterfill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from simpy.events import Event
+
+__all__ = ["Flow", "Link", "Network", "Path"]
+
+NOW = 1.0 + 1e-15
+"""Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
+
+
+class Flow:
+    """Bytes on their way.  Made by `Network.start`."""
+
+    __slots__ = ("_begin", "_done", "path", "size", "tag")
+
+    def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
+        self.path = path
+        self.size = size
+        self.tag = tag
+        self._done: Callable[[Any], None] | None = done  # None: called or aborted
+        self._begin = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Flow of {self.size:g} bytes over {self.path!r}>"
+
+
+class Network:
+    """All links, paths and flows that can influence one another.
+
+    Equal calls in equal order give equal times, bit for bit.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.links: list[Link] = []
+        self.paths: list[Path] = []
+        self.events = 0
+        """Events of the clock that the network has used."""
+        self._by_links: dict[tuple[tuple[Link, ...], float], Path] = {}
+        self._waterfill = Waterfill()
+        self._ends = self._waterfill.ends
+        self._changed: dict[Path, None] = {}
+        self._resized: dict[Link, None] = {}
+        self._instant: list[tuple[int, Flow]] = []  # flows that take no time
+        self._many = 256
+        self._flows = 0
+        self._solver = Alarm(clock, self._on_change, LAST)
+        self._waker = Alarm(clock, self._on_end, LAST)
+        self._wake_at = inf
+
+    @property
+    def solves(self) -> int:
+        """How many times rates were solved."""
+        return self._waterfill.solves
+
+    @property
+    def touched(self) -> int:
+        """How many paths were given a rate, over all solves: what the work is proportional to."""
+        return self._waterfill.touched
+
+    def link(self, name: str, capacity: float) -> Link:
+        """Return a new link that carries *capacity* bytes/s.
+
+        Raise a `ValueError` unless *capacity* is finite and not negative.
+        """
+        _check_capacity(capacity)
+        link = Link(name, len(self.links), float(capacity))
+        self.links.append(link)
+        return link
+
+    def path(self, links: Sequence[Link], cap: float = inf) -> Path:
+        """Return the path over *links* whose flows get at most *cap* bytes/s each; equal arguments give the same path.
+
+        A link that stands twice carries every byte twice.  The order has no influence on rates; the physical order
+        lets the network see best which links can never limit a flow.  A path without links and cap takes no time.
+
+        Raise a `ValueError` if *cap* is not positive or a link is of another network.
+        """
+        if not cap > 0.0:
+            raise ValueError(f"cap(={cap}) must be > 0")
+        key = (tuple(links), cap)
+        path = self._by_links.get(key)
+        if path is None:
+            path = self._by_links[key] = self._new_path(key[0], float(cap))
+        return path
+
+    def set_capacity(self, link: Link, capacity: float) -> None:
+        """Let *link* carry *capacity* bytes/s from now on.  At 0, its flows stall until it is set again.
+
+        Raise a `ValueError` unless *capacity* is finite and not negative.
+        """
+        _check_capacity(capacity)
+        link._resize(float(capacity))
+        self._resized[link] = None
+        self._wait()
+
+    def start(self, path: Path, size: float, done: Callable[[Any], None], tag: Any = None) -> Flow:
+        """Start a flow of *size* bytes over *path* now; ``done(tag)`` is called when the last byte has arrived.
+
+        Flows that end at the same instant are reported in the order in which they started, after all else that
+        happens at that instant.  A flow of no bytes ends at once, even where others stall.
+
+        Raise a `ValueError` if *size* is negative or not finite.
+        """
+        if not 0.0 <= size < inf:
+            raise ValueError(f"size(={size}) must be >= 0 and finite")
+        flow = Flow(path, size, done, tag)
+        self._flows += 1
+        if size == 0.0 or path._unlimited:
+            self._instant.append((self._flows, flow))
+            self._wait()
+            return flow
+        flow._begin = begin = path._served(self.clock.now)
+        path.flows += 1
+        path._begun += begin
+        heappush(path._flows, (begin + size, self._flows, flow))
+        self._change(path)
+        return flow
+
+    def abort(self, flow: Flow) -> float:
+        """Take *flow* off its path now and return the bytes that were still to be carried; it is never reported done.
+
+        Return 0.0 if it has ended or was aborted before.
+        """
+        path = flow.path
+        flow._done = None
+        for entry in path._flows:
+            if entry[2] is flow:
+                left = max(flow.size - (path._served(self.clock.now) - flow._begin), 0.0)
+                path._flows.remove(entry)
+                heapify(path._flows)
+                path._drop(flow, flow.size - left)
+                self._change(path)
+                return left
+        for instant in self._instant:
+            if instant[1] is flow:
+                self._instant.remove(instant)
+                return flow.size
+        return 0.0
+
+    def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
+        for link in links:
+            if link.index >= len(self.links) or self.links[link.index] is not link:
+                raise ValueError(f"links must be of this network, {link} is not")
+        path = Path(self.clock, len(self.paths), links, cap)
+        self.paths.append(path)
+        return path
+
+    def _change(self, path: Path) -> None:
+        self._changed[path] = None
+        self._wait()
+
+    def _wait(self) -> None:
+        """Solve when nothing is left to happen at this instant."""
+        if not self._solver.armed:
+            self._solver.arm(self.clock.now)
+
+    def _on_change(self, _: Event) -> None:
+        self.events += 1
+        now = self.clock.now
+        if self._instant or self._wake_at <= now * NOW:
+            self._finish(now)
+        self._renew(now)
+
+    def _on_end(self, alarm: Event) -> None:
+        self.events += 1
+        if alarm is self._waker:
+            now = self.clock.now
+            self._wake_at = inf
+            self._finish(now)
+            self._renew(now)
+
+    def _renew(self, now: float) -> None:
+        """Find new rates and the next end, unless this instant goes on."""
+        if self._changed or self._resized:
+            if self.clock.peek() <= now:
+                self._wait()
+                return
+            self._solve(now)
+        at = self._next_end()
+        if at < self._wake_at:
+            self._wake_at = at
+            if self._waker.armed:  # too late; it will find that it is not the waker any more
+                self._waker = Alarm(self.clock, self._on_end, LAST)
+            self._waker.arm(at)
+
+    def _finish(self, now: float) -> None:
+        """End the flows that are due."""
+        due, self._instant = self._instant, []
+        for _, flow in due:
+            flow.path._ended += flow.size
+        while self._next_end() <= now * NOW:
+            link = heappop(self._ends)[2]
+            link._queued = link._eta = inf
+            for order, flow in link._finish(now):
+                due.append((order, flow))
+                self._changed[flow.path] = None
+        due.sort()
+        for _, flow in due:
+            done = flow._done
+            if done is not None:
+                flow._done = None
+                done(flow.tag)
+
+    def _solve(self, now: float) -> None:
+        moved = []
+        for path in self._changed:
+            if path.flows != path._count:
+                moved.append(path)
+            else:
+                self._waterfill.expect(path._limit, now)
+        if moved or self._resized:
+            self._waterfill.solve(moved, self._resized, now)
+        self._changed.clear()
+        self._resized.clear()
+        if len(self._ends) > self._many:
+            self._compact()
+
+    def _next_end(self) -> float:
+        """Return the time of the next end: that of the first entry, once the superseded ones before it are gone."""
+        ends = self._ends
+        while ends:
+            at, index, link = ends[0]
+            if at == link._eta:
+                return at
+            if at == link._queued and link._eta < inf:
+                link._queued = link._eta
+                heapreplace(ends, (link._eta, index, link))
+            else:
+                heappop(ends)
+                if at == link._queued:
+                    link._queued = inf
+        return inf
+
+    def _compact(self) -> None:
+        ends = self._ends
+        ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
+        heapify(ends)
+        self._many = 4 * len(ends) + 256
+
+
+def _check_capacity(capacity: float) -> None:
+    if not 0.0 <= capacity < inf:
+        raise ValueError(f"capacity(={capacity}) must be >= 0 and finite")

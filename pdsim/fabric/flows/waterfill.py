@@ -1,0 +1,250 @@
+"""Max-min fair rates, solved again only where a change reaches.
+
+An allocation is max-min fair if and only if every flow has a *bottleneck*: a full link (or its own cap) where no flow
+is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  So the state is, for each link that is a
+bottleneck, the *level* that it allows its flows, and for each path, the link that limits it.  After a change only
+levels that no longer hold are found anew.  `Waterfill` meets them on the way, because it fills in the order of rising
+level: a link is looked at when it lost or gained load, and a path whose limit still holds is never looked at.
+
+Flows of one path are alike, so a path is solved once, whatever their number.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+from typing import TYPE_CHECKING
+
+from pdsim.fabric.flows.links import NOBODY, OPEN, Link, Path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Waterfill"]
+
+SAME = 1e-12
+"""Two rates closer than this, relatively, are the same rate with different rounding."""
+
+FEW = 12
+"""Up to so many links it is faster to look at all of them than to keep them in order."""
+
+
+class Waterfill:
+    """The levels of all links, kept max-min fair, and the ends of flows that follow from them."""
+
+    __slots__ = ("_near", "_now", "_opened", "_rising", "ends", "solves", "touched")
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, int, Link]] = []
+        """A heap with an entry, not too late, for every link that limits flows: (time, index, link)."""
+        self.solves = 0
+        """How many times rates were solved."""
+        self.touched = 0
+        """How many paths were given a rate, over all solves."""
+        self._now = 0.0
+        self._near: list[Link] = []  # links with flows whose rate is to be found
+        self._opened: list[Link] = []  # links whose level was taken back
+        self._rising = 0  # paths whose rate is to be found
+
+    def solve(self, changed: Iterable[Path], resized: Iterable[Link], now: float) -> None:
+        """Find rates and ends at the time *now*, after paths gained or lost flows and links were resized."""
+        self.solves += 1
+        self._now = now
+        for link in resized:
+            self._refit(link)
+        for path in changed:
+            if self._rising and not any(link._unset for link in path._live):
+                self._fill()  # what comes now is far from what came before, so that apart both are smaller
+            self._recount(path)
+        self._fill()
+        self._opened.clear()
+
+    def expect(self, link: Link, now: float) -> None:
+        """Find the next end of a flow that *link* limits, without new rates."""
+        self._now = now
+        link._next = min((path._flows[0][0] - path._offset for path in link._bound), default=inf)
+        self._announce(link)
+
+    def _refit(self, link: Link) -> None:
+        """Solve all paths over *link* anew, its capacity being another."""
+        for path in link._active:
+            if path._limit._level >= 0.0:
+                self._open(path._limit)
+        link._free = link._capacity  # as none of them has a rate: a sum would lose digits
+
+    def _recount(self, path: Path) -> None:
+        """Let the links of *path* know how many flows it has now."""
+        if path._limit._level >= 0.0:
+            self._open(path._limit)
+        flows = float(path.flows)
+        gained = flows - path._count
+        if path._own is not None:
+            path._own._free += path.cap * gained
+            path._own._capacity = path.cap * path.flows
+        for link in path._live:
+            if link._level >= 0.0:
+                self._open(link)
+            if not link._unset:
+                self._near.append(link)
+            link._unset += gained
+        if not path._count:
+            self._rising += 1
+            for link in path._live:
+                link._active[path] = None
+        path._count = flows
+        if not path._count:
+            self._retire(path)
+
+    def _retire(self, path: Path) -> None:
+        self._rising -= 1
+        path._unbind()
+        path._limit = NOBODY
+        path._offset = 0.0
+        for link in path._live:
+            link._active.pop(path, None)  # where it passes twice, it is gone already
+            if not link._active:
+                link._free = link._capacity
+
+    def _open(self, link: Link) -> None:
+        """Take back the rates of all paths that *link* limits."""
+        near = self._near
+        self._opened.append(link)
+        link._was = level = link._level
+        link._level = OPEN
+        self._rising += len(link._bound)
+        total = 0.0
+        for path in link._bound:
+            flows = path._count
+            total += flows
+            for other in path._rest:
+                other._free += flows * level
+                if other._unset:
+                    other._unset += flows
+                else:
+                    other._unset = flows
+                    near.append(other)
+        link._free += total * level
+        if not link._unset:
+            near.append(link)
+        link._unset += total
+
+    def _fill(self) -> None:
+        """Find the rates taken back, the lowest first: the next link to be full is the one that can give least."""
+        near = self._near
+        while self._rising:
+            if len(near) > FEW:
+                near[:] = [link for link in near if link._unset]
+                if len(near) > FEW:
+                    self._fill_many()
+                    return
+            lowest = inf
+            for link in near:
+                flows = link._unset
+                if flows:
+                    level = link._free / flows
+                    if level < lowest:
+                        lowest = level
+                        tightest = link
+            self._settle(tightest, max(lowest, 0.0))
+        near.clear()
+
+    def _fill_many(self) -> None:
+        """Do what `_fill` does, with a heap, where each link has one entry that counts: that of its `_key`."""
+        heap: list[tuple[float, int, Link]] = []
+        fresh = self._near
+        while self._rising:
+            for link in fresh:
+                flows = link._unset
+                if flows:
+                    level = link._free / flows
+                    if level < link._key:
+                        link._key = level
+                        heappush(heap, (level, link.index, link))
+            fresh.clear()
+            key, index, link = heappop(heap)
+            if key != link._key:
+                continue
+            link._key = inf
+            flows = link._unset
+            if not flows:
+                continue
+            level = link._free / flows
+            if level > key + abs(key) * SAME:  # others were settled since
+                link._key = level
+                heappush(heap, (level, index, link))
+                continue
+            self._opened.clear()
+            self._settle(link, max(level, 0.0))
+            for other in self._opened:  # only this can let a level sink
+                for path in other._bound:
+                    fresh += path._live
+        for _, _, link in heap:
+            link._key = inf
+        fresh.clear()
+
+    def _settle(self, link: Link, level: float) -> None:
+        """Let *link* limit its paths to *level*, unless others turn out to be in the way.
+
+        Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
+        """
+        if link._level >= 0.0:
+            self._open(link)
+            return
+        above = level * (1.0 + SAME)
+        limited = []
+        fair = True
+        for path in link._active:
+            rate = path._limit._level
+            if rate < 0.0:
+                limited.append(path)
+            elif rate > above:
+                self._open(path._limit)
+                fair = False
+        if not fair:
+            return
+        now = self._now
+        link._service = service = link._service + link._was * (now - link._since)
+        link._since = now
+        first = inf
+        for path in limited:
+            limit = path._limit
+            slower = limit._was > above
+            if limit is not link:
+                path._bind(link, now)
+            end = path._flows[0][0] - path._offset
+            if end < first:
+                first = end
+            flows = path._count
+            for other in path._rest:
+                other._free -= flows * level
+                other._unset -= flows
+                if slower and other._level >= 0.0:
+                    self._open(other)
+        link._free = link._unset = 0.0
+        link._level = link._was = level
+        link._next = first
+        count = len(limited)
+        self._rising -= count
+        self.touched += count
+        if first > service and level > 0.0:
+            link._eta = eta = now + (first - service) / level
+            if eta < link._queued:
+                link._queued = eta
+                heappush(self.ends, (eta, link.index, link))
+        else:
+            self._announce(link)
+
+    def _announce(self, link: Link) -> None:
+        """Say when the next flow that *link* limits ends, unless an earlier time is queued, to be corrected then."""
+        ahead = link._next - link._service
+        level = link._level
+        if ahead <= 0.0:
+            eta = self._now
+        elif level > 0.0:
+            eta = max(link._since + ahead / level, self._now)
+        else:
+            eta = inf
+        link._eta = eta
+        if eta < link._queued:
+            link._queued = eta
+            heappush(self.ends, (eta, link.index, link))

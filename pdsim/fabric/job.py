@@ -1,0 +1,349 @@
+"""A modelled job: the machine, its ranks, and the run from the first event to the end of the last rank."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simpy.core import EmptySchedule
+
+from pdsim.errors import ConfigError
+from pdsim.fabric.channel import SimChannel
+from pdsim.fabric.collective import SimGroups
+from pdsim.fabric.endpoint import Fabric, SimEndpoint
+from pdsim.fabric.faults import Chance, Faults, Observer
+from pdsim.fabric.flows.network import Network
+from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.job_clock import JobClock, RankClock
+from pdsim.fabric.memory import DeviceMemory, SimDevice
+from pdsim.fabric.topology import Site, Topology
+from pdsim.guards import ranks_named
+from pdsim.job import Outcome, Rank, RankResult, RankSpec
+from pdsim.transfer import Program, TransferRecord
+
+if TYPE_CHECKING:
+    from simpy.events import Event
+
+    from pdsim.costs import Collective, Engine
+    from pdsim.fabric.flows.network import Link
+    from pdsim.hardware import LinkChange, Machine
+
+__all__ = ["Model"]
+
+_log = logging.getLogger(__name__)
+
+STRIDE = 16384
+"""Events between two calls of `Model.progress`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
+
+    *collective* is what groups of ranks cost; without it there are none.
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*,
+    which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names them: a rank
+    that waits forever would otherwise not be noticed beside one that never stops to ask whether it is there.
+    ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
+    """
+
+    machine: Machine
+    engine: Engine
+    memory: str = "timing"
+    seed: int = 0
+    progress: Callable[[float], None] | None = None
+    faults: Faults | None = None
+    limit: float = inf
+    observer: Observer | None = None
+    collective: Collective | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory not in ("timing", "tracked"):
+            raise ConfigError(f"memory={self.memory!r} must be 'timing' or 'tracked'")
+        if not self.limit > 0:
+            raise ConfigError(f"limit={self.limit} must be > 0 seconds")
+
+    def run(
+        self,
+        ranks: Sequence[RankSpec],
+        kill: Mapping[str, float] | None = None,
+        restart: Mapping[str, float] | None = None,
+    ) -> Outcome:
+        """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
+
+        A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
+        end with an error.  *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
+        again that have ended by then.
+
+        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
+        or a program that cannot be imported.
+        """
+        return _Job(self, ranks, kill or {}, restart or {}).run()
+
+    def using(self, engine: Engine) -> Model:
+        """Return the same machine with another *engine*."""
+        return replace(self, engine=engine)
+
+
+class _Records:
+    """A rank's recorder: keeps everything."""
+
+    def __init__(self) -> None:
+        self.transfers: list[TransferRecord] = []
+
+    def transfer(self, record: TransferRecord) -> None:
+        self.transfers.append(record)
+
+
+class _Member:
+    """One rank of a job and what is the model's behind it."""
+
+    def __init__(
+        self,
+        clock: RankClock,
+        device: SimDevice,
+        endpoint: SimEndpoint,
+        channel: SimChannel,
+        records: _Records,
+    ) -> None:
+        self.clock = clock
+        self.device = device
+        self.endpoint = endpoint
+        self.channel = channel
+        self.records = records
+
+    def end(self, by_force: bool) -> None:
+        """Give back what the rank had, as the end of a process does."""
+        self.clock.stop()
+        self.channel.close()
+        if by_force:
+            self.endpoint.kill()
+        else:
+            self.endpoint.close()
+        self.device.close()
+
+
+class _Job:
+    """One run of a `Model`."""
+
+    def __init__(
+        self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
+    ) -> None:
+        names = [spec.name for spec in specs]
+        ranks_named(names, kill=kill, restart=restart)
+        programs = [_load(spec) for spec in specs]
+        self._model = model
+        self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
+        shuffled = self._chance is not None and model.faults is not None and model.faults.shuffle
+        self._clock = JobClock(self._chance.ties if self._chance is not None and shuffled else None)
+        self._network = Network(self._clock)
+        self._topology = Topology(model.machine, self._network)
+        shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
+        self._fabric = Fabric(*shared, model.machine.gpu)
+        self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
+        self._channels: dict[str, SimChannel] = {}
+        self._memories: dict[str, DeviceMemory] = {}
+        self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
+        self._live = {spec.name: self._member(spec) for spec in specs}
+        self._results: dict[str, RankResult] = {}
+        for name in names:
+            self._start(name)
+        for name, at in kill.items():
+            self._clock.call_at(at, self._kill, name)
+        for name, at in restart.items():
+            self._clock.call_at(at, self._restart, name)
+        if isfinite(model.limit):
+            self._clock.call_at(model.limit, self._overrun, model.limit)
+        for change in model.machine.link.changes if model.machine.link is not None else ():
+            self._clock.call_at(change.start, self._change, change)
+        if model.faults is not None:
+            self._plan(model.faults)
+
+    def _change(self, change: LinkChange) -> None:
+        """Let *change*, which begins now, happen to the links of its hop."""
+        assert self._topology.chain is not None
+        now = self._clock.now
+        end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
+        for link in self._network.links:
+            if link.name in (f"link{change.hop}.up", f"link{change.hop}.down"):
+                self._clock.call_at(end, self._squeeze, (link, link.capacity))
+                self._squeeze((link, link.capacity * change.share))
+
+    def _plan(self, faults: Faults) -> None:
+        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
+        links = {link.name: link for link in self._network.links}
+        ranks_named(tuple(self._specs), **{"faults.slow": {slow.rank: slow.start for slow in faults.slow}})
+        for slow in faults.slow:
+            self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
+            self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
+        for squeeze in faults.squeezes:
+            link = links.get(squeeze.link)
+            if link is None:
+                raise ConfigError(f"faults.squeezes name link {squeeze.link!r}; there are {', '.join(links)}")
+            capacity = link.capacity
+            for at, share in ((squeeze.start, squeeze.factor), (squeeze.end, 1.0)):
+                self._clock.call_at(at, self._squeeze, (link, capacity * share))
+
+    def _slow(self, what: tuple[str, float]) -> None:
+        name, factor = what
+        member = self._live.get(name)
+        if member is not None:
+            member.device.slowness = member.endpoint.slowness = factor
+
+    def _squeeze(self, what: tuple[Link, float]) -> None:
+        self._network.set_capacity(*what)
+
+    def _restart(self, name: str) -> None:
+        """Start *name* again, as a new process with an endpoint of its own, if it has ended."""
+        if name not in self._live:
+            self._live[name] = self._member(self._specs[name][0])
+            self._start(name)
+
+    def run(self) -> Outcome:
+        with _seldom_collecting():
+            while self._live:
+                self._turn()
+        return self._outcome()
+
+    def _turn(self) -> None:
+        try:
+            self._clock.turn(STRIDE, self._live, self._on_crash)
+        except EmptySchedule:
+            self._deadlock()
+        if self._model.progress is not None:
+            self._model.progress(self._clock.now)
+
+    def _member(self, spec: RankSpec) -> _Member:
+        fabric, clock = self._fabric, RankClock(self._clock, spec.name)
+        site = self._topology.site(spec.place)
+        host, link = self._model.machine.host, self._topology.memory(site)
+        gpu = self._model.machine.gpu if site.gpu is not None else None
+        copies = host.copies if gpu is None else gpu.copies
+        waking = Waking(host, self._clock.now)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, waking)
+        records = _Records()
+        hold = self._chance.message if self._chance is not None else None
+        observer = self._model.observer
+        watch = observer.sent if observer is not None else None
+        device.watch = observer.copied if observer is not None else None
+        endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
+        delay = self._delay if self._model.machine.link is not None else None
+        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, waking)
+        return _Member(clock, device, endpoint, channel, records)
+
+    def _delay(self, sender: str, receiver: str) -> float:
+        one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
+        return self._topology.delay(one, other)
+
+    def _memory(self, site: Site) -> DeviceMemory:
+        memory = self._memories.get(site.name)
+        if memory is None:
+            machine = self._model.machine
+            size = machine.host.memory if site.gpu is None or machine.gpu is None else machine.gpu.memory
+            memory = DeviceMemory(site.name, size, tracked=self._model.memory == "tracked")
+            self._memories[site.name] = memory
+        return memory
+
+    def _start(self, name: str) -> None:
+        member, (spec, function) = self._live[name], self._specs[name]
+        peers = tuple(other for other in self._specs if other != name)
+        parts = member.clock, member.device, member.endpoint, member.channel, member.records
+        rank = Rank(name, *parts, peers, self._model.observer)
+        if (groups := self._groups) is not None:
+            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
+        process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
+        process.callbacks.append(lambda event: self._on_end(name, event))
+
+    def _on_end(self, name: str, event: Event) -> None:
+        """End rank *name*, whose program has returned or raised."""
+        if event.ok:
+            self._end(name, value=event.value)
+            return
+        event.defused = True
+        assert isinstance(event.value, BaseException)
+        self._fail(name, event.value)
+
+    def _on_crash(self, clock: RankClock, error: BaseException) -> None:
+        """End the rank in which a process that its program had started has raised, and nobody waits for it."""
+        self._fail(clock.name, error)
+
+    def _kill(self, name: str) -> None:
+        if name in self._live:
+            self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like are for us
+        _log.debug("rank %s ended with an error", name, exc_info=error)
+        self._end(name, error=f"{type(error).__name__}: {error}")
+
+    def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
+        member = self._live.pop(name)
+        member.end(by_force)
+        if self._groups is not None:
+            self._groups.end(name)
+        before = self._results[name].transfers if name in self._results else ()
+        transfers = [*before, *member.records.transfers] if before else member.records.transfers
+        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers)
+        if self._model.observer is not None:
+            self._model.observer.ended(name, error)
+
+    def _overrun(self, limit: float) -> None:
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
+
+    def _deadlock(self) -> None:
+        names = ", ".join(self._live)
+        for name in tuple(self._live):
+            self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
+
+    def _outcome(self) -> Outcome:
+        seconds = self._clock.now
+        used = [(link, link.carried) for link in self._network.links]
+        links = {link.name: carried / (link.capacity * seconds) for link, carried in used if carried and seconds}
+        pools = {
+            f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
+        }
+        return Outcome({name: self._results[name] for name in self._specs}, seconds, links, pools, self._clock.events)
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """Look for cycles of garbage a hundredth as often: nearly all that a job makes is kept, and was looked at in vain.
+
+    With 65,000 transfers waiting at once that took as long as all else.
+    """
+    often, *rest = gc.get_threshold()
+    gc.set_threshold(100 * often, *rest)
+    try:
+        yield
+    finally:
+        gc.set_threshold(often, *rest)
+
+
+def _load(spec: RankSpec) -> Callable[..., Program]:
+    module, _, name = spec.program.partition(":")
+    try:
+        function: Callable[..., Program] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"program {spec.program!r} of rank {spec.name!r} is no 'package.module:function': {error}"
+        ) from error
+    return function
+
+
+def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, Any]) -> Program:
+    return _plain((yield from function(rank, **arguments)))
+
+
+def _plain(value: Any) -> Any:
+    """Return *value* as it would come out on the other side of a process boundary."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))

@@ -1,0 +1,216 @@
+"""What a machine is: nodes, GPUs, links, network cards and hosts, as frozen data that a configuration fills in.
+
+Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its own
+ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of `EVIDENCE`.
+Knows nothing of transfer engines: what those cost is in `pdsim.costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdsim.guards import not_negative, one_of, positive
+from pdsim.units import Flops, Rate, Seconds, Size
+
+__all__ = ["EVIDENCE", "Copies", "Gpu", "Host", "Interconnect", "LinkChange", "Machine", "NetworkLink", "Nic"]
+
+EVIDENCE = ("measured", "published", "datasheet", "assumed")
+"""From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What `pdsim.transfer.Device.copy` costs beside the memory's bandwidth, on one kind of device.
+
+    A copy of *n* pieces keeps its rank's copies busy for ``call + n * piece`` before its first byte: the pieces are
+    planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end is
+    seen.  What a kernel loses to small pieces is part of *piece*.  Where the device's last copy was another rank's it
+    takes *turn* more: kernels of different processes do not run side by side.
+    """
+
+    call: Seconds = 0.0
+    piece: Seconds = 0.0
+    turn: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        not_negative("copies", call=self.call, piece=self.piece, turn=self.turn)
+
+    def busy(self, pieces: int, turns: bool = False) -> Seconds:
+        """Return for how long a copy of so many *pieces* keeps its rank's copies from the next one.
+
+        *turns* says whether the device's last copy was another rank's.
+        """
+        return self.call + pieces * self.piece + (self.turn if turns else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator."""
+
+    name: str
+    memory: Size
+    memory_rate: Rate  # of its memory, reads and writes together
+    compute: Flops  # dense bf16
+    pcie: Rate  # to the host or a NIC, each direction
+    copies: Copies = field(default_factory=Copies)
+    rest: Seconds = 0.0  # without a transfer, after which its copy engines sleep
+    rouse: Seconds = 0.0  # from the next transfer's start until they move its first byte
+
+    def __post_init__(self) -> None:
+        not_negative("gpu", rest=self.rest, rouse=self.rouse)
+        positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``."""
+
+    kind: str
+    rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
+    latency: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("interconnect", ("switch", "mesh", "none"), kind=self.kind)
+        not_negative("interconnect", latency=self.latency, rate=self.rate)
+        if self.kind != "none":
+            positive("interconnect", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nic:
+    """The network cards of a node and the fabric between nodes, which is taken to be free of contention."""
+
+    count: int  # per node; GPU g uses card g * count // gpus
+    rate: Rate  # of one card, each direction
+    latency: Seconds = 0.0  # one way, from card to card
+
+    def __post_init__(self) -> None:
+        not_negative("nic", count=self.count, latency=self.latency)
+        if self.count:
+            positive("nic", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A node's processor side."""
+
+    memory: Size
+    memory_rate: Rate  # reads and writes together
+    tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
+    tcp_latency: Seconds  # one way, of a control message
+    wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
+    cold: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *rest*
+    rest: Seconds = 0.0
+    copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
+
+    def __post_init__(self) -> None:
+        positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
+        not_negative("host", tcp_latency=self.tcp_latency, wake=self.wake, cold=self.cold, rest=self.rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkChange:
+    """What happens to a hop of a `NetworkLink`, both ways, from *start* to *end*.
+
+    It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it is
+    ``cut`` and loses what is on the wire.
+    """
+
+    kind: str
+    start: Seconds  # after the start of the job
+    end: Seconds
+    share: float = 0.0
+    hop: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("hw.link.changes", ("slow", "stall", "cut"), kind=self.kind)
+        not_negative("hw.link.changes", start=self.start, share=self.share, hop=self.hop)
+        if not self.start < self.end:
+            raise ValueError(f"hw.link.changes.end must be > start={self.start}, got {self.end}")
+        if (self.kind == "slow") != (self.share > 0.0) or self.share >= 1.0:
+            raise ValueError(
+                f"hw.link.changes.share must be > 0 and < 1 for slow and left out otherwise, got {self.share}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkLink:
+    """A link of known rate and delay that joins nodes in a chain: node 0 to 1 by hop 0, node 1 to 2 by hop 1.
+
+    All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.emulation.link.emulated_link`).
+    It loses nothing but what a `LinkChange` says.
+    """
+
+    rate: Rate  # of all packets, headers included, toward nodes of a higher number
+    delay: Seconds  # one way, of each hop
+    back: Rate = 0.0  # toward nodes of a lower number; 0 is as *rate*
+    rates: tuple[Rate, ...] = ()  # of each hop, where they differ, toward nodes of a higher number
+    mtu: int = 9000  # bytes of a packet
+    backlog: Size = 16 << 20  # bytes that wait at a hop before what feeds it is held up
+    initial: int = 10  # segments that a stream sends before the first answer
+    window: Size = 4 << 20  # bytes that a stream has under way at most: net.ipv4.tcp_wmem
+    filled: float = 5 / 6  # share of the window that is under way when a full stream is cut: 2/3 to 1, by chance
+    timeout: Seconds = 0.2  # until a segment is sent again, on top of the round trip
+    changes: tuple[LinkChange, ...] = ()
+
+    def __post_init__(self) -> None:
+        positive(
+            "hw.link", rate=self.rate, backlog=self.backlog, **{f"rates[{i}]": r for i, r in enumerate(self.rates)}
+        )
+        positive("hw.link", initial=self.initial, window=self.window, timeout=self.timeout)
+        not_negative("hw.link", delay=self.delay, back=self.back)
+        if not 0.0 < self.filled <= 1.0:
+            raise ValueError(f"hw.link.filled must be > 0 and <= 1, got {self.filled}")
+        if not 576 <= self.mtu <= 65000:
+            raise ValueError(f"hw.link.mtu must be from 576 to 65000 bytes, got {self.mtu}")
+
+    def forward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a higher number, in bytes/s of packets."""
+        return self.rates[hop] if self.rates else self.rate
+
+    def backward(self, hop: int) -> Rate:
+        """Return what *hop* carries toward nodes of a lower number."""
+        return self.back or self.forward(hop)
+
+    @property
+    def segment(self) -> int:
+        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12."""
+        return self.mtu - 52
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of one kind: `conf/hw`."""
+
+    name: str
+    vendor: str
+    nodes: int
+    gpus: int  # per node; 0 is a machine of hosts only
+    gpu: Gpu | None
+    interconnect: Interconnect
+    nic: Nic
+    host: Host
+    link: NetworkLink | None = None  # between nodes, for TCP; without one only the hosts limit it
+    guest: bool = False  # ``target=real`` emulates it, with an RDMA device (`backends.emulation.guest`)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        if self.link is not None:
+            self._check_link(self.link)
+        positive("hw", nodes=self.nodes)
+        not_negative("hw", gpus=self.gpus)
+        if self.gpus and self.gpu is None:
+            raise ValueError(f"hw.gpus={self.gpus}, but hw.gpu does not say what a GPU is")
+        if self.guest and (self.gpus or self.nodes > 1):
+            raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
+
+    def _check_link(self, link: NetworkLink) -> None:
+        if not 2 <= self.nodes <= 250:
+            raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
+        hops = self.nodes - 1
+        if link.rates and len(link.rates) != hops:
+            raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
+        if beyond := [change.hop for change in link.changes if change.hop >= hops]:
+            raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")

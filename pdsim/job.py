@@ -1,0 +1,109 @@
+"""A job: the ranks that are started, what each of them is given, and how they ended.
+
+A `Target` runs a job, on the model (`pdsim.fabric.job`) or on real engines (`backends.jobs.launcher`); the programs
+of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdsim.clock import Clock
+from pdsim.costs import Engine
+from pdsim.errors import BackendUnavailable
+from pdsim.group import Group
+from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
+
+__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "Target"]
+
+
+@dataclass
+class Rank:
+    """What a program is given: who it is and what it may use."""
+
+    name: str
+    clock: Clock
+    device: Device
+    endpoint: Endpoint
+    channel: Channel
+    recorder: Recorder
+    peers: tuple[str, ...]  # the names of all other ranks
+    observer: Any = None  # on the model, `pdsim.fabric.faults.Observer` if the job is watched
+    groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
+
+    def group(self, names: Sequence[str]) -> Group:
+        """Return the group of the ranks *names*, this one among them; for the same names the same group.
+
+        All of them call this; it does not wait for the others.  Raise a `ValueError` for a name that occurs twice, is
+        no rank or is not there for this rank, and `BackendUnavailable` where there are no collectives.
+        """
+        wanted, known = tuple(names), (self.name, *self.peers)
+        for name in wanted:
+            if name not in known or wanted.count(name) > 1:
+                raise ValueError(f"names={wanted}: {name!r} must occur once and be one of {', '.join(known)}")
+        if self.name not in wanted:
+            raise ValueError(f"names={wanted} do not name this rank, {self.name!r}; only members ask for a group")
+        if self.groups is None:
+            raise BackendUnavailable("this target has no collectives; choose some, such as collective=nccl")
+        return self.groups(wanted)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a node, and a GPU of it or, with ``gpu=None``, its host."""
+
+    node: int = 0
+    gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
+
+    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process boundary.
+    """
+
+    name: str
+    program: str
+    place: Place = Place()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``."""
+
+    name: str
+    value: Any = None
+    error: str = ""
+    engine: str = ""
+    transfers: Sequence[TransferRecord] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: every rank's result, and what the target reports of itself."""
+
+    ranks: Mapping[str, RankResult]
+    seconds: float  # from start to the end of the last rank, on the job's clock
+    links: Mapping[str, float] = field(default_factory=dict)  # model only: mean utilisation of each link, 0 to 1
+    pools: Mapping[str, float] = field(default_factory=dict)  # peak use of each device's pools, 0 to 1
+    events: int = 0  # SimPy events processed
+
+
+class Target(Protocol):
+    """Runs a job: on the model, or on a real engine with one process per rank."""
+
+    def run(
+        self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ..., restart: Mapping[str, float] = ...
+    ) -> Outcome:
+        """Run *ranks* until all have ended.
+
+        *kill* ends ranks by force, and *restart* starts ranks again that have ended by then, as new processes with
+        endpoints of their own; both are name to seconds after the start.  A rank's result is that of its last life.
+        """
+
+    def using(self, engine: Engine) -> Target:
+        """Return the same machine with another *engine*, to compare both in one experiment."""

@@ -1,0 +1,150 @@
+"""What a prefill rank keeps of the handoffs that it has part in, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from simpy.events import Event
+
+from pdsim.errors import PeerLost
+from pdsim.job import Rank
+from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
+from pdsim.kv.paths import Piece, Target
+from pdsim.kv.policy import Policy
+from pdsim.kv.status import Status, advance
+
+__all__ = ["Delivery", "Handoffs", "Room"]
+
+
+@dataclass(slots=True)
+class Room:
+    """A request's handoff as one prefill rank sees it."""
+
+    room: int
+    status: Status = Status.WAITING
+    writes: dict[str, int] = field(default_factory=dict)  # to each target, so far
+    nbytes: int = 0
+    planned: int = 0  # chunks whose forward has not ended
+    moving: int = 0  # copies and writes that have not completed, or failed and not settled
+    unfinished: int = 0  # writes that have not completed, those included that have not been posted
+    last: Arrival | None = None  # of the last chunk, once its forward has ended
+    aborted: bool = False  # the leader plans no more chunks
+    asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
+    parked: dict[tuple[int, str], Delivery] = field(default_factory=dict)  # what waits for an answer to that
+    refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
+    controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
+
+
+class Delivery(NamedTuple):
+    """A write to be made.  Without a *piece*, metadata over the control channel."""
+
+    state: Room
+    chunk: Chunk
+    target: Target
+    piece: Piece | None
+    arrival: Arrival
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Chunk and target."""
+        return self.chunk.index, self.target.peer.name
+
+    @property
+    def waits(self) -> bool:
+        """Whether it goes into a slot that was asked for, and there is no answer yet."""
+        return self.piece is not None and bool(self.piece.rows) and self.state.asks.get(self.key, -1) is None
+
+    @property
+    def spare(self) -> bool:
+        """Whether a message can take its place: it moves metadata only."""
+        return self.piece is not None and not (self.piece.rows or self.piece.state)
+
+
+class Handoffs:
+    """The rooms that the *index*-th prefill rank of its group has part in, until they are over.
+
+    *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
+    nothing of a failed room moves any more and its leader has aborted it.
+    """
+
+    def __init__(self, rank: Rank, index: int, policy: Policy, report: Callable[[Sent | Settled], None]) -> None:
+        self._rank = rank
+        self._index = index
+        self._policy = policy
+        self._report = report
+        self._rooms: dict[int, Room] = {}
+        self._computing = False
+        self._unpolled: list[Room] = []
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are not over."""
+        return len(self._rooms)
+
+    def poll(self) -> None:
+        """Look at what has become of the writes, as a scheduler does between two forwards."""
+        self._computing = False
+        unpolled, self._unpolled = self._unpolled, []
+        for state in unpolled:
+            self._conclude(state)
+
+    def abort(self, room: int) -> None:
+        """Give *room* up: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
+        state = self._rooms.get(room) or Room(room)
+        state.aborted = True
+        state.status = advance(state.status, Status.FAILED)
+        self._settle(state)
+
+    def _over(self, state: Room) -> None:
+        """Count one write as done."""
+        state.unfinished -= 1
+        if state.status is Status.FAILED:
+            self._settle(state)
+        elif not state.unfinished:
+            self._conclude(state)
+
+    def _conclude(self, state: Room) -> None:
+        """End the room if its last chunk is written; called when no write of it is under way."""
+        if state.last is None or state.status is Status.FAILED:
+            return
+        if self._policy.notify == "poll" and self._computing:
+            self._unpolled.append(state)
+            return
+        state.status = advance(state.status, Status.SUCCESS)
+        del self._rooms[state.room]
+        if self._policy.notify != "write":
+            self._notify(state, state.last)
+        self._report(Sent(state.room, state.nbytes))
+
+    def _notify(self, state: Room, last: Arrival) -> None:
+        """Tell the decode ranks, each of them once, that everything is there."""
+        for name in state.writes:
+            arrival = replace(last, count=1 + state.controls.get(name, 0))
+            self._rank.channel.send(name, encode(arrival))
+
+    def _settled(self, state: Room, _: Event) -> None:
+        state.moving -= 1
+        self._settle(state)
+
+    def _broken(self, delivery: Delivery, error: Exception) -> None:
+        """Fail the room of *delivery*, because of *error*."""
+        self._break(delivery.state, delivery.chunk.decode, error)
+
+    def _break(self, state: Room, decode: str, error: Exception) -> None:
+        if state.status is not Status.FAILED:
+            state.status = advance(state.status, Status.FAILED)
+            state.parked.clear()
+            lost = decode if isinstance(error, PeerLost) else ""
+            self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
+        self._settle(state)
+
+    def _settle(self, state: Room) -> None:
+        """Report that a failed room is at rest, once it is and the leader knows of the failure."""
+        if state.aborted and not state.planned and not state.moving:
+            state.aborted = False  # once
+            self._rooms.pop(state.room, None)
+            for name in dict.fromkeys(name for _, name in state.asks):
+                self._rank.channel.send(name, encode(Return(state.room, self._index)))
+            self._report(Settled(state.room))

@@ -1,0 +1,1 @@
+"""The staged path: gather into a staging buffer, one write, scatter."""

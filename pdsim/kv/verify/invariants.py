@@ -1,0 +1,233 @@
+"""Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
+
+==  ==========================================================================================================
+I1  a room ends once on each rank: what has failed never succeeds
+I2  a room that is done at decode holds there, on every rank, exactly what was computed: every byte is compared
+I3  nothing is read from, or lands on, a page or state row that is not its room's at that moment
+I4  staging: nothing is written outside the slot that its room has, and slots never overlap
+I5  every room ends, and for a cause; no rank ends but those that were killed
+I6  first-token metadata is read from, and lands in, the slot that its room has, and is that room's
+I7  the ranks of a group take up the same chunks of the same rooms in one order, at decode the same pages
+I8  when all is over nothing is left: no pages, slots, ring bytes, and no container longer than at the start
+==  ==========================================================================================================
+
+`Checks` is a `pdsim.fabric.faults.Observer`.  It is told of messages and transfers by the model, shown every rank's
+program object (`joined`), and asks these objects whose a page is at the instant at which bytes land
+(`pdsim.kv.verify.ownership`) and what they still have at the end (`pdsim.kv.verify.leaks`).  All of it holds for
+every life of a rank that is started again.  It changes nothing, and costs nothing where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from pdsim.kv.contents import Contents
+from pdsim.kv.messages import (
+    Destination,
+    Finished,
+    Message,
+    MessageError,
+    Prefilled,
+    Reserve,
+    Stop,
+    Submit,
+    decode,
+)
+from pdsim.kv.verify.leaks import Leftovers
+from pdsim.kv.verify.ownership import Owners
+from pdsim.transfer import Batch
+
+__all__ = ["Checks", "Violation"]
+
+
+class Violation(NamedTuple):
+    """An invariant that did not hold, when and how."""
+
+    invariant: str  # "I1" to "I8"
+    at: float  # seconds after the start
+    what: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.invariant} at {self.at:.6f} s: {self.what}"
+
+
+class Checks:
+    """Watches one job.  *allowed* says whether the status of a request, or the error of a rank, has a cause."""
+
+    def __init__(self, allowed: Callable[[str, str], bool] = lambda _, error: not error) -> None:
+        self.violations: list[Violation] = []
+        self._allowed = allowed
+        self._owners = Owners(self._found)
+        self._leftovers = Leftovers(self._found)
+        self._members: dict[str, Any] = {}
+        self._gone: set[str] = set()
+        self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
+        self._rooms: dict[int, Submit] = {}
+        self._targets: dict[int, Destination | Reserve] = {}
+        self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
+        self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
+            Submit: self._on_submit,
+            Destination: self._on_target,
+            Reserve: self._on_target,
+            Prefilled: self._on_prefilled,
+            Finished: self._on_finished,
+            Stop: self._on_stop,
+        }
+        self._stopped = False
+
+    # --- what the model tells ---
+
+    def joined(self, member: Any) -> None:
+        """Watch what *member*, a rank's program, reports and owns."""
+        self._members[member.rank.name] = member
+        self._gone.discard(member.rank.name)
+        self._owners.joined(member)
+        self._leftovers.joined(member)
+        order: list[tuple[Any, ...]] = []
+        if hasattr(member, "life"):
+            self._orders.append((member, order))
+        for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "forget"))):
+            part = getattr(member, name, None)
+            if part is not None:
+                part._report = self._watched(member.rank.name, part._report)
+                for action in actions:
+                    self._ordered(order, part, action)
+
+    def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
+        """Look at a control message."""
+        try:
+            message = decode(payload)
+        except MessageError:
+            return  # a refusal, which ends its receiver: `ended` will tell
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(sender, message)
+
+    def posted(self, batch: Batch, label: str) -> None:
+        """Do nothing: it is what lands that counts."""
+
+    def read(self, batch: Batch, label: str) -> None:
+        """Check that what is read is the room's."""
+        self._owners.read(batch, label)
+
+    def landed(self, batch: Batch, label: str) -> None:
+        """Check that what is written is the room's."""
+        self._owners.landed(batch, label)
+
+    def copied(self, batch: Batch) -> None:
+        """Check that what is gathered or scattered is the room's."""
+        self._owners.copied(batch)
+
+    def ended(self, rank: str, error: str) -> None:
+        """Check that *rank* had a cause to end, if it ended with an *error*."""
+        self._gone.add(rank)
+        if not self._stopped:
+            self._leftovers.lost()
+        if error and not self._allowed(rank, error):
+            self._found("I5", f"{rank} ended: {error}")
+
+    # --- after the run ---
+
+    def finish(self, statuses: Iterable[str]) -> list[Violation]:
+        """Return what was found, also that of the requests whose *statuses* the router kept."""
+        for number, status in enumerate(statuses):
+            if not status:
+                self._found("I5", f"request {number} never ended")
+            elif status != "ok" and not self._allowed(str(number), status):
+                self._found("I5", f"request {number} ended without a cause: {status}")
+        self._check_order()
+        return self.violations
+
+    # --- I1, I2, I6 ---
+
+    def _watched(self, rank: str, report: Callable[..., None]) -> Callable[..., None]:
+        def watch(message: Any, *more: Any) -> None:
+            kind = type(message).__name__
+            if kind in ("Sent", "Arrived"):
+                self._on_report(rank, kind, message)
+            report(message, *more)
+
+        return watch
+
+    def _on_report(self, rank: str, kind: str, message: Any) -> None:
+        end = "failed" if message.reason else "succeeded"
+        before = self._reports.setdefault((rank, message.room), end)
+        if before != end:
+            self._found("I1", f"room {message.room} {before} on {rank} and then {end}")
+        if kind == "Arrived" and message.reason and "metadata" in message.reason:
+            self._found("I6", f"{rank}: {message.reason}")
+        elif kind == "Arrived" and message.reason and message.reason.startswith("room "):
+            self._found("I2", f"{rank}: {message.reason}")
+
+    def _on_submit(self, _: str, message: Submit) -> None:
+        self._leftovers.begin()
+        self._rooms[message.room] = message
+
+    def _on_target(self, _: str, message: Destination | Reserve) -> None:
+        self._targets[message.room] = message
+
+    def _on_prefilled(self, sender: str, message: Prefilled) -> None:
+        if self._reports.get((sender, message.room)) == "failed":
+            self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
+
+    def _on_finished(self, _: str, message: Finished) -> None:
+        request, target = self._rooms[message.room], self._targets.get(message.room)
+        if target is None:
+            self._found("I2", f"room {message.room} finished without a destination")
+            return
+        for name, member in self._ranks(request.decode):
+            contents: Contents = member.receiver._contents
+            if name in self._gone or not member.rank.device.holds_bytes:
+                continue
+            reason = contents.verify(message.room, target.pages, request.input, target.held)
+            reason = reason or contents.verify_state(message.room, target.state, request.input, target.held)
+            if reason:
+                self._found("I2", f"{name} at the end of decoding: {reason}")
+
+    # --- I7 ---
+
+    def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
+        """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room."""
+        original: Callable[[Any], None] = getattr(part, action)
+
+        def watch(what: Any) -> None:
+            order.append((action, getattr(what, "room", what), getattr(what, "index", 0)))
+            original(what)
+
+        setattr(part, action, watch)
+
+    def _check_order(self) -> None:
+        for number, (member, order) in enumerate(self._orders):
+            for other, theirs in self._orders[number + 1 :]:
+                if member.life and member.life == other.life:
+                    self._check_pair(member.rank.name, order, other.rank.name, theirs)
+
+    def _check_pair(self, one: str, order: list[tuple[Any, ...]], other: str, theirs: list[tuple[Any, ...]]) -> None:
+        for mine, its in zip(order, theirs, strict=False):  # one may have been stopped sooner
+            if mine != its:
+                self._found("I7", f"{one} took up {mine} where {other} took up {its}")
+                return
+
+    # --- I8 ---
+
+    def _on_stop(self, *_: Any) -> None:
+        if self._stopped or not self._rooms:
+            return
+        self._stopped = True
+        for name, member in self._members.items():
+            if name not in self._gone and not member.ended.triggered:
+                self._leftovers.check(name)
+
+    # --- all ---
+
+    def _ranks(self, life: str) -> Iterator[tuple[str, Any]]:
+        """Yield the ranks that are in that life of their instance now."""
+        for name, member in self._members.items():
+            if getattr(member, "life", "") == life:
+                yield name, member
+
+    def _found(self, invariant: str, what: str) -> None:
+        at = next(iter(self._members.values())).clock.now if self._members else 0.0
+        self.violations.append(Violation(invariant, at, what))

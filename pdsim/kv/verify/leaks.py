@@ -1,0 +1,153 @@
+"""What is left when all is over: the part of `pdsim.kv.verify.invariants` that counts.
+
+Every dict, list, set and deque that a rank's program and the protocol's objects in it hold is counted when the first
+request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is no
+other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
+
+* Nothing may be left of a room, and nothing may have grown,
+* but tables of peers, whose keys are names: once a rank was lost they may hold what they did not before.  They may name
+  only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no more of each
+  than an instance has ranks.
+* No tokens may be outstanding at an instance, by the router's account.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["Leftovers"]
+
+_NOT_STATE = frozenset({"rank", "job", "clock", "handlers", "layout", "requests", "fallbacks", "_over"})
+"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or what is remembered
+of rooms that are over for longer than a scenario lasts (`pdsim.kv.rooms.OVER`)."""
+
+_POOLS = frozenset({"_starts", "_counts", "_free"})
+"""Lists of what is free; how much that is says what is owned."""
+
+_NUMBERED = frozenset({"_fences"})
+"""Tables whose keys are numbers of something else than rooms."""
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class Leftovers:
+    """Tells *found* what ranks still have when all is over."""
+
+    def __init__(self, found: Callable[[str, str], None]) -> None:
+        self._found = found
+        self._members: dict[str, Any] = {}
+        self._before: dict[str, dict[str, int]] = {}  # by rank and path
+        self._lost = False  # a rank has ended
+        self._began = False
+
+    def joined(self, member: Any) -> None:
+        """Count what *member* has, if it was started again."""
+        name = member.rank.name
+        self._members[name] = member
+        if self._began:
+            self._before[name] = _census(member)
+
+    def lost(self) -> None:
+        """Take note that a rank has ended: others remember that, and meet it again if it is started again."""
+        self._lost = True
+
+    def begin(self) -> None:
+        """Count what all have, before the first request."""
+        if not self._began:
+            self._began = True
+            self._before = {name: _census(member) for name, member in self._members.items()}
+
+    def check(self, name: str) -> None:
+        """Check what rank *name* has left."""
+        member, before = self._members[name], self._before[name]
+        for path, container in _containers(member):
+            grown = len(container) - before.get(path, 0)
+            rooms = [] if path.rpartition(".")[2] in _NUMBERED else _room_numbers(container)
+            if grown > 0 and rooms:
+                self._found("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
+            elif grown > 0 and not (self._lost and self._is_of_peers(container)):
+                self._found("I8", f"{name}{path} still has {grown} entries when all is over")
+        self._check_pool(name, member)
+        self._check_load(name, member)
+
+    def _is_of_peers(self, container: Any) -> bool:
+        """Return whether *container* names nothing but peers that there are, each of them once."""
+        named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
+        if not all(isinstance(name, str) for names in named for name in names):
+            return False
+        peers = [tuple(name.partition("@")[0] for name in names) for names in named]
+        known = {part for name in self._members for part in (name, name.partition(".")[0])}
+        if len(set(peers)) < len(peers) or not all(name in known for names in peers for name in names):
+            return False
+        each = container.values() if isinstance(container, dict) else ()
+        return all(len(entry) <= self._largest() for entry in each if isinstance(entry, _CONTAINERS))
+
+    def _largest(self) -> int:
+        """Return how many ranks the largest instance has."""
+        return max(Counter(name.partition(".")[0] for name in self._members).values())
+
+    def _check_pool(self, name: str, member: Any) -> None:
+        pool = getattr(member, "pages", None)
+        if pool is None:
+            return
+        owned = sum(count for pages in pool._owned.values() for _, count in pages)
+        if pool.free + owned != pool.pages or sum(pool._counts) != pool.free:
+            self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
+
+    def _check_load(self, name: str, member: Any) -> None:
+        fleet = getattr(member, "fleet", None)
+        if fleet is None:
+            return
+        for instance, tokens in {**fleet.prefills.load, **fleet.decodes.load}.items():
+            if tokens:
+                self._found("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+
+
+def _census(member: Any) -> dict[str, int]:
+    return {path: len(container) for path, container in _containers(member)}
+
+
+def _containers(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every container that *root* and the protocol's objects in it hold, with its path."""
+    todo, seen = [("", root)], {id(root)}
+    while todo:
+        path, holder = todo.pop()
+        for name, value in _attributes(holder):
+            if name in _NOT_STATE | _POOLS or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, _CONTAINERS):
+                yield f"{path}.{name}", value
+                if isinstance(value, list):  # such as queues
+                    todo += [(f"{path}.{name}[{n}]", entry) for n, entry in enumerate(value) if _is_ours(entry)]
+            elif _is_ours(value):
+                todo.append((f"{path}.{name}", value))
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith(("pdsim.kv", "pdsim.serving"))
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    found = dict(getattr(holder, "__dict__", {}))
+    for kind in type(holder).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        found |= {name: getattr(holder, name) for name in slots if hasattr(holder, name)}
+    return list(found.items())
+
+
+def _room_numbers(container: Iterable[Any]) -> list[int]:
+    """Return the rooms that *container* is about, as far as its keys or entries say."""
+    entries: list[Any] = list(container)
+    return [room for room in map(_room_number, entries) if room is not None]
+
+
+def _room_number(entry: Any) -> int | None:
+    if isinstance(entry, tuple) and entry:
+        entry = entry[0]
+    for name in ("request", "chunk"):
+        entry = getattr(entry, name, entry)
+    entry = getattr(entry, "room", entry)
+    return entry if isinstance(entry, int) else None

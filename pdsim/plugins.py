@@ -1,0 +1,53 @@
+"""What packages provide under a name: backends, experiments, schedulers and so on, all by entry points.
+
+Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.guards import instead
+
+__all__ = ["BACKENDS", "EXPERIMENTS", "names", "provider", "resolve"]
+
+BACKENDS = "pdsim.backends"
+"""Endpoint classes of real engines."""
+EXPERIMENTS = "pdsim.experiments"
+"""Modules with ``Options``, ``run`` and, where needed, ``check``."""
+
+
+@cache
+def _found(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Return the names that installed packages register under the entry-point *group*, sorted."""
+    return tuple(sorted(_found(group)))
+
+
+def provider(group: str, name: str) -> str:
+    """Return the distribution that registers *name* under *group*, or nothing if none does."""
+    entry = _found(group).get(name)
+    return entry.dist.name if entry is not None and entry.dist is not None else ""
+
+
+@cache
+def resolve(group: str, name: str) -> Any:
+    """Return the object that is registered as *name* under *group*.
+
+    Raise a `ConfigError` that lists what there is if nothing is, and `BackendUnavailable` if it cannot be imported.
+    """
+    found = _found(group)
+    if name not in found:
+        raise ConfigError(
+            f"nothing is registered as {name!r} under the entry-point group {group!r}; {instead(name, sorted(found))}"
+        )
+    try:
+        return found[name].load()
+    except ImportError as error:
+        raise BackendUnavailable(f"{name!r} ({found[name].value}) cannot be imported: {error}") from error

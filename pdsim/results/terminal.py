@@ -1,0 +1,232 @@
+"""What a person reads at the end of a run, and what a machine does.
+
+Both come from the files of the run, so that ``pdsim run`` and ``pdsim report`` cannot disagree.  Every number has its
+definition beside or below it, and the report says what the numbers rest on; without evidence none are printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from json import dumps
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from pdsim.results import store
+from pdsim.results.evidence import Evidence
+from pdsim.results.record import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+__all__ = ["Progress", "as_json", "show", "show_sweep", "show_table"]
+
+_PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so that grep and cut work
+
+
+def show(folder: Path, file: IO[str] | None = None) -> None:
+    """Print the report of the complete run in *folder* to *file*, by default standard output.
+
+    Raise a `ConfigError` if *folder* is not a complete run.
+    """
+    run = store.load(folder)
+    console = _console(file)
+    _say(console, _headline(run), style="bold")
+    proof = Evidence(run["evidence"]["sources"])
+    if proof.sources:
+        _show_metrics(console, run["metrics"])
+        for table in run["tables"]:
+            _show_table(console, table["title"], table["columns"], table["rows"])
+    _show_evidence(console, proof)
+    if calibration := run["evidence"].get("calibration"):
+        _say(console, spread(calibration))
+    for note in run["notes"]:
+        _say(console, f"note: {note}", style="yellow")
+    for failure in run["failures"]:
+        _say(console, f"failed: {failure}", style="red")
+    _say(console, f"results: {folder}")
+
+
+def as_json(folder: Path) -> str:
+    """Return the same as one JSON object on one line: ``run.json``, ``summary.json`` and ``folder``."""
+    return dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
+
+
+def show_table(table: Table, file: IO[str] | None = None) -> None:
+    """Print *table* and the definitions of its columns."""
+    _show_table(_console(file), table.title, table.columns, table.rows)
+
+
+def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False) -> None:
+    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
+    from pdsim.sweep import collect
+
+    path = folder / collect.POINTS
+    if not json:
+        show_table(collect.table(path), file)
+        return
+    import pyarrow.parquet as pq
+
+    line = dumps({"points": str(path), "rows": pq.read_table(path).to_pylist()})
+    (sys.stdout if file is None else file).write(line + "\n")
+
+
+def _console(file: IO[str] | None) -> Console:
+    from rich.console import Console
+
+    file = sys.stdout if file is None else file
+    width = None if file.isatty() else _PLAIN_WIDTH
+    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style or None, soft_wrap=True)
+
+
+def _headline(run: Mapping[str, Any]) -> str:
+    moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
+    return f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
+
+
+def _grid(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+    from rich import box
+    from rich.table import Table as Grid
+
+    table = Grid(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    for heading, number in zip(headings, numeric, strict=True):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _show_metrics(console: Console, metrics: Mapping[str, Mapping[str, Any]]) -> None:
+    untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
+    rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
+    if rows:
+        _grid(console, ("metric", "value", "definition"), rows, (False, True, False))
+
+
+def _show_table(console: Console, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> None:
+    console.print()
+    _say(console, title, style="bold")
+    headings = list(columns)
+    numeric = [all(not isinstance(row[i], str) for row in rows) for i in range(len(headings))]
+    cells = [[cell(value) for value in row] for row in rows]
+    shown = _fitting(console, headings, cells)
+    _grid(console, headings[:shown], [row[:shown] for row in cells], numeric[:shown])
+    for heading in headings[:shown]:
+        if columns[heading]:
+            _say(console, f"  {heading}: {columns[heading]}", style="dim")
+    if shown < len(headings):
+        _say(console, f"  not shown, for want of width: {', '.join(headings[shown:])}", style="dim")
+
+
+def _fitting(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Return how many columns, from the left and at least one, the terminal is wide enough for."""
+    width = 0
+    for number, heading in enumerate(headings):
+        width += max(len(text) for text in (heading, *(row[number] for row in cells))) + 3
+        if width > console.width and number:
+            return number
+    return len(headings)
+
+
+def _show_evidence(console: Console, proof: Evidence) -> None:
+    console.print()
+    if not proof.sources:
+        _say(console, "evidence: none, so no number is printed: give hw and backend their sources", style="red")
+        return
+    for kind, parameters in proof.kinds.items():
+        _say(console, f"evidence: {kind} for {', '.join(parameters)}")
+    _say(console, f"so these numbers are no better than {proof.weakest}:")
+    for text, parameters in proof.texts(proof.weakest).items():
+        _say(console, f"  {', '.join(parameters)}: {text}", style="dim")
+
+
+def spread(calibration: Mapping[str, Any]) -> str:
+    """Return how far a modelled transfer time may be from a real one, for all that *calibration* knows."""
+    begin = f"calibration: {calibration['name']}, {calibration['source']}, {calibration['date']}"
+    held_out = calibration["held_out"]
+    if not held_out:
+        return f"{begin}; it was compared with no samples but its own"
+    text = (
+        f"{begin}; transfer times of {held_out['points']} samples left out of the fit ({held_out['how']}) are met "
+        f"within {held_out['mean']:.1%} in the mean and {held_out['p95']:.1%} at the 95th percentile"
+    )
+    floor = held_out.get("floor_p95")
+    return text if floor is None else f"{text}, where what its {held_out['jobs']} jobs differ by makes {floor:.1%}"
+
+
+def cell(value: Any) -> str:
+    """Return how *value* is printed: four significant digits, counts in full, ``-`` for what was not measured."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    if not value:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e7:
+        return f"{value:.3e}"
+    digits = max(0, 3 - len(f"{abs(int(value))}") + (int(value) != 0))
+    return f"{value:.{digits if int(value) else 4}f}"
+
+
+class Progress:
+    """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
+
+    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are the
+    seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.
+    """
+
+    def __init__(self, description: str, file: IO[str] | None = None, after: float = 1.0, every: float = 10.0) -> None:
+        self._file = sys.stderr if file is None else file
+        self._description = description
+        self._terminal = self._file.isatty()
+        self._pause = 0.1 if self._terminal else every
+        self._next = time.monotonic() + (after if self._terminal else every)
+        self._bar: Any = None
+        self._task: TaskID | None = None
+
+    def __call__(self, fraction: float, text: str = "") -> None:
+        """Show that *fraction* is done."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._pause
+        done, what = min(max(fraction, 0.0), 1.0), f"{self._description} {text}"
+        if not self._terminal:
+            self._file.write(f"{what}: {done:.0%}\n")
+            self._file.flush()
+            return
+        if self._bar is None:
+            self._start()
+        self._bar.update(self._task, completed=done, description=what)
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+        clocks = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Bar(*columns, *clocks, console=Console(file=self._file), transient=True)
+        self._bar.start()
+        self._task = self._bar.add_task(self._description, total=1.0)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,105 @@
+"""How long a forward takes: a roofline with the share of the peaks that kernels reach, plus a constant an iteration.
+
+All quantities are of one tensor-parallel rank; the ranks of an instance compute alike.  `docs/model.md` derives the
+formulas and says what they leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pdsim.hardware import Machine
+from pdsim.kv.layout import KvShape
+from pdsim.kv.state import StateShape, Tensor
+from pdsim.serving.settings import Compute, Llm
+
+__all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape"]
+
+HOST_FLOPS = 1e12
+"""Assumed for a rank on a machine without GPUs, where compute is emulated anyway: `compute.scale` is the knob."""
+
+
+def kv_shape(model: Llm) -> KvShape:
+    """Return what *model* keeps of a token."""
+    latent = model.latent_dim * model.dtype_bytes if model.attention == "mla" else 0
+    hybrid = model.hybrid
+    mamba: tuple[Tensor, ...] = ()
+    if "m" in hybrid.pattern:
+        conv = Tensor(hybrid.conv_groups, hybrid.conv_width * model.dtype_bytes)
+        mamba = (conv, Tensor((hybrid.ssm_heads,), hybrid.ssm_head_elements * hybrid.ssm_dtype_bytes))
+    state = StateShape(hybrid.pattern, hybrid.window if "w" in hybrid.pattern else 0, mamba, hybrid.index_bytes)
+    return KvShape(model.layers, model.kv_heads, model.head_dim * model.dtype_bytes, latent, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardTime:
+    """The coefficients of a rank's forward."""
+
+    token_flops: float  # linear layers, a token
+    pair_flops: float  # attention, a query and a key
+    weight_bytes: float  # of the rank
+    token_weight_bytes: float  # that one token uses; fewer than all in a mixture of experts
+    kv_bytes: float  # of a token
+    flops: float  # a second
+    memory_rate: float  # bytes a second
+    token_allreduce: float  # seconds a token, all layers
+    allreduce: float  # seconds an iteration, all layers
+    overhead: float  # seconds an iteration
+    scale: float  # of the whole
+
+    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+        tokens = context = pairs = 0
+        for before, new in pieces:
+            tokens += new
+            context += before
+            pairs += new * before + new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+        compute = (tokens * self.token_flops + pairs * self.pair_flops) / self.flops
+        memory = (self._weights(tokens) + (context + tokens) * self.kv_bytes) / self.memory_rate
+        return self.scale * (max(compute, memory) + tokens * self.token_allreduce + self.allreduce + self.overhead)
+
+    def step(self, batch: int) -> float:
+        """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
+        linear = max(batch * self.token_flops / self.flops, self._weights(batch) / self.memory_rate)
+        return self.scale * (linear + batch * self.token_allreduce + self.allreduce + self.overhead)
+
+    @property
+    def context(self) -> float:
+        """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""
+        return self.scale * max(self.kv_bytes / self.memory_rate, self.pair_flops / self.flops)
+
+    def _weights(self, tokens: int) -> float:
+        return min(self.weight_bytes, tokens * self.token_weight_bytes)
+
+
+def forward_time(
+    model: Llm, machine: Machine, compute: Compute, tp: int, pp: int = 1, cp: int = 1, dp: int = 1
+) -> ForwardTime:
+    """Return the coefficients of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
+
+    Stages and context-parallel ranks just divide the work.  The groups are taken to be loaded alike, so that each has
+    its share of the engine's arithmetic; weights are read once for all of them.
+    """
+    shape, share = kv_shape(model), pp * cp
+    peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
+    memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
+    token_allreduce = allreduce = 0.0
+    if tp > 1:
+        rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
+        # a ring moves 2 (tp - 1) / tp of the activations through each port; attention and MLP need one a layer each
+        token_allreduce = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes / rate / share
+        allreduce = 2 * model.layers * compute.allreduce_latency / pp
+    return ForwardTime(
+        token_flops=2 * model.active / (tp // dp) / share,
+        pair_flops=4 * shape.attention_layers * model.heads * model.head_dim / (tp // dp) / share,
+        weight_bytes=model.parameters * model.dtype_bytes / tp / pp,
+        token_weight_bytes=model.active * model.dtype_bytes / tp / pp,
+        kv_bytes=shape.token_bytes(tp // dp) / share,
+        flops=peak * compute.flops_share,
+        memory_rate=memory * compute.memory_share,
+        token_allreduce=token_allreduce,
+        allreduce=allreduce,
+        overhead=compute.overhead,
+        scale=compute.scale,
+    )

@@ -1,0 +1,1 @@
+"""The decode side of serving: scheduler, block manager, worker."""

@@ -1,0 +1,245 @@
+"""A decode leader's rooms: who has pages, who is complete, and when the pages of those that failed come back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from pdsim.job import Rank
+from pdsim.kv.consensus import Consensus
+from pdsim.kv.messages import (
+    Abort,
+    Arrival,
+    Arrived,
+    Failed,
+    Fence,
+    Fenced,
+    Message,
+    Quiet,
+    Released,
+    Stop,
+    Submit,
+)
+from pdsim.kv.pages import PagePool, Pages, SlotPool
+from pdsim.kv.rooms import Timers
+from pdsim.kv.status import Status
+from pdsim.serving.decode.worker import Worker
+from pdsim.serving.deployment import ROUTER, Job, index_of, leader, rank_name
+from pdsim.serving.rank_process import Handler
+
+__all__ = ["Holder", "Room"]
+
+
+@dataclass(slots=True)
+class Room:
+    """A request that has pages at the decode leader."""
+
+    request: Submit
+    reserved: float
+    consensus: Consensus
+    reason: str = ""  # why what arrived cannot be used
+    stamps: Arrival | None = None
+    arrived: float = 0.0
+    polled: float = 0.0
+    joined: float = 0.0
+    left: bool = False  # nobody wants its tokens any more
+    released: bool = False  # nothing of it is written any more
+    quiet: int = 0  # ranks that have forgotten it
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until it is proven that nothing of it moves."""
+        return self.consensus.status is Status.FAILED
+
+
+class Holder(Worker, ABC):
+    """The rank that hands out pages of its group, and sees to it that they come back.
+
+    The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
+    of it moves or, if that instance is gone, until every rank here has proof of it.
+    """
+
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
+        self.pages = PagePool(job.decode_pages)
+        self.slots = SlotPool(job.slots)
+        self.state = job.state_pool(self.receiver.layout)
+        self._rooms: dict[int, Room] = {}
+        self._complete: list[Room] = []  # arrived, not noticed
+        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
+        self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
+        self._stopping = False
+        handlers: dict[type[Message], Handler] = {
+            Arrived: lambda sender, message: self._count(index_of(sender), message, None),
+            Released: self._released,
+            Quiet: lambda _, message: self.quiet(message),
+            Fenced: lambda sender, message: self._fenced(index_of(sender), message),
+        }
+        self.handlers |= handlers
+
+    def report(self) -> dict[str, int]:
+        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
+        return super().report() | {
+            "pages": self.pages.pages,
+            "peak_pages": self.pages.peak,
+            "free_pages": self.pages.free,
+            "used_pages": self.pages.used - held,
+            "quarantined_pages": held,
+            "open_rooms": len(self._rooms) + len(self.receiver) + len(self._timers),
+            "ignored": self.ignored + self.receiver.ignored,
+        }
+
+    def arrived(self, message: Arrived, arrival: Arrival) -> None:
+        """Count this rank's part of a room."""
+        self._count(self.index, message, arrival)
+
+    def quiet(self, message: Quiet) -> None:
+        """Count a rank that has forgotten a room; with the last, give its pages back."""
+        room = self._rooms.get(message.room)
+        if room is None:
+            self.ignore()
+            return
+        room.quiet += 1
+        if room.quiet == self.job.decode.size:
+            self._drop(message.room)
+            self._wake()
+
+    def fenced(self, message: Fenced) -> None:
+        """Count this rank's proof."""
+        self._fenced(self.index, message)
+
+    def peer_gone(self, life: str) -> None:
+        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more."""
+        rooms = [number for number, room in self._rooms.items() if room.request.prefill == life]
+        rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
+        for number in rooms:
+            self._rooms[number].consensus.fail()
+            self._timers.drop(number)
+        self._begin_fence(life, rooms)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """End once no room is left; those that failed have `Job.deadline` seconds for the proof."""
+        self._stopping = True
+        lives = dict.fromkeys(room.request.prefill for room in self._rooms.values() if room.failed)
+        for life in lives:  # its leader may end before it answers
+            self._begin_fence(life, [n for n, room in self._rooms.items() if room.request.prefill == life])
+        super().stop(sender, message)
+        self._end_if_drained()
+
+    def end(self, *_: Any) -> None:
+        """As `Member.end`, and the followers too."""
+        self.send(self.followers, Stop())
+        super().end()
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Have what has changed seen to, soon."""
+
+    def _end_if_drained(self) -> None:
+        if self._stopping and not self._rooms:
+            self.end()
+
+    def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.consensus.over:
+            self.ignore()
+            return
+        room.reason = room.reason or message.reason
+        room.stamps = arrival or room.stamps
+        if room.consensus.succeed(rank):
+            room.arrived = self.clock.now
+            self._timers.drop(message.room)
+            self._complete.append(room)
+            self._wake()
+
+    def _expire(self, number: int) -> None:
+        """Fail a room that has waited too long."""
+        reason = f"TransferTimeout: not all of it has arrived within {self.job.waiting_timeout:g} s"
+        self.send(ROUTER, Failed(number, reason))
+        self._fail(self._rooms[number])
+
+    def _fail(self, room: Room) -> None:
+        if room.consensus.fail():
+            number = room.request.room
+            self._timers.drop(number)
+            self.send(leader(room.request.prefill), Abort(number, room.request.prefill))
+            self._wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
+
+    def _released(self, _: str, message: Released) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.consensus.status is Status.SUCCESS:
+            self.ignore()
+            return
+        room.consensus.fail()
+        self._release(message.room)
+
+    def _release(self, number: int) -> None:
+        """Have a failed room forgotten, of which nothing is written any more; `quiet` follows."""
+        room = self._rooms.get(number)
+        if room is not None and room.failed and not room.released:
+            room.released = True
+            self._timers.drop(number)
+            self.send(self.followers, Abort(number))
+            self.receiver.forget(number)
+
+    def _drop(self, number: int) -> None:
+        """Give the pages of a room back that never became complete."""
+        del self._rooms[number]
+        self.pages.release(number)
+        self.slots.release(number)
+        self.state.release(number)
+        self._end_if_drained()
+
+    def _begin_fence(self, life: str, rooms: list[int]) -> None:
+        """Have *rooms* released once every rank has proof that nothing of *life* moves here."""
+        self._fence_number += 1
+        self._fences[self._fence_number] = rooms, set(range(self.job.decode.size))
+        fence = Fence(self._fence_number, life)
+        self.send(self.followers, fence)
+        self._fence("", fence)
+        self._wake()
+
+    def _fenced(self, rank: int, message: Fenced) -> None:
+        fence = self._fences.get(message.number)
+        if fence is None:
+            self.ignore()
+            return
+        rooms, missing = fence
+        missing.discard(rank)
+        if not missing:
+            del self._fences[message.number]
+            for number in rooms:
+                self._release(number)
+
+    def held(self, request: Submit) -> int:  # noqa: ARG002 for engines that keep some
+        """Return how many pages of *request*'s input are here already, less than all: none, for nothing is cached."""
+        return 0
+
+    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages and the rows of state that *request* gets, for its input and all of its output.
+
+        There are no pages for the first *held*.
+        """
+        tokens = request.input + request.output
+        pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
+        if pages is None:
+            return None
+        state = self.state.allocate(request.room, request.input, tokens, pages)
+        if state is None:
+            self.pages.release(request.room)
+            return None
+        return pages, state
+
+    def _page_count(self, room: Room) -> int:
+        return sum(count for _, count in self.pages.owned(room.request.room))
+
+    def _free(self, number: int) -> None:
+        """Give the pages of a room back that is complete, and so at rest."""
+        del self._rooms[number]
+        self.pages.release(number)
+        self.state.release(number)
+        self._end_if_drained()

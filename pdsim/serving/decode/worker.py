@@ -1,0 +1,141 @@
+"""A decode rank: makes its pool known, notices what arrives in it, and proves when nothing more can."""
+
+from __future__ import annotations
+
+from pdsim.job import Rank
+from pdsim.kv.messages import (
+    Abort,
+    Arrival,
+    Arrived,
+    Ask,
+    Fence,
+    Fenced,
+    Meet,
+    Metadata,
+    Quiet,
+    Reserve,
+    Return,
+)
+from pdsim.kv.receiver import KvReceiver
+from pdsim.serving.deployment import Job, epoch_of, instance_of, leader, rank_name
+from pdsim.serving.rank_process import EngineMember
+from pdsim.transfer import Program
+
+__all__ = ["Worker"]
+
+
+class Worker(EngineMember):
+    """A rank that receives its part of each request's KV and tells its leader.
+
+    It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
+    moves here any more.  So what writes here is always of one life.
+    """
+
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.receiver = KvReceiver(
+            rank,
+            job.decode_layout(index),
+            instance,
+            index,
+            job.rank_map,
+            self.arrived,
+            self.quiet,
+            job.handoff,
+            job.staging,
+            job.checked,
+        )
+        self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
+        self.handlers |= {
+            Meet: self._meet,
+            Fence: self._fence,
+            Reserve: self._reserve,
+            Abort: self._forget,
+            Arrival: self._arrive,
+            Metadata: self._store,
+        }
+        if self.receiver.landing is not None:
+            landing = self.receiver.landing
+            self.handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
+
+    def run(self) -> Program:
+        """As `EngineMember.run`, with an eye on what arrives."""
+        self.clock.process(self._notice())
+        return (yield from super().run())
+
+    def report(self) -> dict[str, int]:
+        """Return, of a staging ring, most bytes in slots, bytes held to the end, and how often there was no slot."""
+        landing = self.receiver.landing
+        if landing is None:
+            return {}
+        ring = landing.ring
+        return {"staging_peak": ring.peak, "staging_held": ring.used, "staging_refused": landing.refused}
+
+    def arrived(self, message: Arrived, _: Arrival) -> None:
+        """Tell the leader that a room is complete here."""
+        self.send(leader(self.instance), message)
+
+    def quiet(self, message: Quiet) -> None:
+        """Tell the leader that nothing of a forgotten room is copied here any more."""
+        self.send(leader(self.instance), message)
+
+    def fenced(self, message: Fenced) -> None:
+        """Tell the leader that nothing of a prefill instance that is gone moves here any more."""
+        self.send(leader(self.instance), message)
+
+    def _notice(self) -> Program:
+        notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
+        try:
+            while not self.ended.triggered:
+                notice((yield notifications.get()))
+        except Exception as error:
+            self.fail(error)
+
+    def _meet(self, _: str, message: Meet) -> None:
+        self.life = message.life
+        self.clock.process(self._introduce(message.peer))
+
+    def _introduce(self, peer: str) -> Program:
+        """Make this rank's pool known to *peer*, a life of a prefill instance."""
+        yield from self._part(instance_of(peer), epoch_of(peer) - 1)
+        if not self.ended.triggered:
+            writers = [rank_name(instance_of(peer), writer) for writer in self.receiver.writers]
+            self.send(writers, self.receiver.register(self.life, peer))
+
+    def _fence(self, _: str, message: Fence) -> None:
+        self.clock.process(self._prove(message))
+
+    def _prove(self, message: Fence) -> Program:
+        yield from self._part(instance_of(message.life), epoch_of(message.life))
+        if not self.ended.triggered:
+            self.fenced(Fenced(message.number))
+
+    def _part(self, instance: str, epoch: int) -> Program:
+        """Wait for the proof that nothing of *instance* up to *epoch* moves here; there is none while it lives."""
+        for writer in self.receiver.writers:
+            if self._severed.get(instance, 0) >= epoch:
+                return
+            yield self.rank.endpoint.severed(rank_name(instance, writer))
+        if self._severed.get(instance, 0) < epoch:
+            self._severed[instance] = epoch
+            for writer in self.receiver.writers:
+                self.receiver.sever(rank_name(instance, writer))
+
+    def _reserve(self, _: str, message: Reserve) -> None:
+        if message.life == self.life:
+            self.receiver.reserve(message)
+
+    def _arrive(self, _: str, message: Arrival) -> None:
+        if message.to == self.life:  # or it was on the way to a life that is over, whose rooms nobody ends here
+            self.receiver.arrive(message)
+
+    def _store(self, _: str, message: Metadata) -> None:
+        if message.arrival.to == self.life:
+            self.receiver.store(message)
+
+    def _ask(self, sender: str, message: Ask) -> None:
+        if message.to == self.life and self.receiver.landing is not None:
+            self.receiver.landing.ask(sender, message)
+
+    def _forget(self, _: str, message: Abort) -> None:
+        self.receiver.forget(message.room)

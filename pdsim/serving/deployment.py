@@ -1,0 +1,178 @@
+"""What every rank of a serving job is told, as plain data that crosses process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdsim.kv.contents import EVERY
+from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.kv.mapping import Grid, RankMap
+from pdsim.kv.policy import Policy, Staging
+from pdsim.kv.state import StatePool
+from pdsim.serving.compute.roofline import ForwardTime
+
+__all__ = ["ROUTER", "Job", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
+
+ROUTER = "router"
+
+
+def rank_name(instance: str, index: int) -> str:
+    """Return the name of the *index*-th rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
+    return f"{instance}.{index}"
+
+
+def leader(name: str) -> str:
+    """Return the rank that schedules for the instance, or the life of one, called *name*."""
+    return rank_name(instance_of(name), 0)
+
+
+def life_name(instance: str, epoch: int) -> str:
+    """Return the name of one life of an instance: ``life_name("prefill0", 2) == "prefill0@2"``."""
+    return f"{instance}@{epoch}"
+
+
+def epoch_of(life: str) -> int:
+    """Return the epoch of *life*: the inverse of `life_name`."""
+    return int(life.partition("@")[2])
+
+
+def instance_of(name: str) -> str:
+    """Return the instance that the rank or the life called *name* belongs to."""
+    return name.partition(".")[0].partition("@")[0]
+
+
+def index_of(rank: str) -> int:
+    """Return the number of *rank* in its group: the inverse of `rank_name`."""
+    return int(rank.partition(".")[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
+
+    With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
+    scheduler: ``prefill0d1`` is group 1 of engine 0.
+    """
+
+    prefill: Grid  # of one group
+    prefill_instances: int  # engines
+    decode: Grid
+    decode_instances: int
+    prefill_dp: int = 1  # groups of an engine
+    decode_dp: int = 1
+    all_cp_ranks: bool = False
+    state_slots: int = 0  # of mamba layers, on each rank
+    window_share: float = 0.0  # pages of sliding-window layers for each page
+    shape: KvShape
+    page_size: int
+    prefill_pages: int
+    decode_pages: int
+    slots: int  # rows of first-token metadata on each rank
+    chunk: int
+    prefill_batch: int
+    decode_batch: int
+    prefill_time: ForwardTime
+    decode_time: ForwardTime
+    policy: str  # of the router
+    handoff: Policy = field(default_factory=Policy)
+    staging: Staging | None = None
+    deadline: float  # seconds of silence after which a rank counts as gone
+    checked: int = EVERY  # the last room whose contents are written and compared, where memory has any
+    kv_dtype: str = "bf16"  # of an element of KV
+    retries: int = 0  # how often a request is started anew of which no byte had moved when an instance was lost
+    bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
+    query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
+    waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
+        """Return the job that `plain` made *plain* of."""
+        return msgspec.convert(dict(plain), cls)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the job as dictionaries and numbers."""
+        return asdict(self)
+
+    @property
+    def prefills(self) -> tuple[str, ...]:
+        """The prefill instances."""
+        return tuple(_groups("prefill", self.prefill_instances, self.prefill_dp))
+
+    @property
+    def decodes(self) -> tuple[str, ...]:
+        """The decode instances."""
+        return tuple(_groups("decode", self.decode_instances, self.decode_dp))
+
+    def check(self) -> None:
+        """Raise a `ValueError` if the model cannot be divided over these ranks, or not handed over between them."""
+        self.rank_map.writers(0)
+        for layout in (self.prefill_layout(), self.decode_layout()):
+            layout.aux_offsets(0)  # looks at every head and dimension
+
+    @property
+    def rank_map(self) -> RankMap:
+        """Who writes what to whom."""
+        return RankMap(self.shape, self.prefill, self.decode, self.all_cp_ranks)
+
+    def grid(self, instance: str) -> Grid:
+        """Return the ranks of *instance*."""
+        return self.prefill if instance.startswith("prefill") else self.decode
+
+    def ranks(self, instance: str) -> Iterator[str]:
+        """Yield the ranks of *instance*, its leader first."""
+        for index in range(self.grid(instance).size):
+            yield rank_name(instance, index)
+
+    def prefill_layout(self, index: int = 0) -> KvLayout:
+        """Return the pool of a prefill rank."""
+        return self._layout(self.prefill, index, self.prefill_pages)
+
+    def decode_layout(self, index: int = 0) -> KvLayout:
+        """Return the pool of a decode rank."""
+        return self._layout(self.decode, index, self.decode_pages)
+
+    def window_pages(self, pages: int) -> int:
+        """Return how many pages the sliding-window layers of a rank with so many *pages* have."""
+        return max(1, int(pages * self.window_share))
+
+    def window_need(self, tokens: int) -> int:
+        """Return the most pages that the window of a request of *tokens* touches."""
+        return min(self.page_count(tokens), self.page_count(self.shape.state.window) + 1)
+
+    def state_pool(self, layout: KvLayout) -> StatePool:
+        """Return the state rows of a group with pools of *layout*, none of them taken."""
+        return StatePool(self.shape.state, self.page_size, layout.state_slots, layout.window_pages)
+
+    def _layout(self, grid: Grid, index: int, pages: int) -> KvLayout:
+        state = self.shape.state
+        return KvLayout(
+            self.shape,
+            grid.tp,
+            self.page_size,
+            pages,
+            self.slots,
+            grid.pp,
+            grid.at(index).pp,
+            self.state_slots if state.mamba else 0,
+            self.window_pages(pages) if state.window else 0,
+        )
+
+    def longest(self, given: int, wanted: int) -> float:
+        """Return how long a request of *given* and *wanted* tokens can take that is first in every queue."""
+        chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
+        tokens = self.decode_pages * self.page_size
+        step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
+        return sum(self.prefill_time.prefill([chunk]) for chunk in chunks) + wanted * step
+
+    def page_count(self, tokens: int) -> int:
+        """Return how many pages hold *tokens* tokens."""
+        return -(-tokens // self.page_size)
+
+
+def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
+    for engine in range(engines):
+        yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]

@@ -1,0 +1,111 @@
+"""Which instances there are, which of them are connected, and which is to have the next request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdsim.kv.bootstrap import Bootstrap
+from pdsim.kv.mapping import dp_rank
+from pdsim.kv.messages import Enroll, Meet
+from pdsim.serving.deployment import Job, instance_of, life_name
+
+__all__ = ["POLICIES", "Fleet"]
+
+POLICIES = ("least_tokens", "round_robin")
+"""The instance with the fewest tokens outstanding, the first among equals; or one after the other."""
+
+
+class _Side:
+    """The instances of one side, and the tokens outstanding at each that is formed."""
+
+    def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
+        self.names = tuple(instances)
+        self.load: dict[str, int] = {}
+        self._dp = dp
+        self._group = {instance: number % dp for number, instance in enumerate(instances)}
+        self._policy = policy
+        self._turn = 0
+
+    def choose(self, room: int, able: Sequence[str]) -> str:
+        """Return that one of *able* that is to have *room*: of the group of its `dp_rank`, if one of those is left."""
+        if self._dp > 1:
+            group = dp_rank(room, self._dp)
+            able = [name for name in able if self._group[name] == group] or able
+        if self._policy == "least_tokens":
+            return min(able, key=self.load.__getitem__)
+        self._turn += 1
+        return able[(self._turn - 1) % len(able)]
+
+
+class Fleet:
+    """The instances of *job*, by their places in the `Bootstrap` table, and the pairs of them that are connected.
+
+    An instance is *awaited* from the start until it is formed or lost for the first time.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
+        self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
+        self.bootstrap = Bootstrap({name: job.grid(name).size for name in (*job.prefills, *job.decodes)})
+        self.awaited = set(self.prefills.names + self.decodes.names)
+        self._links: set[tuple[str, str]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether no instance is awaited and all that are formed are linked."""
+        return not self.awaited and len(self._links) == len(self.prefills.load) * len(self.decodes.load)
+
+    def life(self, instance: str) -> str:
+        """Return the name of the life that *instance* is in, or of none: epoch 0."""
+        return life_name(instance, self.bootstrap.epoch(instance))
+
+    def alive(self, life: str) -> bool:
+        """Return whether *life* goes on."""
+        return self.bootstrap.epoch(instance_of(life)) > 0 and self.life(instance_of(life)) == life
+
+    def side(self, instance: str) -> _Side:
+        """Return the side that *instance* is on."""
+        return self.prefills if instance in self.prefills.names else self.decodes
+
+    def enroll(self, message: Enroll) -> list[Meet]:
+        """Give a rank its place.  If that forms its instance, return who is to meet whom: two messages a pair."""
+        if not self.bootstrap.enroll(message):
+            return []
+        side = self.side(message.instance)
+        other = self.decodes if side is self.prefills else self.prefills
+        side.load[message.instance] = 0
+        self.awaited.discard(message.instance)
+        mine, theirs = self.life(message.instance), [self.life(name) for name in other.load]
+        return [meet for peer in theirs for meet in (Meet(mine, peer), Meet(peer, mine))]
+
+    def link(self, prefill: str, decode: str) -> bool:
+        """Take note that these two lives are connected; return False if either is over."""
+        if not (self.alive(prefill) and self.alive(decode)):
+            return False
+        self._links.add((instance_of(prefill), instance_of(decode)))
+        return True
+
+    def lose(self, instance: str) -> int:
+        """Take *instance* out; return the newest incarnation of its ranks, -1 if none has enrolled."""
+        self.awaited.discard(instance)
+        self.side(instance).load.pop(instance, None)
+        self._links = {link for link in self._links if instance not in link}
+        return self.bootstrap.forget(instance)
+
+    def choose(self, room: int) -> tuple[str, str] | None:
+        """Return the lives of the prefill and the decode instance that are to have *room*; None if no pair is left."""
+        prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
+        if not prefills:
+            return None
+        prefill = self.prefills.choose(room, prefills)
+        decode = self.decodes.choose(room, [name for name in self.decodes.names if (prefill, name) in self._links])
+        return self.life(prefill), self.life(decode)
+
+    def add(self, life: str, tokens: int) -> None:
+        """Count *tokens* more, or fewer, at *life*, unless it is over."""
+        if self.alive(life):
+            self.side(instance_of(life)).load[instance_of(life)] += tokens
+
+    def missing(self) -> str:
+        """Return which side has no instance."""
+        return "prefill" if not self.prefills.load else "decode" if not self.decodes.load else "connected"

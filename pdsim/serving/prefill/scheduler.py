@@ -1,0 +1,369 @@
+"""The prefill engine: continuous batching with chunked prefill, and the handoff of each chunk as it is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simpy.events import Event
+
+from pdsim.errors import PdsimError
+from pdsim.job import Rank
+from pdsim.kv.consensus import Consensus
+from pdsim.kv.messages import (
+    Abort,
+    Chunk,
+    Destination,
+    Dropped,
+    Failed,
+    Forward,
+    Meet,
+    Message,
+    Prefilled,
+    Ready,
+    Released,
+    Sent,
+    Settled,
+    Stop,
+    Submit,
+    Took,
+)
+from pdsim.kv.pages import PagePool, SlotPool, after
+from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
+from pdsim.kv.status import Status
+from pdsim.serving.deployment import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.prefill.worker import Worker
+from pdsim.serving.rank_process import Handler
+from pdsim.transfer import Program
+
+__all__ = ["program"]
+
+
+def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
+    """Run one rank of a prefill instance until the router stops it."""
+    member = Leader if index == 0 else Worker
+    return (yield from member(rank, Job.from_plain(job), instance, index).run())
+
+
+@dataclass(slots=True)
+class _Room:
+    """A request at the prefill leader."""
+
+    request: Submit
+    consensus: Consensus
+    destination: Destination | None = None
+    noticed: float = 0.0
+    started: float = 0.0
+    runs: Runs = ()  # of the whole request, once it has pages
+    state: tuple[Runs, ...] = ()  # of each component
+    done: int = 0  # tokens that a forward has covered or covers now
+    chunks: int = 0
+    source_slot: int = -1
+    nbytes: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until every rank says that nothing of it moves."""
+        return self.consensus.status is Status.FAILED
+
+
+class Leader(Worker):
+    """The rank that also schedules.
+
+    A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
+    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A request
+    takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
+    """
+
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
+        self.pages = PagePool(job.prefill_pages)
+        self.slots = SlotPool(job.slots)
+        self.state = job.state_pool(self.sender.layout)
+        self._rooms: dict[int, _Room] = {}
+        self._destinations: Fading[Destination] = Fading(rank.clock, OVER)  # that came before their `Submit`
+        self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
+        self._queue: deque[_Room] = deque()
+        self._idle: Event | None = None
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
+        self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
+        self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
+        self._blocked = Blocked(rank.clock, job.deadline, self._wake)
+        self._stopping = False
+        handlers: dict[type[Message], Handler] = {
+            Ready: lambda sender, message: self._count_ready(index_of(sender), message),
+            Submit: self._submit,
+            Destination: self._destination,
+            Sent: lambda sender, message: self._conclude(index_of(sender), message),
+            Settled: lambda sender, message: self._conclude(index_of(sender), message),
+            Abort: self._abort,
+        }
+        self.handlers |= handlers
+
+    def run(self) -> Program:
+        """As `Worker.run`, and schedule."""
+        self.clock.process(self._schedule())
+        return (yield from super().run())
+
+    def report(self) -> dict[str, Any]:
+        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        holding = [room for room in self._rooms.values() if room.failed and room.source_slot >= 0]
+        held = sum(self.job.page_count(room.request.input) for room in holding)
+        return super().report() | {
+            "pages": self.pages.pages,
+            "peak_pages": self.pages.peak,
+            "free_pages": self.pages.free,
+            "used_pages": self.pages.used - held,
+            "quarantined_pages": held,
+            "open_rooms": len(self._rooms) + len(self.sender) + len(self._timers),
+            "ignored": self.ignored,
+        }
+
+    def ready(self, message: Ready) -> None:
+        """Count this rank."""
+        self._count_ready(self.index, message)
+
+    def conclude(self, message: Sent | Settled) -> None:
+        """Count this rank's part of a room as over."""
+        self._conclude(self.index, message)
+
+    def peer_gone(self, life: str) -> None:
+        """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
+        super().peer_gone(life)
+        self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
+        for room in [room for room in self._rooms.values() if room.request.decode == life]:
+            self._give_up(room)
+
+    def _meet(self, sender: str, message: Meet) -> None:
+        """As a `Worker`, and forget what ranks of an earlier life were ready for."""
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == message.life}
+        super()._meet(sender, message)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """End once no room is left: those that failed have `Job.deadline` seconds to settle."""
+        self._stopping = True
+        super().stop(sender, message)
+        self._end_if_drained()
+
+    def end(self, *_: Any) -> None:
+        """As `Member.end`, and the followers too."""
+        self.send(self.followers, Stop())
+        super().end()
+
+    def _end_if_drained(self) -> None:
+        if self._stopping and not self._rooms:
+            self.end()
+
+    def _count_ready(self, rank: int, message: Ready) -> None:
+        """Tell the router once all ranks are connected to a decode instance, whichever of them was told of it first."""
+        if self._is_over(message.peer) or (self.life and message.life != self.life):
+            self.ignore()
+            return
+        ranks = self._ready.setdefault((message.life, message.peer), set())
+        ranks.add(rank)
+        if len(ranks) == self.job.prefill.size:
+            self.send(ROUTER, message)
+
+    def _is_over(self, life: str) -> bool:
+        """Return whether *life* was lost, or this rank has met a later one of the same instance."""
+        if epoch_of(life) <= self._last_lost.get(instance_of(life), -1):
+            return True
+        later = (other for other in self._met if instance_of(other) == instance_of(life))
+        return any(epoch_of(other) > epoch_of(life) for other in later)
+
+    def _conclude(self, rank: int, message: Sent | Settled) -> None:
+        room = self._rooms.get(message.room)
+        if room is None:
+            self.ignore()
+        elif isinstance(message, Settled):
+            if room.consensus.settle(rank):
+                self._forget(room)
+                self.send(leader(room.request.decode), Released(message.room))
+        elif message.reason:
+            self._fail(room, message.reason, message.lost)
+        elif not room.failed:
+            room.nbytes += message.nbytes
+            if room.consensus.succeed(rank):
+                self._forget(room)
+                self.send(ROUTER, Prefilled(message.room, room.nbytes))
+
+    # --- requests that come and go ---
+
+    def _submit(self, _: str, request: Submit) -> None:
+        if request.prefill != self.life:
+            self.ignore()
+            return
+        self._rooms[request.room] = _Room(request, Consensus(self.job.prefill.size))
+        self._timers.add(request.room)
+        if self.job.query_dp:
+            self.send(ROUTER, Took(request.room, self.life))
+        destination = self._destinations.pop(request.room)
+        if destination is not None:
+            self._destination("", destination)
+
+    def _destination(self, _: str, message: Destination) -> None:
+        room = self._rooms.get(message.room)
+        late = message.room in self._over or (room is not None and (room.failed or room.destination is not None))
+        if late or message.life != self.life:
+            self.ignore()
+            return
+        if room is None:
+            self._destinations.set(message.room, message)
+            return
+        self._timers.drop(message.room)
+        if message.held * self.job.page_size >= room.request.input:
+            reason = f"MessageError: {message.held} pages held of {room.request.input} tokens; hold less than all"
+            self._fail(room, reason)
+            return
+        room.destination = message
+        room.noticed = self.clock.now
+        self._queue.append(room)
+        self._wake()
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        """Give a room up: for the router, which is told whether it began; for its decode leader, if it means this life.
+
+        What another life has written, only that life or the decode side itself can say.
+        """
+        if sender != ROUTER and message.life != self.life:
+            self.ignore()
+            return
+        room = self._rooms.get(message.room)
+        if sender == ROUTER:
+            self.send(ROUTER, Dropped(message.room, room is not None and room.source_slot < 0))
+        elif room is None:
+            self.send(sender, Released(message.room))
+        self._over.set(message.room, None)
+        self._destinations.pop(message.room)
+        if room is not None:
+            self._give_up(room)
+
+    def _expire(self, number: int) -> None:
+        """Fail a room whose pages on the other side have not been heard of for too long."""
+        reason = f"TransferTimeout: no pages at decode within {self.job.bootstrap_timeout:g} s"
+        self._fail(self._rooms[number], reason)
+
+    def _fail(self, room: _Room, reason: str, lost: str = "") -> None:
+        if not room.failed:
+            self.send(ROUTER, Failed(room.request.room, reason, lost))
+            self._give_up(room)
+
+    def _give_up(self, room: _Room) -> None:
+        """Stop working on *room*; `Settled` from every rank ends it."""
+        if room.consensus.fail():
+            self._timers.drop(room.request.room)
+            self.send(self.followers, Abort(room.request.room))
+            self.sender.abort(room.request.room)
+            self._wake()
+
+    def _forget(self, room: _Room) -> None:
+        number = room.request.room
+        del self._rooms[number]
+        if room.failed:
+            self._over.set(number, None)
+        if room.source_slot >= 0:
+            self.pages.release(number)
+            self.slots.release(number)
+            self.state.release(number)
+            self._wake()
+        self._end_if_drained()
+
+    # --- the scheduler ---
+
+    def _wake(self) -> None:
+        if self._idle is not None and not self._idle.triggered:
+            self._idle.succeed()
+
+    def _schedule(self) -> Program:
+        while not self.ended.triggered:
+            try:
+                forward = self._next()
+            except PdsimError as error:
+                self.fail(error)
+                return
+            if forward is None:
+                self._idle = Event(self.clock)
+                yield self._idle
+                continue
+            self.send(self.followers, forward)
+            yield self.compute(forward)
+
+    def _next(self) -> Forward | None:
+        """Return the next iteration, or None if there is nothing that can run now."""
+        budget = self.job.chunk
+        pieces: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
+        while self._queue and budget and len(chunks) < self.job.prefill_batch:
+            room = self._queue[0]
+            if room.failed:
+                self._queue.popleft()
+                continue
+            if room.source_slot < 0 and not self._begin(room):
+                if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
+                    self._blocked.clear()
+                    break  # until one of them gives its pages back
+                if not self._blocked.too_long():
+                    break
+                self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
+                continue
+            tokens = min(budget, room.request.input - room.done)
+            pieces.append((room.done, tokens))
+            chunks.append(self._chunk(room, tokens))
+            budget -= tokens
+            if room.done == room.request.input:
+                self._queue.popleft()
+        return Forward(self.life, self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
+
+    def _begin(self, room: _Room) -> bool:
+        """Give *room* its pages and its slot; return whether there were any."""
+        request, destination = room.request, room.destination
+        assert destination is not None
+        if not self.slots.free:
+            return False
+        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
+        if pages is None:
+            return False
+        rest = after(pages, destination.held)
+        state = self.state.allocate(request.room, request.input, request.input, rest)
+        if state is None:
+            self.pages.release(request.room)
+            return False
+        slot = self.slots.allocate(request.room)
+        assert slot is not None
+        self._blocked.clear()
+        room.source_slot = slot
+        room.runs = pair(rest, destination.pages)
+        room.state = tuple(map(pair, state, destination.state))
+        room.started = self.clock.now
+        return True
+
+    def _chunk(self, room: _Room, tokens: int) -> Chunk:
+        """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
+        request, destination = room.request, room.destination
+        assert destination is not None
+        held = destination.held
+        first = max(held, room.done // self.job.page_size)
+        room.done += tokens
+        last = room.done == request.input
+        end = max(held, self.job.page_count(room.done) if last else room.done // self.job.page_size)
+        chunk = Chunk(
+            request.room,
+            request.decode,
+            room.chunks,
+            first,
+            request.input,
+            cut(room.runs, first - held, end - first),
+            last,
+            (room.source_slot, destination.slot),
+            room.noticed,
+            room.started,
+            room.state if last else (),
+            held,
+        )
+        room.chunks += 1
+        return chunk

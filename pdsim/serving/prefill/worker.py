@@ -1,0 +1,126 @@
+"""A prefill rank: connects to the decode ranks that it is told to meet, computes, and writes what it computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simpy.events import Event
+
+from pdsim.errors import PeerLost
+from pdsim.job import Rank
+from pdsim.kv.messages import (
+    Abort,
+    Forward,
+    Gone,
+    Grant,
+    Meet,
+    MessageError,
+    Ready,
+    Register,
+    Sent,
+    Settled,
+)
+from pdsim.kv.sender import KvSender
+from pdsim.serving.deployment import ROUTER, Job, instance_of, leader
+from pdsim.serving.rank_process import EngineMember
+
+__all__ = ["Worker"]
+
+
+class Worker(EngineMember):
+    """A rank that computes what its leader says, and writes what it computed.
+
+    It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
+    """
+
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self.sender = KvSender(
+            rank,
+            job.prefill_layout(index),
+            job.prefill,
+            index,
+            self.conclude,
+            job.all_cp_ranks,
+            job.handoff,
+            job.staging,
+            job.checked,
+        )
+        self._met: set[str] = set()  # lives of decode instances
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
+        self.handlers |= {
+            Meet: self._meet,
+            Register: self._register,
+            Forward: self._forward,
+            Grant: self.sender.grant,
+            Abort: self._abort,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Return why metadata did not go the way of the policy, and how often."""
+        return {"fallbacks": self.sender.fallbacks}
+
+    def ready(self, message: Ready) -> None:
+        """Tell the leader that this rank is connected to all ranks of a decode instance that it writes to."""
+        self.send(leader(self.instance), message)
+
+    def conclude(self, message: Sent | Settled) -> None:
+        """Tell the leader how a room ended here."""
+        self.send(leader(self.instance), message)
+
+    def compute(self, message: Forward) -> Event:
+        """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
+        self.sender.expect(message.chunks)
+        forward = self.rank.device.compute(message.seconds)
+        assert forward.callbacks is not None
+        forward.callbacks.append(lambda _: self.guard(self._write, message))
+        return forward
+
+    def _write(self, message: Forward) -> None:
+        for chunk in message.chunks:
+            self.sender.send(chunk)
+        self.sender.poll()
+
+    def peer_gone(self, life: str) -> None:
+        """Forget the ranks of *life*."""
+        self._met.discard(life)
+        self.sender.links.drop(life)
+        self._early = {name: register for name, register in self._early.items() if register.instance != life}
+
+    def _meet(self, _: str, message: Meet) -> None:
+        self.life = message.life
+        for life in [life for life in self._met if instance_of(life) == instance_of(message.peer)]:
+            self.peer_gone(life)
+        self._met.add(message.peer)
+        self.sender.links.meet(message.peer)
+        early, self._early = self._early, {}
+        for sender, register in early.items():
+            self._register(sender, register)
+        self._found(message.peer)
+
+    def _register(self, sender: str, message: Register) -> None:
+        if message.peer != self.life or message.instance not in self._met:
+            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
+            return
+        try:
+            self.sender.links.connect(message)
+        except PeerLost as error:
+            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
+        except MessageError as error:
+            self.refuse(sender, str(error))
+        else:
+            self._found(message.instance)
+
+    def _found(self, life: str) -> None:
+        """Be ready once all ranks of *life* are connected that this one writes to."""
+        if self.sender.links.connected(life, self.job.decode):
+            self.ready(Ready(self.life, life))
+
+    def _forward(self, _: str, message: Forward) -> None:
+        if message.life == self.life:  # or its leader is gone, and nobody would end what this begins
+            self.compute(message)
+        else:
+            self.ignore()
+
+    def _abort(self, _: str, message: Abort) -> None:
+        self.sender.abort(message.room)

@@ -1,0 +1,174 @@
+"""What every rank of a serving job does: listen, answer the router's pings, and end when told to or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from simpy.events import Event
+
+from pdsim.errors import PeerLost
+from pdsim.job import Rank
+from pdsim.kv.messages import (
+    Enroll,
+    Gone,
+    Message,
+    MessageError,
+    Ping,
+    Pong,
+    Refused,
+    Stop,
+    Terms,
+    decode,
+    encode,
+    refusal,
+)
+from pdsim.serving.deployment import ROUTER, Job, instance_of
+from pdsim.transfer import Program
+
+__all__ = ["EngineMember", "Handler", "Member"]
+
+Handler = Callable[[str, Any], None]
+"""Called with the rank that sent a message, and the message."""
+
+
+class Member:
+    """One rank of a job.  Subclasses register a handler for each type of message that they expect.
+
+    A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler raises,
+    when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for `Job.deadline`
+    seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it and not this one.
+
+    *ignored* counts messages that came too late to mean anything: those about rooms and lives that are over.
+    """
+
+    def __init__(self, rank: Rank, job: Job) -> None:
+        self.rank = rank
+        self.job = job
+        self.clock = rank.clock
+        self.ended = Event(rank.clock)
+        self.ignored = 0
+        self.handlers: dict[type[Message], Handler] = {Ping: self._ping, Stop: self.stop}
+        self._heard = rank.clock.now
+
+    def run(self) -> Program:
+        """Serve until the router says stop; return `report`."""
+        if self.rank.observer is not None:
+            self.rank.observer.joined(self)
+        self.clock.process(self._listen())
+        self.clock.process(self.watch())
+        yield self.ended
+        return self.report()
+
+    def report(self) -> Any:
+        """Return the value of the rank's program, as plain data."""
+        return None
+
+    def send(self, receivers: str | Iterable[str], message: Message) -> None:
+        """Send to one rank or to several, without waiting; to a rank that is gone it is lost."""
+        payload = encode(message)
+        for receiver in (receivers,) if isinstance(receivers, str) else receivers:
+            self.rank.channel.send(receiver, payload)
+
+    def ignore(self, *_: Any) -> None:
+        """Count a message that has come too late."""
+        self.ignored += 1
+
+    def end(self, *_: Any) -> None:
+        """End this rank in order."""
+        if not self.ended.triggered:
+            self.ended.succeed()
+
+    def fail(self, error: Exception) -> None:
+        """End this rank with *error*."""
+        if not self.ended.triggered:
+            self.ended.fail(error)
+
+    def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
+        """Nothing more will come."""
+        self.end()
+
+    def refuse(self, sender: str, reason: str) -> None:
+        """Tell *sender* why this rank will have nothing to do with it, which ends it."""
+        self.rank.channel.send(sender, refusal(reason))
+
+    def watch(self) -> Program:
+        """End this rank once the router has been silent for too long."""
+        while not self.ended.triggered:
+            yield self.clock.timeout(self.job.deadline / 2)
+            if self.clock.now - self._heard > self.job.deadline:
+                self.fail(PeerLost(f"nothing from {ROUTER} for {self.job.deadline} s"))
+
+    def guard(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Call *action*; what it raises ends this rank."""
+        try:
+            action(*arguments)
+        except Exception as error:
+            self.fail(error)
+
+    def _listen(self) -> Program:
+        receive = self.rank.channel.receive
+        try:
+            while not self.ended.triggered:
+                sender, payload = yield receive()
+                self._handle(sender, payload)
+        except Exception as error:
+            self.fail(error)
+
+    def _handle(self, sender: str, payload: bytes) -> None:
+        try:
+            message = decode(payload)
+        except Refused as error:
+            raise MessageError(f"refused by {sender}: {error}") from None
+        except MessageError as error:
+            self.refuse(sender, str(error))
+            return
+        if sender == ROUTER:
+            self._heard = self.clock.now
+        handler = self.handlers.get(type(message))
+        if handler is None:
+            self.refuse(sender, f"{type(message).__name__} is not for {self.rank.name}")
+        else:
+            handler(sender, message)
+
+    def _ping(self, sender: str, _: Ping) -> None:
+        self.send(sender, Pong())
+
+
+class EngineMember(Member):
+    """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
+
+    *life* is the name of the instance's life that this rank is part of, once the router has said so.
+    """
+
+    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+        super().__init__(rank, job)
+        self.instance = instance
+        self.index = index
+        self.life = ""
+        self.incarnation = int(rank.clock.now * 1e9)
+        self.handlers[Gone] = self._gone
+
+    def run(self) -> Program:
+        """As `Member.run`, after enrolling."""
+        terms = Terms(self.job.page_size, self.job.kv_dtype)
+        self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
+        return (yield from super().run())
+
+    def peer_gone(self, life: str) -> None:
+        """See to it that nothing waits for *life*, an instance of the other side that is given up."""
+
+    def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
+        """End when the leader has; or, without a word from it, after `Job.deadline` seconds."""
+        if sender == ROUTER:
+            self.clock.call_at(self.clock.now + self.job.deadline, self.end, None)
+        else:
+            self.end()
+
+    def _gone(self, _: str, message: Gone) -> None:
+        if instance_of(message.instance) != self.instance:
+            self.peer_gone(message.instance)
+        elif self.incarnation <= message.until:
+            self.fail(PeerLost(f"{self.instance} is given up ({message.reason}), and {self.rank.name} with it"))
+        else:
+            self.ignore()

@@ -1,0 +1,1 @@
+"""Many runs as one: points, their collection into one table."""
