@@ -11,42 +11,27 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim import plugins
+from pdsim.errors import ConfigError
 
 __all__ = [
-    "GROUP", "MOONCAKE", "MOONCAKE_CUDA", "MORI", "NIXL", "Diagnosis", "Library", "devices", "diagnose",
+    "MOONCAKE", "MOONCAKE_CUDA", "MORI", "NIXL", "Diagnosis", "Library", "devices", "diagnose",
     "diagnose_library", "engines", "gpu_count", "load", "names",
 ]  # fmt: skip
-
-GROUP = "pdsim.backends"
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all implementations, without importing them."""
-    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+    return plugins.names(plugins.BACKENDS)
 
 
-@cache
 def load(name: str) -> Any:
-    """Return the endpoint class called *name*.
-
-    Raise a `ConfigError` that lists what there is if there is no such implementation, and `BackendUnavailable` if its
-    module cannot be imported.
-    """
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
-        raise ConfigError(
-            f"no implementation {name!r} among {', '.join(sorted(found)) or 'none'}; install a package that registers "
-            f"it under the entry-point group {GROUP!r}"
-        )
-    try:
-        return found[name].load()
-    except ImportError as error:
-        raise BackendUnavailable(f"{name!r} ({found[name].value}) cannot be imported: {error}") from error
+    """Return the endpoint class called *name*; the errors of `pdsim.plugins.resolve`."""
+    return plugins.resolve(plugins.BACKENDS, name)
 
 
 # --- what works here ------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSp
                 arguments = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}:program", place, arguments))
+                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, arguments))
     return found
 
 

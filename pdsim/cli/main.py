@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 import pdsim
+from pdsim import plugins
 from pdsim.cli import help as usage
 from pdsim.cli.overrides import describe, explain, groups, options
 from pdsim.errors import ConfigError, PdsimError
@@ -148,7 +148,7 @@ def _list(words: Sequence[str]) -> int:
         for option in options(group):
             _say(f"  {option:<{width}} {describe(group, option)}")
     if not words:
-        found = sorted({entry.name for entry in entry_points(group="pdsim.backends")})
+        found = plugins.names(plugins.BACKENDS)
         _say(f"implementations of backends for target=real: {', '.join(found)} (pdsim doctor: which work here)")
     return 0
 

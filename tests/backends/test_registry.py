@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from backends import registry
+from pdsim import plugins
 from pdsim.errors import BackendUnavailable, ConfigError
 
 
@@ -26,15 +27,15 @@ def test_loading_does_not_import_the_library():
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(ConfigError, match=r"no implementation 'fax' among mooncake, .*nixl"):
+    with pytest.raises(ConfigError, match=r"nothing is registered as 'fax' .* mooncake, .*nixl"):
         registry.load("fax")
 
 
 def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
     from importlib.metadata import EntryPoint
 
-    broken = EntryPoint("broken", "no_such_module:Endpoint", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    broken = EntryPoint("broken", "no_such_module:Endpoint", plugins.BACKENDS)
+    monkeypatch.setattr(plugins, "_found", lambda group: {"broken": broken})
     with pytest.raises(BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_module'"):
         registry.load("broken")
 
