@@ -29,7 +29,7 @@ RUN = """
 from backends.jobs.launcher import Processes
 from dataclasses import replace
 from pdsim.hardware import NetworkLink
-from pdsim.transfer import Place
+from pdsim.job import Place
 from tests.backends.conftest import spec
 from tests.backends import programs
 from tests.conformance.conftest import engine
@@ -118,7 +118,7 @@ def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
 
 def test_a_carrier_that_has_died_is_an_error():
     with joined(LINK, 2) as testbed:
-        (carrier,) = [child for child in psutil.Process().children() if "carrier.py" in " ".join(child.cmdline())]
+        (carrier,) = [child for child in psutil.Process().children() if "packet_forwarder.py" in " ".join(child.cmdline())]
         carrier.kill()
         with pytest.raises(TransferError, match="the link's carrier ended with exit code -9"):
             testbed.lateness()
