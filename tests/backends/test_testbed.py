@@ -118,7 +118,8 @@ def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
 
 def test_a_carrier_that_has_died_is_an_error():
     with joined(LINK, 2) as testbed:
-        (carrier,) = [child for child in psutil.Process().children() if "packet_forwarder.py" in " ".join(child.cmdline())]
+        children = psutil.Process().children()
+        (carrier,) = [child for child in children if "packet_forwarder.py" in " ".join(child.cmdline())]
         carrier.kill()
         with pytest.raises(TransferError, match="the link's carrier ended with exit code -9"):
             testbed.lateness()
