@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Rate, Seconds, Size
@@ -72,6 +72,7 @@ class EngineModel:
     overlap: bool
     latency: Seconds
     rate: Rate = math.inf  # of one transfer
+    line: Rate = 0.0  # of the hardware that the rates were found on; 0: they do not depend on it
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
@@ -99,10 +100,24 @@ class EngineModel:
             read_descriptor=self.read_descriptor,
             depth=self.depth,
             lanes=self.lanes,
+            line=self.line,
         )
         positive("engine", rate=self.rate, read_rate=self.read_rate, queues=self.queues, queue_rate=self.queue_rate)
         if self.pipelined and not self.overlap:
             raise ValueError("engine.pipelined must be false where overlap is, got True")
+
+    def on_line(self, line: Rate) -> EngineModel:
+        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate."""
+        if not self.line or not line or line == self.line:
+            return self
+        share = line / self.line
+        return replace(
+            self,
+            line=line,
+            rate=self.rate * share,
+            read_rate=self.read_rate * share,
+            queue_rate=self.queue_rate * share,
+        )
 
     def posting(self, descriptors: int) -> Seconds:
         """Return how long *descriptors* in one call keep the poster."""
@@ -157,6 +172,7 @@ class Engine:
     intra: EngineModel | None
     inter: EngineModel | None
     timeout: Seconds = 30.0  # deadline of a transfer
+    measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -232,6 +248,7 @@ class Collective:
     grow: bool = True  # whether it may grow at run time
     grow_latency: Seconds  # of each rank
     grow_rate: Rate
+    measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
     timeout: Seconds = 30.0
     sources: Mapping[str, str] = field(default_factory=dict)

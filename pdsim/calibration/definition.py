@@ -56,6 +56,8 @@ class Calibration:
     source: str = ""  # who measured, with which tool
     parameters: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, such as "backend.intra.call"
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 %, from a bootstrap over the samples
+    descriptors: tuple[int, ...] = ()  # of a sample, least and most: beyond them it is extrapolated
+    bytes: tuple[float, ...] = ()  # the same of the bytes of a sample
     unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
     held_out: HeldOut | None = None
     held_out_reads: HeldOut | None = None  # of a calibration of writes: the same for reads
@@ -63,6 +65,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         one_of("calibration", ("measured", "published", "assumed"), kind=self.kind)
+        for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes)):
+            if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
+                raise ValueError(f"calibration.{name} must be the least and the most of a sample, got {list(span)}")
         if wrong := [key for key in self.parameters if key.partition(".")[0] not in OWNERS]:
             raise ValueError(f"calibration.parameters.{wrong[0]} must begin with one of {', '.join(OWNERS)}")
 

@@ -76,12 +76,18 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
         source=samples.about.get("source", "not said"),
         parameters={**chosen_parameters, **of_reads.parameters},
         intervals={**told, **of_reads.intervals},
+        descriptors=(min(row.blocks for row in pairs), max(row.blocks for row in pairs)),
+        bytes=(float(min(_nbytes(row) for row in pairs)), float(max(_nbytes(row) for row in pairs))),
         unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}", told),
         held_out=held_out,
         held_out_reads=of_reads.held_out,
         provenance=_provenance(samples.about, command),
     )
     return Fitted(calibration, samples, found, errors)
+
+
+def _nbytes(row: Sample) -> int:
+    return row.blocks * row.size
 
 
 def _apart(rows: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:

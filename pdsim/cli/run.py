@@ -28,6 +28,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Target
 from pdsim.results import terminal
+from pdsim.results.evidence import extrapolations
 from pdsim.results.record import Result
 from pdsim.results.store import Run, refuse
 from pdsim.units import format_time
@@ -206,7 +207,8 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
             own = {"folder": kept.folder} if name in _OWN_FILES else {}
             with _target(config, meter) as target:
                 result = measure(config, target, meter, **own)
-                result = replace(result, notes=[*result.notes, *getattr(target, "notes", ())])  # of a real one
+                own_notes = (*getattr(target, "notes", ()), *extrapolations(config, result.transfers))
+                result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began
         shutil.rmtree(kept.folder)

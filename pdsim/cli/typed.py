@@ -26,6 +26,7 @@ from pdsim.serving.settings import Llm
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
 
 T = TypeVar("T")
+Lent = TypeVar("Lent", Engine, Collective)
 Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective)
 
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
@@ -44,15 +45,18 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values)
     new = calibrated | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    backend = _on_hardware(_alias(config.backend), config.hw)
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
         experiment=_experiment(config.experiment),
         calibration=calibration,
         hw=_sourced(config.hw, "hw", new),
-        backend=_sourced(_alias(config.backend), "backend", new),
+        backend=_sourced(_borrowed(backend, config.hw), "backend", new),
         model=_sourced(config.model, "model", new),
-        collective=None if config.collective is None else _sourced(config.collective, "collective", new),
+        collective=None
+        if config.collective is None
+        else _sourced(_borrowed(config.collective, config.hw), "collective", new),
     )
 
 
@@ -231,6 +235,29 @@ def _alias(backend: Engine) -> Engine:
         return backend
     options = {name: value for name, value in backend.options.items() if name != "device"}
     return replace(backend, options={"MC_FORCE_TCP": "1", **options})
+
+
+def _on_hardware(backend: Engine, hw: Machine) -> Engine:
+    """Return *backend* with rates of NVLink as shares of the line rate of *hw*."""
+    models = {name: getattr(backend, name) for name in ("intra", "inter")}
+    moved = {
+        name: model.on_line(hw.interconnect.rate) for name, model in models.items() if model and model.path == "nvlink"
+    }
+    return replace(backend, **{name: model for name, model in moved.items() if model is not models[name]})
+
+
+def _borrowed(backend: Lent, hw: Machine) -> Lent:
+    """Return *backend*, or a collective, its own *measured* numbers *assumed* where *hw* is not what they are of."""
+    if not backend.measured_on or hw.name in backend.measured_on:
+        return backend
+    there = backend.measured_on[0]
+    sources = {
+        keys: f"assumed: measured on {there}, not on {hw.name}: {text.partition(':')[2].strip()}"
+        if text.startswith("measured:")
+        else text
+        for keys, text in backend.sources.items()
+    }
+    return replace(backend, sources=sources)
 
 
 def _calibrated(

@@ -5,15 +5,17 @@ A modelled number is no better than its parameters; a measured one is evidence i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdsim.calibration.definition import Calibration
 from pdsim.config import Config
 from pdsim.hardware import EVIDENCE
+from pdsim.transfer import TransferRecord
+from pdsim.units import format_rate, format_size
 
-__all__ = ["Evidence", "gather"]
+__all__ = ["Evidence", "extrapolations", "gather"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,60 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
     """Return *sources* with full names; one text may stand for several, as in ``"nodes, gpus"``."""
     return {f"{owner}.{name.strip()}": text for names, text in sources.items() for name in names.split(",")}
+
+
+def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
+    """Return a warning for each way in which modelled *transfers* rest on what was measured elsewhere.
+
+    That is: a rate borrowed from other hardware which is the narrowest on the way, and transfers with more bytes or
+    descriptors than any sample of the calibration.
+    """
+    if config.target != "model" or not transfers:
+        return []
+    return [*_borrowed_rates(config, transfers), *_beyond_samples(config, transfers)]
+
+
+def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
+    largest = max(record.nbytes for record in transfers)
+    for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
+        model = getattr(config.backend, name)
+        source = next(
+            (
+                text
+                for keys, text in config.backend.sources.items()
+                if any(f"{name}.rate.".startswith(f"{key.strip()}.") for key in keys.split(","))
+            ),
+            "",
+        )
+        if model is None or model.path not in ("nvlink", "rdma") or not source.startswith("assumed: measured on "):
+            continue
+        if model.rate < line and largest / model.rate > model.posting(1):
+            where = source.removeprefix("assumed: measured on ").partition(",")[0]
+            yield (
+                f"warning: backend.{name}.rate={format_rate(model.rate)} limits large transfers on "
+                f"hw={config.hw.name}, and its share of the line rate was measured on {where}; "
+                "pdsim calibrate measures it on your hardware"
+            )
+
+
+def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
+    calibration = config.calibration
+    if calibration is None:
+        return
+    for name, unit, span, values in (
+        ("descriptors", str, calibration.descriptors, [record.descriptors for record in transfers]),
+        ("bytes", format_size, calibration.bytes, [record.nbytes for record in transfers]),
+    ):
+        if not span:
+            continue
+        low, high = span
+        outside = sum(value > high or value < low for value in values)
+        if not outside:
+            continue
+        most, least = max(values), min(values)
+        factor = most / high if most > high else low / max(least, 1)
+        at = most if most > high else least
+        yield (
+            f"warning: {outside} of {len(values)} transfers lie outside calibration={calibration.name}, whose samples "
+            f"have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
+        )
