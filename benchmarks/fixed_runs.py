@@ -204,7 +204,7 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
     unknown = [name for name in chosen if name not in RUNS]
     if unknown:
         raise SystemExit(f"fixed_runs: no run is called {unknown[0]}; there are {', '.join(RUNS)}")
-    bad = 0
+    bad, seconds = 0, {"now": 0.0, "before": 0.0}
     for name in chosen or RUNS:
         if name not in kept:
             bad += 1
@@ -220,6 +220,8 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
         lines = differences(name, old["parts"], found.parts, before)
         words = sum(found.words.get(key) != value for key, value in old["words"].items())
         bad += bool(lines)
+        seconds["now"] += found.seconds
+        seconds["before"] += old["seconds"]
         ratio = f"{found.seconds:5.1f} s of CPU, {found.seconds / old['seconds']:.2f} of before"
         print(f"{'DIFFERS' if lines else 'same   '} {name:26} {ratio}; words changed in {words} places", flush=True)
         for line in lines:
@@ -227,6 +229,8 @@ def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) 
     gone = [name for name in kept if name not in RUNS]
     for name in gone:
         print(f"DIFFERS {name}: recorded, but no longer among the runs")
+    if seconds["before"]:
+        print(f"together {seconds['now']:.1f} s of CPU, {seconds['now'] / seconds['before']:.2f} of before")
     return bad + len(gone)
 
 
