@@ -37,9 +37,10 @@ def composed(*words: str) -> Config:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_file_has_at_most_twenty_lines_and_begins_with_what_it_is(path):
+def test_a_file_is_in_block_style_and_begins_with_what_it_is(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 120
+    assert not [line for line in lines if ": {" in line and not line.lstrip().startswith("#") and '"' not in line]
     assert any(line.startswith("# ") and not line.startswith("# @") for line in lines[:2])
 
 

@@ -115,19 +115,20 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
     """
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
-    lines = [f"# {title}"]
-    for item in fields(Calibration):
-        value = _plain(getattr(calibration, item.name))
-        if value:
-            nested = isinstance(value, dict | list)
-            text = yaml.safe_dump(
-                value if nested else {item.name: value}, default_flow_style=nested, width=10**6, sort_keys=False
-            )
-            lines.append(f"{item.name}: {text}".rstrip() if nested else text.rstrip())
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # as above
+        """Writes lists of plain values in one line, everything else as blocks."""
+
+    def listed(dumper: Any, value: list[Any]) -> Any:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", value, not any(isinstance(v, dict) for v in value))
+
+    Dumper.add_representer(list, listed)
+    plain = {item.name: _plain(getattr(calibration, item.name)) for item in fields(Calibration)}
+    kept = {name: value for name, value in plain.items() if value}
+    text = yaml.dump(kept, Dumper=Dumper, default_flow_style=False, width=116, sort_keys=False)
     points.write(folder / f"{calibration.name}.csv", samples)
     path = folder / f"{calibration.name}.yaml"
     temporary = path.with_name(f"{path.name}.part")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.write_text(f"# {title}\n{text}", encoding="utf-8")
     return temporary.replace(path)
 
 

@@ -29,6 +29,8 @@ T = TypeVar("T")
 Lent = TypeVar("Lent", Engine, Collective)
 Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective)
 
+SOURCE, SOURCES, OTHERS = "source", "sources", "others"
+"""In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in it."""
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
 UNSAID = "assumed: the configuration does not say where it comes from"
 
@@ -68,6 +70,8 @@ def build(cls: type[T], values: object, at: str = "") -> T:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{at} must have keys of its own ({', '.join(_hints(cls))}), got {values!r}")
     hints = _hints(cls)
+    if SOURCES in hints:
+        values = _with_sources(values)
     problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
     found: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
@@ -235,6 +239,25 @@ def _alias(backend: Engine) -> Engine:
         return backend
     options = {name: value for name, value in backend.options.items() if name != "device"}
     return replace(backend, options={"MC_FORCE_TCP": "1", **options})
+
+
+def _with_sources(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return *part*, a group, with one mapping ``sources`` by dotted key in place of every ``source`` within it."""
+    sources: dict[str, Any] = {}
+
+    def without(values: Mapping[str, Any], at: str) -> dict[str, Any]:
+        found = {}
+        for key, value in values.items():
+            if key == SOURCE:
+                for names, text in value.items() if isinstance(value, Mapping) else ((OTHERS, value),):
+                    keys = [at if name == OTHERS else _join(at, name) for name in _split(str(names))]
+                    sources[", ".join(keys)] = text
+            else:
+                found[key] = without(value, _join(at, str(key))) if isinstance(value, Mapping) else value
+        return found
+
+    plain = without(part, "")
+    return {**plain, SOURCES: {**part.get(SOURCES, {}), **sources}} if sources else plain
 
 
 def _on_hardware(backend: Engine, hw: Machine) -> Engine:
