@@ -52,7 +52,7 @@ def test_what_another_tool_printed_is_published_and_its_unknowns_are_not_printed
     assert main(["calibrate", *words, "--name", "nixlbench"]) == 0
     file = OmegaConf.load(tmp_path / "nixlbench.yaml")
     assert (file.kind, file.source) == ("published", "foreign tool nixlbench, nixlbench_batch64.txt")
-    assert len((tmp_path / "nixlbench.yaml").read_text().splitlines()) <= 20
+    assert max(map(len, (tmp_path / "nixlbench.yaml").read_text().splitlines())) <= 120
     assert str(tmp_path) not in (tmp_path / "nixlbench.yaml").read_text()
     assert file.unidentified
     for line in capsys.readouterr().out.splitlines():
