@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from pdsim.calibration.from_samples import again
 from pdsim.calibration.summary import table
+from pdsim.cli.refit import refit
 from pdsim.results.terminal import show_table
 
 if __name__ == "__main__":
-    show_table(table(again(sys.argv[1:])))
+    show_table(table(refit(sys.argv[1:])))

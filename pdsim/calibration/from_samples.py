@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 
 from pdsim.calibration import concurrency, files, fit, noise_floor, read_overhead
-from pdsim.calibration import samples as points
 from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.calibration.fit import Fit
 from pdsim.calibration.forms import FORMS, points_of
 from pdsim.calibration.samples import Sample, Samples
-from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
-from pdsim.repository import data
+from pdsim.hardware import Machine
 from pdsim.results.environment import commit
 
-__all__ = ["Fitted", "again", "base_of", "fitted"]
+__all__ = ["Fitted", "base_of", "fitted"]
 
 DRAWN = "drawn at random, and held out from the start"
 
@@ -39,17 +37,16 @@ class Fitted:
     errors: Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]  # at what was left out, by decade of bytes
 
 
-def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -> Fitted:
-    """Return the calibration of the model *at* ("intra" or "inter") of the engine of *config*, fitted to *samples*.
+def fitted(samples: Samples, hw: Machine, backend: Engine, operation: str, at: str, name: str, command: str) -> Fitted:
+    """Return the calibration of the model *at* ("intra" or "inter") of *backend* on *hw*, fitted to *samples*.
 
-    Only pairs are fitted, of the configuration's operation, one transfer at a time where there are such; then what
+    Only pairs are fitted, of *operation*, "write" or "read", one transfer at a time where there are such; then what
     several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise a
     `ConfigError` if there is no such model, or too few samples.
     """
-    base = base_of(config.backend, at)
-    _, link = files.link_of(config.hw, base.path)
+    base = base_of(backend, at)
+    _, link = files.link_of(hw, base.path)
     base = replace(base, rate=min(base.rate, link))
-    operation = str(config.experiment["operation"])
     every = [row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")]
     pairs = [row for row in every if row.operation == operation]
     if not pairs:
@@ -64,13 +61,13 @@ def fitted(samples: Samples, config: Config, at: str, name: str, command: str) -
     found, spans = fit.told(chosen, seen, base)
     held_out, errors = _errors(found, chosen, kept, left, base)
     found, spans = concurrency.shared(found, spans, points_of(together), base)
-    chosen_parameters, told = files.parameters(found, spans, base, config.hw, f"backend.{at}")
+    chosen_parameters, told = files.parameters(found, spans, base, hw, f"backend.{at}")
     of_reads = _beyond(found, every, base, f"backend.{at}", operation)
     calibration = Calibration(
         name=name,
         kind=samples.about.get("kind", "published"),
-        hw=(config.hw.name,),
-        backend=(config.backend.name,),
+        hw=(hw.name,),
+        backend=(backend.name,),
         form=found.form.name,
         date=samples.about.get("date", datetime.now(UTC).strftime("%Y-%m-%d")),
         source=samples.about.get("source", "not said"),
@@ -170,23 +167,3 @@ def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
     """Return what the samples say of where they are from, and of this fit its command and commit."""
     found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
     return found | {"fit": command, "commit": commit()}
-
-
-def again(names: Sequence[str] = ()) -> list[Fitted]:
-    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples."""
-    from omegaconf import OmegaConf
-
-    from pdsim.cli.overrides import conf
-    from pdsim.cli.run import compose
-
-    found = []
-    for path in sorted((conf() / "calibration").glob("*.yaml")):
-        file: Any = OmegaConf.load(path)
-        if file.get("kind") != "published" or (names and file.name not in names):
-            continue
-        at = next(iter(file.intervals)).split(".")[1]
-        operation = "read" if "-read" in file.name else "write"
-        words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
-        config = compose([*words, "experiment=transfer", "calibration=none"])
-        found.append(fitted(points.read(data("calibration", f"{path.stem}.csv")), config, at, file.name, "again"))
-    return found

@@ -10,9 +10,9 @@ import conf
 from pdsim.calibration import provenance
 from pdsim.calibration.definition import Calibration
 from pdsim.calibration.design import Cell, grid, reads, repeats, write
-from pdsim.calibration.from_samples import again
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
+from pdsim.cli.refit import refit
 from pdsim.cli.typed import build
 from pdsim.errors import ConfigError
 from pdsim.repository import data
@@ -141,7 +141,7 @@ def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
 
 
 def test_a_published_calibration_is_what_its_samples_give():
-    (done,) = again(["efa-read"])
+    (done,) = refit(["efa-read"])
     file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / "efa-read.yaml")
     assert done.calibration.parameters == OmegaConf.to_container(file.parameters)
     assert done.calibration.held_out.mean == pytest.approx(file.held_out.mean, rel=1e-3)

@@ -87,7 +87,8 @@ def test_crowds_whose_wait_is_in_no_sample_do_not_move_what_single_transfers_say
     waiting = [sample(model, n, size, crowd) for n, size, crowd in CELLS]  # each as long as one alone
     config = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"])
     single, both = (
-        fitted(Samples(each), config, "intra", "mine", "pdsim calibrate") for each in (rows, [*rows, *waiting])
+        fitted(Samples(each), config.hw, config.backend, "write", "intra", "mine", "test")
+        for each in (rows, [*rows, *waiting])
     )
     assert both.found.at["rate"] == single.found.at["rate"] == pytest.approx(390e9, rel=1e-3)
     assert both.found.at["descriptor"] == single.found.at["descriptor"] == pytest.approx(3e-6, rel=1e-3)

@@ -79,7 +79,9 @@ def test_it_is_found_with_an_interval_and_so_is_the_ramp_beside_it_and_predictio
     columns = zip(samples.blocks, samples.size, samples.seconds, strict=True)
     rows = tuple(sample(int(n), int(size), float(seconds)) for n, size, seconds in columns)
     config = compose(["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "calibration=none"])
-    found = fitted(Samples(rows, {"kind": "measured"}), config, "intra", "of-small", "a test").calibration
+    found = fitted(
+        Samples(rows, {"kind": "measured"}), config.hw, config.backend, "write", "intra", "of-small", "a test"
+    ).calibration
     key = "backend.intra.small.saves"
     assert found.form == "sum(call, descriptor, extra1, first1, rate, saves)"
     assert parse_time(found.parameters[key]) == pytest.approx(3e-6, rel=0.15)
