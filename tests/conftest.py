@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.image import GuestUnavailable
@@ -15,6 +16,11 @@ from tests.rdma.verbs import unavailable
 # Ctrl-C need it to work, however the suite was started.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

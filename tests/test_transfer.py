@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdsim.clock import Clock
@@ -98,7 +98,6 @@ class TestRefuses:
         with pytest.raises(InvalidBatch, match=f"targets of descriptors {index} and {index + 1} overlap"):
             Batch(region, region, np.zeros(count, int), offset, size)
 
-    @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=8))
     def test_exactly_the_overlapping_targets(self, spans):
         taken = [place for offset, size in spans for place in range(offset, offset + size)]

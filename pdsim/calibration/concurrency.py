@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pdsim.calibration.fit import RESAMPLES, SCALE, WIDEST, Fit
+from pdsim.calibration.fit import RESAMPLES, SCALE, WIDEST, Fit, Ints
 from pdsim.calibration.forms import Floats, Points
 from pdsim.costs import EngineModel
 
@@ -28,6 +28,9 @@ SHARES = tuple(float(share) for share in np.linspace(0.0, 1.0, 21))
 
 TIMES = (*(float(times) for times in np.geomspace(1.0, 16.0, 141)), math.inf)
 """What the queues carry together, as a multiple of what one transfer reaches: steps of 2 %; inf does not limit."""
+
+EQUAL = 1e-9
+"""Losses that differ by less, each sample's share of it, are equal: of queues that limit nothing all losses are."""
 
 WORTH = 0.1
 """A limit by which no crowd takes this much longer is noise."""
@@ -49,10 +52,10 @@ def shared(found: Fit, spans: Spans, crowds: Points, base: EngineModel) -> tuple
     if not len(crowds) or len(cells) == 1:
         return found, spans
     losses = np.array([_loss(_split(found, *cell), crowds) for cell in cells])  # shape (cell, sample)
-    best = cells[int(losses.sum(axis=1).argmin())]
+    best = cells[int(_least(losses.sum(axis=1, keepdims=True), len(crowds))[0])]
     random = np.random.Generator(np.random.PCG64(2))
     counts = random.multinomial(len(crowds), np.full(len(crowds), 1.0 / len(crowds)), RESAMPLES)
-    drawn = np.array(cells)[(losses @ counts.T).argmin(axis=0)]  # shape (resample, 2)
+    drawn = np.array(cells)[_least(losses @ counts.T, len(crowds))]  # shape (resample, 2)
     ends = np.percentile(drawn, (2.5, 97.5), axis=0, method="nearest")  # of those drawn: between x and inf lies nothing
     found, spans = _with_share(found, spans, best[0], (float(ends[0, 0]), float(ends[1, 0])))
     longer = _split(found, 1.0, best[1]).seconds(crowds) / found.seconds(crowds) - 1.0
@@ -76,6 +79,16 @@ def _loss(found: Fit, crowds: Points) -> Floats:
     return loss
 
 
+def _least(losses: Floats, samples: int) -> Ints:
+    """Return for each column of *losses*, shape (cell, resample), the first cell whose loss is the least or equals it.
+
+    Equal cells are common, and rounding, which depends on the processor, would choose among them.
+    """
+    enough = losses.min(axis=0) * (1.0 + EQUAL) + samples * EQUAL
+    found: Ints = (losses <= enough).argmax(axis=0)
+    return found
+
+
 def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
     low, high = ends
     if high >= 1.0:
@@ -93,7 +106,7 @@ def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float
 
 def _with_queues(found: Fit, spans: Spans, rate: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
     low, high = ends
-    if not math.isfinite(high) or high > WIDEST * low:
+    if not math.isfinite(high) or high > WIDEST * low * (1.0 + EQUAL):  # a whole number of steps may be just so wide
         return found, spans
     form = replace(found.form, free=(*found.form.free, "queue_rate"))
     return replace(found, form=form, at={**found.at, "queue_rate": rate}), {**spans, "queue_rate": ends}

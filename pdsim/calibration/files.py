@@ -10,7 +10,7 @@ from typing import Any
 
 from pdsim.calibration import samples as points
 from pdsim.calibration.definition import Calibration
-from pdsim.calibration.fit import Fit
+from pdsim.calibration.fit import NEGLIGIBLE, Fit
 from pdsim.calibration.forms import RAMPS, model_of
 from pdsim.calibration.read_overhead import FREE
 from pdsim.calibration.samples import Samples
@@ -61,7 +61,7 @@ def parameters(
         told[f"{at}.ramp"] = tuple(_ramp(found, spans, which) for which in (0, 1))
     key, rate = link_of(machine, model.path)
     fastest = max((found.at[name] for name in _RATES if name in free), default=0.0)
-    if fastest > rate:
+    if fastest > rate * (1.0 + NEGLIGIBLE):  # a rate that was fitted to the link's own is as often above as below it
         chosen[key] = text_of("rate", fastest * _LINKS[model.path][1])
     return chosen, told
 

@@ -5,6 +5,9 @@ a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is
 that it has not seen is within a standard error of the best's, in pairs (after Breiman et al., "Classification and
 Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  A ramp ends at a whole number of
 descriptors, to which all else is fitted once more.  Knows neither files nor machines.
+
+No choice hangs on the last digits of a least-squares solution, which differ between processors: errors and costs that
+differ by less than a margin count as equal, and among equals the first is taken.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ WIDEST = 4.0
 
 KNEE = 16.0
 """The same for where a ramp ends, which is told by the counts on either side of it only, each twice the one before."""
+
+NEGLIGIBLE = 1e-5
+"""Relative errors that differ by less are equal: a solver stops within 1e-8, and a calibration has five digits."""
+
+EQUAL = 1e-6
+"""Costs that differ by a smaller share are equal: a solver stops where a step gains a share of less than 1e-8."""
 
 DEPENDENT = 1e-3
 """Singular values of the Jacobian below this share of the largest mean that two parameters do the same."""
@@ -89,7 +98,9 @@ def _best(
 ) -> dict[str, float]:
     if not form.free:
         return dict(fixed)
-    found = min((_least(form, points, fixed, start) for start in starts), key=lambda result: float(result.cost))
+    results = [_least(form, points, fixed, start) for start in starts]
+    enough = min(float(result.cost) for result in results) * (1.0 + EQUAL) + len(points) * NEGLIGIBLE**4
+    found = next(result for result in results if result.cost <= enough)
     return {**fixed, **dict(zip(form.free, map(float, np.exp(found.x)), strict=True))}
 
 
@@ -174,13 +185,16 @@ def simplest(fits: Sequence[Fit], points: Points, base: EngineModel) -> Fit:
     means = np.array([error.mean() for error in seen])
     best = int(means.argmin())
     worse = [each - seen[best] for each in seen]  # in pairs: what both get wrong tells nothing of either
-    close = [index for index, by in enumerate(worse) if by.mean() <= by.std() / math.sqrt(len(points))]
+    close = [i for i, by in enumerate(worse) if by.mean() <= max(by.std() / math.sqrt(len(points)), NEGLIGIBLE)]
 
-    def richness(index: int) -> tuple[int, bool, float]:
+    def richness(index: int) -> tuple[int, bool]:
         form = fits[index].form
-        return len(form.free), form.stages != stages_of(base), float(means[index])
+        return len(form.free), form.stages != stages_of(base)
 
-    return fits[min(close, key=richness)]
+    least = min(map(richness, close))
+    close = [index for index in close if richness(index) == least]
+    enough = means[close].min() + NEGLIGIBLE
+    return fits[next(index for index in close if means[index] <= enough)]
 
 
 def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
@@ -191,7 +205,7 @@ def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
     found: list[Fit] = []
     for one, mean in zip(fits, means, strict=True):
         twin = any(np.allclose(one.seconds(points), other.seconds(points), rtol=1e-4) for other in found)
-        if mean <= 2.0 * min(means) + 1e-9 and not twin:
+        if mean <= 2.0 * min(means) + NEGLIGIBLE and not twin:
             found.append(one)
     return found
 
@@ -230,7 +244,10 @@ def _given_up(found: Fit, names: Sequence[str], points: Points, base: EngineMode
 
 
 def _dependent(found: Fit, points: Points) -> str | None:
-    """Return the parameter to give up if the Jacobian of the residuals is rank-deficient, or None."""
+    """Return the parameter to give up if the Jacobian of the residuals is rank-deficient, or None.
+
+    A parameter is involved by its share of the whole null space: which vectors span that is a matter of rounding.
+    """
     free = found.form.free
     if not free:
         return None
@@ -239,9 +256,11 @@ def _dependent(found: Fit, points: Points) -> str | None:
     step = 1e-4
     columns = [(residuals(logs + move) - residuals(logs - move)) / (2 * step) for move in step * np.eye(len(free))]
     _, sizes, rows = np.linalg.svd(np.column_stack(columns))
-    if sizes[-1] > DEPENDENT * sizes[0] and len(points) >= len(free):
+    rank = int((sizes > DEPENDENT * sizes[0]).sum())
+    if rank == len(free):
         return None
-    involved = {name for name, share in zip(free, rows[-1], strict=True) if abs(share) > 0.1}
+    shares = np.sqrt((rows[rank:] ** 2).sum(axis=0))
+    involved = {name for name, share in zip(free, shares, strict=True) if share > 0.1}
     return next(name for name in _EXPENDABLE if name in involved)
 
 

@@ -47,7 +47,7 @@ def fitted(samples: Samples, hw: Machine, backend: Engine, operation: str, at: s
     base = base_of(backend, at)
     _, link = files.link_of(hw, base.path)
     base = replace(base, rate=min(base.rate, link))
-    every = [row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")]
+    every = sorted((row for row in samples.rows if (row.pattern, row.schedule) == ("pair", "free")), key=_place)
     pairs = [row for row in every if row.operation == operation]
     if not pairs:
         raise ConfigError(
@@ -85,6 +85,15 @@ def fitted(samples: Samples, hw: Machine, backend: Engine, operation: str, at: s
 
 def _nbytes(row: Sample) -> int:
     return row.blocks * row.size
+
+
+def _place(row: Sample) -> tuple[Any, ...]:
+    """Return where *row* comes: as in the grid, single descriptors first, so that the order of a file decides nothing.
+
+    Folds, and the samples that a bootstrap draws, are chosen by their place.
+    """
+    where = row.blocks > 1, row.size, row.blocks, row.concurrency, row.operation
+    return *where, row.layout, row.queues, row.held, row.seconds
 
 
 def _apart(rows: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:

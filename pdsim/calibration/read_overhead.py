@@ -40,12 +40,17 @@ def beyond(
     points = _as_writes_are(writes, samples)
     if points is None:
         return None
+    return fit.told(_chosen(writes, points, base), points, base)
+
+
+def _chosen(writes: Fit, points: Points, base: EngineModel) -> Fit:
+    """Return the simplest of `_FORMS` that predicts unseen ones of *points*, reads as far off as *writes* are."""
     start = _start(writes, points)
     every = [
         fit.fit(replace(writes.form, free=free), points, base, {**writes.at, **{name: start[name] for name in free}})
         for free in _FORMS
     ]
-    return fit.told(fit.simplest(every, points, base), points, base)
+    return fit.simplest(every, points, base)
 
 
 def _as_writes_are(writes: Fit, samples: Sequence[Sample]) -> Points | None:

@@ -75,6 +75,20 @@ def test_a_copy_engine_that_takes_turns_has_no_queues_to_tell():
     assert found.at["queue_rate"] == inf
 
 
+def test_among_cells_of_equal_loss_rounding_does_not_choose():
+    above, below = np.nextafter(1.0, 2.0), np.nextafter(1.0, 0.0)
+    losses = np.array([[2.0, 1.0], [above, 0.5], [1.0, 1e-16], [below, 0.0]])
+    assert crowds._least(losses, 10).tolist() == [1, 2]
+
+
+def test_queues_whose_interval_is_just_as_wide_as_may_be_are_told():
+    from_each = [(low, high) for low, high in zip(crowds.TIMES, crowds.TIMES[70:-1], strict=False)]
+    assert {high > fit.WIDEST * low for low, high in from_each} == {False, True}  # by the last digit
+    for low, high in from_each:
+        _, spans = crowds._with_queues(fit.Fit(FORM, ALONE), SPANS, 200e9, (low * 200e9, high * 200e9))
+        assert "queue_rate" in spans
+
+
 def test_without_crowds_nothing_is_changed():
     nobody = Points(*(np.empty(0) for _ in range(4)))
     assert told(nobody) == (fit.Fit(FORM, ALONE), SPANS)
@@ -83,7 +97,7 @@ def test_without_crowds_nothing_is_changed():
 def test_crowds_whose_wait_is_in_no_sample_do_not_move_what_single_transfers_say():
     model = EngineModel(path="nvlink", call=20e-6, descriptor=3e-6, overlap=False, latency=0.0, rate=390e9)
     cells = [(n, size) for n in (1, 4, 16, 64, 256, 1024) for size in (4096, 65536, 1 << 20)]
-    rows = [sample(model, n, size) for n, size in cells]
+    rows = [replace(sample(model, n, size), held=n == 64) for n, size in cells]  # else each is left out in turn
     waiting = [sample(model, n, size, crowd) for n, size, crowd in CELLS]  # each as long as one alone
     config = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"])
     single, both = (

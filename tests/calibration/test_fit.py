@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdsim.calibration import fit
+from pdsim.calibration import files, fit
 from pdsim.calibration.forms import FORMS, Form, Points, model_of, start_of
+from pdsim.calibration.from_samples import fitted
+from pdsim.calibration.samples import Sample, Samples
+from pdsim.cli.run import compose
 from pdsim.costs import EngineModel, Ramp
 
 BASE = EngineModel(path="nvlink", call=0.0, descriptor=1e-6, overlap=False, latency=0.0)
@@ -101,6 +104,74 @@ def test_of_one_size_the_descriptor_and_its_bytes_are_one_number():
     samples = made_by(KINDS["sum"], cells)
     found = fit._identified(fit.fit(Form("sum", ("call", "descriptor", "rate")), samples, BASE), samples, BASE)
     assert found.unidentified == ("rate",)
+
+
+# --- choices that rounding may not make -----------------------------------------------------------------------------
+
+
+def rounded(points, seed):
+    """Return *points* as another processor may have them: each moved by a relative 1e-12 at most."""
+    factors = 1.0 + np.random.default_rng(seed).uniform(-1e-12, 1e-12, len(points))
+    return replace(points, seconds=points.seconds * factors)
+
+
+def test_of_two_forms_that_say_the_same_rounding_does_not_choose():
+    samples = made_by(KINDS["sum"], noise=0.02)
+    twins = [Form("sum", (constant, "descriptor", "rate")) for constant in ("latency", "call")]
+    for seed in range(8):
+        points = rounded(samples, seed)
+        fits = [fit.fit(form, points, BASE) for form in twins]
+        assert fit.simplest(fits, points, BASE).form == twins[0]
+
+
+def test_of_two_starts_that_end_equally_well_rounding_does_not_choose():
+    samples = made_by(KINDS["sum"], [(64, 4096 << power) for power in range(10)], noise=0.02)
+    form = Form("sum", ("call", "descriptor", "rate"))  # of one count, call and descriptor are one number, of any share
+    found = [fit.fit(form, rounded(samples, seed), BASE) for seed in range(12)]
+    for name in form.free:
+        assert [one.at[name] for one in found] == pytest.approx([found[0].at[name]] * len(found), rel=5e-3)
+
+
+def test_of_three_parameters_that_are_one_number_rounding_does_not_choose_which_to_give_up():
+    samples = made_by(KINDS["sum"], [(64, 1 << 20)] * 6, noise=0.02)
+    one = fit.Fit(Form("sum", ("call", "descriptor", "rate")), start_of(BASE) | {"call": 2e-4, "rate": 400e9})
+    names = set()
+    for seed in range(12):
+        factors = 1.0 + np.random.default_rng(seed).uniform(-1e-12, 1e-12, 3)
+        moved = {name: one.at[name] * by for name, by in zip(one.form.free, factors, strict=True)}
+        names.add(fit._dependent(replace(one, at={**one.at, **moved}), rounded(samples, seed)))
+    assert names == {"rate"}
+
+
+def test_of_samples_without_noise_the_simplest_form_is_not_dropped_for_its_last_digits():
+    samples = made_by(KINDS["sum"])
+    at = start_of(BASE) | {"call": 11e-6, "descriptor": 2e-6, "rate": 390e9}
+    simple = fit.Fit(Form("sum", ("call", "descriptor", "rate")), at | {"rate": 390e9 * (1.0 + 1e-7)})
+    rich = fit.Fit(Form("sum", ("call", "descriptor", "extra1", "first1", "rate")), at)
+    assert fit._promising([simple, rich], samples) == [simple]
+
+
+def test_a_rate_as_high_as_the_link_s_does_not_change_the_link():
+    machine = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"]).hw
+    key, rate = files.link_of(machine, "nvlink")
+    form = Form("sum", ("call", "descriptor", "rate"))
+    for times, changed in ((1.0 - 1e-9, False), (1.0 + 1e-9, False), (1.01, True)):
+        at = start_of(BASE) | {"call": 11e-6, "descriptor": 2e-6, "rate": rate * times}
+        chosen, _ = files.parameters(fit.Fit(form, at), {}, BASE, machine, "backend.intra")
+        assert (key in chosen) is changed
+
+
+def test_the_order_of_samples_decides_nothing():
+    config = compose(["hw=2xh200", "backend=nvlink", "experiment=transfer", "calibration=none"])
+    cells = made_by(KINDS["sum"], CROSS[::2], noise=0.02)
+    columns = zip(map(int, cells.blocks), map(int, cells.size), map(float, cells.seconds), strict=True)
+    rows = [Sample(blocks=n, size=size, seconds=s, low=s, high=s, held=n == 16) for n, size, s in columns]
+    orders = rows, rows[::-1]
+    one, other = (fitted(Samples(tuple(order)), config, "intra", "mine", "a test").calibration for order in orders)
+    assert one == other
+
+
+# --- what the samples tell ------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_lost_in_the_noise_is_not_named():

@@ -75,7 +75,7 @@ class TestAddresses:
         ):
             device.allocate(300)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(st.lists(st.one_of(st.integers(1, 400), st.integers(-10, -1)), max_size=60))
     def test_buffers_never_overlap_and_nothing_is_lost(self, steps):
         device, live = Bench(tracked=False).device, []

@@ -458,6 +458,7 @@ class TestWork:
         assert ninth._live[-1] is up
         assert all(path._live[-1] is up for path in paths)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("load", [0.3, 0.5])
     def test_a_flow_costs_less_than_three_times_as_much_on_512_gpus_as_on_8(self, load):
         small, large = (any_to_any_cost(nodes, load, flows_per_gpu=10) for nodes in (1, 64))

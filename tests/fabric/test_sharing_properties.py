@@ -15,7 +15,7 @@ from pdsim.fabric.flows.network import Network
 
 SLACK = 1e-9
 END = 10.0  # by then all that was going to happen has happened, and dead links are mended
-check = settings(deadline=None, derandomize=True, max_examples=100)
+check = settings(derandomize=True, max_examples=100)
 
 
 @dataclass(frozen=True)

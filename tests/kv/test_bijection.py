@@ -208,7 +208,7 @@ def handoffs(draw: st.DrawFn) -> Handoff:
 
 
 @given(handoffs(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_uneven_stages_scattered_pages_and_any_layers_arrive_too(handoff: Handoff, data: st.DataObject):
     handoff.check(data.draw(st.integers(0, handoff.map.decode.size - 1)))
 

@@ -114,5 +114,5 @@ class Pool(RuleBasedStateMachine):
         assert set(pages) <= set(range(24))
 
 
-Pool.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+Pool.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAnyHistory = Pool.TestCase

@@ -156,4 +156,4 @@ class Rings(RuleBasedStateMachine):
 
 
 TestRings = Rings.TestCase
-TestRings.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRings.settings = settings(max_examples=60, stateful_step_count=40)
