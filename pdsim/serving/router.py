@@ -122,7 +122,7 @@ class Router(Member):
             Ready: self._ready,
             Pong: lambda _, __: None,
             Took: lambda _, message: self.whereabouts.took(message.room, message.life),
-            Locate: lambda sender, message: self.send(sender, Located(self.whereabouts.locate(message.rooms))),
+            Locate: self._locate,
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
@@ -197,6 +197,9 @@ class Router(Member):
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
         self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
+
+    def _locate(self, sender: str, message: Locate) -> None:
+        self.send(sender, Located(self.whereabouts.locate(message.rooms), message.life))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
         request = self._find(message.room)
@@ -301,8 +304,8 @@ class Router(Member):
         if self.fleet.bootstrap.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self.clock.now
-        for meet in self.fleet.enroll(message):
-            self.send(self.job.ranks(instance_of(meet.life)), meet)
+        for name, meet in self.fleet.enroll(message):
+            self.send(name, meet)
 
     def _ready(self, _: str, message: Ready) -> None:
         if self.fleet.link(message.life, message.peer):
