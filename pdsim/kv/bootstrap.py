@@ -106,6 +106,10 @@ class Whereabouts:
         """Take note that *room* is that one's of a prefill instance."""
         self._lives.set(room, life)
 
+    def forget(self, room: int) -> None:
+        """Take note that nobody will ask for *room* any more."""
+        self._lives.pop(room)
+
     def locate(self, rooms: Iterable[int]) -> dict[int, str]:
         """Return the life that has each of *rooms*, of those that are known."""
         found = ((room, self._lives.get(room)) for room in rooms)

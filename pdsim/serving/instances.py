@@ -95,6 +95,10 @@ class Fleet:
         self._links.add((instance_of(prefill), instance_of(decode)))
         return True
 
+    def linked(self, prefill: str, decode: str) -> bool:
+        """Return whether these two instances are connected."""
+        return (prefill, decode) in self._links
+
     def lose(self, instance: str) -> int:
         """Take *instance* out; return the newest incarnation of its ranks, -1 if none has enrolled."""
         self.awaited.discard(instance)

@@ -106,7 +106,9 @@ def test_where_a_room_went_is_forgotten_in_time():
     clock = Clock()
     whereabouts = Whereabouts(clock)
     whereabouts.took(1, "prefill0d0@1")
-    assert whereabouts.locate([1, 99]) == {1: "prefill0d0@1"}
+    whereabouts.took(2, "prefill0d0@1")
+    whereabouts.forget(2)  # is over
+    assert whereabouts.locate([1, 2, 99]) == {1: "prefill0d0@1"}
     clock.run(until=KNOWN)
     assert whereabouts.locate([1]) == {}
 
