@@ -97,7 +97,10 @@ class ZmqChannel:
         clock.watch(self._inbox)
 
     def open(self, uris: Mapping[str, str]) -> None:
-        """Learn where the other ranks are: name to URI; of one that has moved, what was not sent yet is lost."""
+        """Learn where the other ranks are: name to URI, which is empty while a rank is being started again.
+
+        What was not sent yet to one that has moved is lost.
+        """
         for name in uris:
             socket = self._sockets.pop(name, None)
             if socket is not None:
@@ -123,6 +126,8 @@ class ZmqChannel:
         if socket is None:
             if receiver not in self._uris:
                 raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
+            if not self._uris[receiver]:
+                return  # it is gone, and the next life of it not there yet
             socket = self._sockets[receiver] = dial(self._context, self._uris[receiver])
         with contextlib.suppress(self._again):  # the receiver is gone
             socket.send_multipart([self._rank, *frames], self._noblock)

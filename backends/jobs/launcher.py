@@ -300,7 +300,7 @@ class _Job:
         return self._origin
 
     def _release(self, child: _Child) -> None:
-        others = {other.name: other.uri for other in self._children if other.name != child.name and other.uri}
+        others = {other.name: other.uri for other in self._children if other.name != child.name}
         supervision.send(child.connection, supervision.Go(self._origin, others, self._restarts))
 
     def _again(self, old: _Child) -> None:

@@ -47,7 +47,7 @@ class Go(msgspec.Struct, tag=True):
     """Supervisor to worker: run.  *origin* is the job's zero on the system's monotonic clock."""
 
     origin: float
-    uris: dict[str, str]
+    uris: dict[str, str]  # of all other ranks; empty for one that is being started again
     restarts: bool = False  # whether `Moved` may follow
 
 

@@ -1,4 +1,4 @@
-"""A router that lets everything come to rest before it stops the ranks, so that what is left then is left for good."""
+"""The router of `experiment=faults`: keeps what explains a failure, and asks at the end whether all has recovered."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdsim.job import Rank
-from pdsim.serving.deployment import Job
-from pdsim.serving.router import Router
+from pdsim.serving.deployment import Job, instance_of
+from pdsim.serving.router import Router, _Request
 from pdsim.transfer import Program
 
-__all__ = ["program"]
+__all__ = ["LINGER", "program"]
+
+LINGER = 5.0
+"""Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for good."""
+
+_PROBE = 9, 3
+"""Input and output tokens of a probe."""
 
 
 def program(
@@ -19,19 +25,70 @@ def program(
     job: Mapping[str, Any],
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]],
-    linger: float,
+    calm: float,
 ) -> Program:
-    """Serve as `pdsim.serving.router.program` does, and stop the ranks *linger* seconds after the last request."""
+    """Serve as `pdsim.serving.router.program` does, send a probe through every pair of instances, and stop the ranks.
+
+    The probes are sent `LINGER` seconds after the last request has ended and after *calm*, the time of the last fault.
+    The value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for
+    each request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
+    two instances.
+    """
     router = _Router(rank, Job.from_plain(job), requests, leaves)
-    router.linger = linger
+    router.calm = calm
     return (yield from router.run())
 
 
 class _Router(Router):
-    linger = 0.0
-    _resting = False
+    calm = 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._served = self.requests
+        self._probes: tuple[_Request, ...] | None = None
+        self._resting = False
+        self._lives: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
+
+    def report(self) -> dict[str, Any]:
+        """As `Router.report`, with the probes and how each request went."""
+        probes = [[instance_of(p.prefill), instance_of(p.decode), p.status] for p in self._probes or ()]
+        self.requests = self._served
+        return super().report() | {"probes": probes, "lives": list(self._lives)}
+
+    def _send_out(self, request: _Request, prefill: str, decode: str) -> None:
+        super()._send_out(request, prefill, decode)
+        if self._probes is None:
+            row = [self.clock.now, request.room, instance_of(prefill), instance_of(decode)]
+            self._lives[request.number][1].append(row)
+
+    def _close(self, request: _Request, status: str) -> None:
+        if self._probes is None:
+            self._lives[request.number][0] = self.clock.now
+        super()._close(request, status)
 
     def _stop_if_done(self) -> None:
-        if not self._resting and not self._rooms and self._next == len(self.requests):
-            self._resting = True
-            self.clock.call_at(self.clock.now + self.linger, lambda _: super(_Router, self)._stop_if_done(), None)
+        if self._resting or self._rooms or self._next < len(self.requests):
+            return
+        self._resting = True
+        if self._probes is None:
+            self.clock.call_at(max(self.clock.now, self.calm) + LINGER, lambda _: self._probe(), None)
+        else:
+            self.clock.call_at(self.clock.now + LINGER, lambda _: super(_Router, self)._stop_if_done(), None)
+
+    def _probe(self) -> None:
+        """Send a request through every pair of instances; those that are not connected have failed it."""
+        self._resting = False
+        first = len(self.requests)
+        pairs = [(prefill, decode) for prefill in self.job.prefills for decode in self.job.decodes]
+        self._probes = tuple(_Request(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
+        self.requests = [*self._served, *self._probes]
+        self._next = len(self.requests)
+        for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
+            probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
+            probe.room = 1 + probe.number + probe.tries * len(self.requests)
+            if self.fleet.linked(prefill, decode):
+                self._rooms[probe.room] = probe
+                self._send_out(probe, self.fleet.life(prefill), self.fleet.life(decode))
+            else:
+                probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: they are not connected"
+        self._stop_if_done()

@@ -9,21 +9,35 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments import serve
+from experiments.faults.causes import Causes
 from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import Outcome, RankSpec
+from pdsim.job import RankSpec
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.verify.invariants import Checks, Violation
-from pdsim.serving.deployment import ROUTER, Job
+from pdsim.serving.deployment import Job, instance_of
 from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request, stream
 
 __all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
 
-KINDS = ("delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn")
+KINDS = (
+    "delays",
+    "late",
+    "stray",
+    "shuffle",
+    "slow",
+    "squeezes",
+    "aborts",
+    "kills",
+    "restarts",
+    "torn",
+    "losses",
+    "together",
+)
 """What a scenario may suffer, one by one."""
 
 DEADLINE = 2.0
@@ -119,7 +133,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     geometry = stream(seed, "faults.geometry")
     config = _config(seed, geometry)
     requests = _requests(seed, count)
-    job = serve.job(config, serve.Options(deadline=DEADLINE))
+    asks = config.parallel.prefill.dp > 1 and stream(seed, "faults.query").random() < 0.5
+    job = serve.job(config, serve.Options(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     job = _squeezed(job, geometry)
     happens = stream(seed, "faults.kinds").random(len(KINDS)) < intensity
     kinds = [kind for kind, yes in zip(KINDS, happens.tolist(), strict=True) if yes and kind not in without]
@@ -127,29 +142,37 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     cancels = _cancels(seed, count) if "aborts" in kinds else {}
     span = 50 * _gap(seed) + 0.5  # whatever the number of requests, so that fewer suffer the same
     kill = _kills(seed, ranks, span) if "kills" in kinds else {}
+    kill |= _losses(seed, job, span, kill) if "losses" in kinds else {}
+    restart = _restarts(seed, job, kill) if "restarts" in kinds else {}
+    if "together" in kinds:
+        both = _together(seed, job, span)
+        kill, restart = kill | both[0], restart | both[1]
+    faults = _faults(seed, kinds, ranks, span)
+    calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
     specs = serve.specs(config, job, requests)
-    arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "linger": 5.0}
+    arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
     specs[0] = replace(specs[0], program="experiments.faults.router:program", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
-    text += f"{', staged' if job.staging else ''}, {', '.join(kinds)}"
+    text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"
     return Scenario(
         seed,
         job,
         specs,
         requests,
         cancels,
-        _faults(seed, kinds, ranks, span),
+        replace(faults, until=calm),
         kill,
-        _restarts(seed, job, kill) if "restarts" in kinds else {},
-        60.0 + requests[-1].arrival + span,
+        restart,
+        80.0 + calm,
         text,
     )
 
 
 def attempt(scenario: Scenario) -> Tried:
     """Run *scenario* with every checker, and return what was found."""
-    checks = Checks(_Causes(scenario))
+    causes = Causes(scenario)
+    checks = Checks(causes.rank)
     model = Model(
         _MACHINE,
         _ENGINE,
@@ -160,43 +183,13 @@ def attempt(scenario: Scenario) -> Tried:
         observer=checks,
     )
     outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
-    statuses = _statuses(outcome, len(scenario.requests))
+    statuses = causes.know(outcome, checks.held)
     counts: dict[str, int] = {}
     for status in statuses:
         word = status.partition(":")[0]
         counts[word] = counts.get(word, 0) + 1
-    return Tried(scenario.seed, checks.finish(statuses), counts, outcome.events, scenario.text)
-
-
-def _statuses(outcome: Outcome, count: int) -> list[str]:
-    value = outcome.ranks[ROUTER].value
-    return [row[3] for row in value["rows"]] if value else [""] * count
-
-
-class _Causes:
-    """Whether what failed had a cause: without one, a failure is a violation."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        faults = scenario.faults
-        self._cancels = scenario.cancels
-        self._kill = scenario.kill
-        self._instances = {name.partition(".")[0] for name in scenario.kill}
-        self._slow = bool(faults.late or faults.slow or faults.squeezes)
-
-    def __call__(self, name: str, error: str) -> bool:
-        """Return whether *error*, of rank *name* or of the request of that number, may be."""
-        kind = error.partition(":")[0]
-        if kind == "Killed":
-            return name in self._kill
-        if not name.isdecimal():  # the rest of an instance that the router gave up
-            return kind == "PeerLost" and name.partition(".")[0] in self._instances
-        if kind == "Aborted":
-            return int(name) in self._cancels
-        if kind == "PeerLost":
-            return bool(self._kill)
-        if kind == "TransferTimeout":
-            return self._slow
-        return kind == "OutOfMemory" and (self._slow or bool(self._kill))
+    violations = checks.finish(statuses, causes.request, causes.unrecovered(outcome))
+    return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------
@@ -256,6 +249,40 @@ def _cancels(seed: int, count: int) -> dict[int, float]:
 def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
     random = stream(seed, "faults.kills")
     return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
+
+
+def _losses(seed: int, job: Job, span: float, kill: Mapping[str, float]) -> dict[str, float]:
+    """Return one rank of each of two or more instances, without those of *kill*: at one instant, or at any."""
+    random = stream(seed, "faults.losses")
+    instances = (*job.prefills, *job.decodes)
+    many = int(random.integers(2, len(instances) + 1))
+    chosen = [instances[number] for number in sorted(random.permutation(len(instances))[:many].tolist())]
+    times = random.uniform(0.0, span, many).tolist()
+    if random.random() < 0.5:
+        times = [times[0]] * many
+    names = [list(job.ranks(instance)) for instance in chosen]
+    found = {each[random.integers(len(each))]: at for each, at in zip(names, times, strict=True)}
+    lost = {instance_of(name) for name in kill}
+    return {name: at for name, at in found.items() if instance_of(name) not in lost}
+
+
+def _together(seed: int, job: Job, span: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Return when all ranks of a prefill and a decode instance are killed, and when they are started again: at once.
+
+    In one half of the scenarios at the same instant, in the other up to a few messages apart.
+    """
+    random = stream(seed, "faults.together")
+    instances = (job.prefills[random.integers(len(job.prefills))], job.decodes[random.integers(len(job.decodes))])
+    names = [name for instance in instances for name in job.ranks(instance)]
+    at = float(random.uniform(0.0, span))
+    again = at + float(random.uniform(0.01, 1.5 * DEADLINE))
+    apart = 10.0 ** float(random.uniform(-5.5, -2.0)) * (random.random() < 0.5)
+    return dict.fromkeys(names, at), {name: again + apart * float(random.random()) for name in names}
+
+
+def _ends(faults: Faults) -> list[float]:
+    """Return when each fault is over that has an end."""
+    return [fault.end for fault in (*faults.slow, *faults.squeezes)]
 
 
 def _restarts(seed: int, job: Job, kill: Mapping[str, float]) -> dict[str, float]:

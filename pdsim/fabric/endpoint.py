@@ -257,6 +257,8 @@ class SimEndpoint:
         if fabric.chance is None:
             return lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number)
         held = fabric.chance.transfer()
+        if held and fabric.observer is not None:
+            fabric.observer.held_up(flight.transfer.label)
         posting = lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
             self._stray(flight, number, fabric.chance, lane.seconds(posting))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import count, pairwise
-from math import log1p
+from math import inf, log1p
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,6 +53,7 @@ class Faults:
     shuffle: bool = False  # what is due at one instant on several ranks happens in any order
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
+    until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
 
     def __post_init__(self) -> None:
         for name in ("delayed", "late"):
@@ -61,13 +62,15 @@ class Faults:
         for name in ("delay", "lateness"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"faults.{name} must be >= 0, got {getattr(self, name)}")
+        if not self.until >= 0:
+            raise ValueError(f"faults.until must be >= 0, got {self.until}")
         for name, start, end, factor in (*self.slow, *self.squeezes):
             if not 0 <= start <= end or not factor >= 0:
                 raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
 
     def kinds(self) -> tuple[str, ...]:
         """Return the names of what this plan makes use of."""
-        return tuple(kind.name for kind in fields(self) if getattr(self, kind.name))
+        return tuple(kind.name for kind in fields(self) if kind.name != "until" and getattr(self, kind.name))
 
 
 class Observer(Protocol):
@@ -78,6 +81,9 @@ class Observer(Protocol):
 
     def posted(self, batch: Batch, label: str) -> None:
         """Take note of a transfer that was asked for."""
+
+    def held_up(self, label: str) -> None:
+        """Take note that the completion of the transfer that has just been posted is held up."""
 
     def read(self, batch: Batch, label: str) -> None:
         """Take note that these bytes of a transfer, maybe not all of it, are read at the source now."""
@@ -106,14 +112,19 @@ class Chance:
         self._tears = _uniforms(seed, "fabric.tears")
         self.ties = _uniforms(seed, "fabric.ties")
         self.strays = faults.stray or faults.torn
+        self._calm = False
+
+    def calm(self) -> None:
+        """Hold up nothing from now on."""
+        self._calm = True
 
     def message(self) -> float:
         """Return for how long the next control message is held up."""
-        return _held(self._messages, self._faults.delayed, self._faults.delay)
+        return 0.0 if self._calm else _held(self._messages, self._faults.delayed, self._faults.delay)
 
     def transfer(self) -> float:
         """Return for how long the completion of the next transfer is held up."""
-        return _held(self._lateness, self._faults.late, self._faults.lateness)
+        return 0.0 if self._calm else _held(self._lateness, self._faults.late, self._faults.lateness)
 
     def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
         """Yield the parts in which a transfer of *nbytes* moves, each with the first byte and the one after the last.

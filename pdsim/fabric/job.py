@@ -165,6 +165,8 @@ class _Job:
             self._clock.call_at(change.start, self._change, change)
         if model.faults is not None:
             self._plan(model.faults)
+        if self._chance is not None and model.faults is not None and isfinite(model.faults.until):
+            self._clock.call_at(model.faults.until, lambda chance: chance.calm(), self._chance)
 
     def _change(self, change: LinkChange) -> None:
         """Let *change*, which begins now, happen to the links of its hop."""

@@ -34,6 +34,7 @@ class Bootstrap:
         self._sizes = dict(sizes)
         self._places: dict[str, dict[int, int]] = {instance: {} for instance in sizes}  # incarnation by number
         self._epochs = dict.fromkeys(sizes, 0)
+        self._until = dict.fromkeys(sizes, -1)  # the newest incarnation that was forgotten
         self._formed: dict[str, int] = {}  # epoch of those that are
         self._terms: tuple[str, Terms] | None = None  # of the first that enrolled, who sets them
 
@@ -66,10 +67,11 @@ class Bootstrap:
     def enroll(self, message: Enroll) -> bool:
         """Give the rank that sent *message* its place, and return whether that forms the instance.
 
-        A rank has one place however often it asks, and an older life than the one that has it gets none.
+        A rank has one place however often it asks.  An older life than the one that has it gets none, nor does one
+        that was started before its instance was forgotten: it has been told to end (`forget`).
         """
         places = self._places[message.instance]
-        if message.incarnation <= places.get(message.index, -1):
+        if message.incarnation <= max(self._until[message.instance], places.get(message.index, -1)):
             return False
         places[message.index] = message.incarnation
         if len(places) < self._sizes[message.instance] or message.instance in self._formed:
@@ -79,10 +81,15 @@ class Bootstrap:
         return True
 
     def forget(self, instance: str) -> int:
-        """Empty the places of *instance*; return the newest incarnation that had one, -1 if there is none."""
+        """Empty the places of *instance*; return the newest incarnation that has had one, -1 if there is none."""
         self._formed.pop(instance, None)
         places, self._places[instance] = self._places[instance], {}
-        return max(places.values(), default=-1)
+        self._until[instance] = max([self._until[instance], *places.values()])
+        return self._until[instance]
+
+    def incarnation(self, instance: str, index: int) -> int:
+        """Return the incarnation of the rank that has place *index* of *instance*.  A `KeyError` if there is none."""
+        return self._places[instance][index]
 
     def epoch(self, instance: str) -> int:
         """Return the epoch of *instance*, 0 unless it is formed."""
@@ -98,6 +105,10 @@ class Whereabouts:
     def took(self, room: int, life: str) -> None:
         """Take note that *room* is that one's of a prefill instance."""
         self._lives.set(room, life)
+
+    def forget(self, room: int) -> None:
+        """Take note that nobody will ask for *room* any more."""
+        self._lives.pop(room)
 
     def locate(self, rooms: Iterable[int]) -> dict[int, str]:
         """Return the life that has each of *rooms*, of those that are known."""

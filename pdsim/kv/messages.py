@@ -57,7 +57,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 8
+VERSION = 9
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -93,10 +93,11 @@ class Enroll(Message, frozen=True):
 
 
 class Meet(Message, frozen=True):
-    """The bootstrap service to all ranks of two instances that have formed: get connected."""
+    """The bootstrap service to each rank of two instances that have formed: get connected."""
 
     life: str  # the receiver's own: its instance and that one's epoch
     peer: str  # the other's
+    incarnation: int  # of the receiver, as it enrolled: a rank that was started again since is not meant
 
 
 class Register(Message, frozen=True):
@@ -178,12 +179,14 @@ class Locate(Message, frozen=True):
     """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
 
     rooms: tuple[int, ...]
+    life: str  # the leader's own
 
 
 class Located(Message, frozen=True):
     """The answer to `Locate`: the life that has each of those rooms that are known."""
 
     lives: dict[int, str]
+    to: str  # the life that asked: the next one waits for the answer to a question of its own
 
 
 class Destination(Message, frozen=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
-from pdsim.serving.deployment import Job, instance_of, life_name
+from pdsim.serving.deployment import Job, instance_of, life_name, rank_name
 
 __all__ = ["POLICIES", "Fleet"]
 
@@ -44,6 +44,7 @@ class Fleet:
     """
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
         self.decodes = _Side(job.decodes, job.decode_dp, job.policy)
         self.bootstrap = Bootstrap({name: job.grid(name).size for name in (*job.prefills, *job.decodes)})
@@ -67,8 +68,11 @@ class Fleet:
         """Return the side that *instance* is on."""
         return self.prefills if instance in self.prefills.names else self.decodes
 
-    def enroll(self, message: Enroll) -> list[Meet]:
-        """Give a rank its place.  If that forms its instance, return who is to meet whom: two messages a pair."""
+    def enroll(self, message: Enroll) -> list[tuple[str, Meet]]:
+        """Give a rank its place.  If that forms its instance, return which rank is to be sent what.
+
+        The ranks of both sides of each new pair are told of the other, each in the life in which it enrolled.
+        """
         if not self.bootstrap.enroll(message):
             return []
         side = self.side(message.instance)
@@ -76,7 +80,13 @@ class Fleet:
         side.load[message.instance] = 0
         self.awaited.discard(message.instance)
         mine, theirs = self.life(message.instance), [self.life(name) for name in other.load]
-        return [meet for peer in theirs for meet in (Meet(mine, peer), Meet(peer, mine))]
+        pairs = [pair for peer in theirs for pair in ((mine, peer), (peer, mine))]
+        return [told for life, peer in pairs for told in self._meets(life, peer)]
+
+    def _meets(self, life: str, peer: str) -> Iterator[tuple[str, Meet]]:
+        instance = instance_of(life)
+        for index in range(self._job.grid(instance).size):
+            yield rank_name(instance, index), Meet(life, peer, self.bootstrap.incarnation(instance, index))
 
     def link(self, prefill: str, decode: str) -> bool:
         """Take note that these two lives are connected; return False if either is over."""
@@ -84,6 +94,10 @@ class Fleet:
             return False
         self._links.add((instance_of(prefill), instance_of(decode)))
         return True
+
+    def linked(self, prefill: str, decode: str) -> bool:
+        """Return whether these two instances are connected."""
+        return (prefill, decode) in self._links
 
     def lose(self, instance: str) -> int:
         """Take *instance* out; return the newest incarnation of its ranks, -1 if none has enrolled."""

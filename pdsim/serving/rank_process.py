@@ -12,6 +12,7 @@ from pdsim.job import Rank
 from pdsim.kv.messages import (
     Enroll,
     Gone,
+    Meet,
     Message,
     MessageError,
     Ping,
@@ -147,13 +148,16 @@ class EngineMember(Member):
         self.index = index
         self.life = ""
         self.incarnation = int(rank.clock.now * 1e9)
-        self.handlers[Gone] = self._gone
+        self.handlers |= {Gone: self._gone, Meet: self._meet}
 
     def run(self) -> Program:
         """As `Member.run`, after enrolling."""
         terms = Terms(self.job.page_size, self.job.kv_dtype)
         self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
         return (yield from super().run())
+
+    def meet(self, peer: str) -> None:
+        """Get connected to *peer*, a life of an instance of the other side."""
 
     def peer_gone(self, life: str) -> None:
         """See to it that nothing waits for *life*, an instance of the other side that is given up."""
@@ -165,9 +169,19 @@ class EngineMember(Member):
         else:
             self.end()
 
+    def _meet(self, _: str, message: Meet) -> None:
+        if message.incarnation == self.incarnation:
+            self.life = message.life
+            self.meet(message.peer)
+        else:  # meant for an earlier life of this rank, whose instance is over
+            self.ignore()
+
     def _gone(self, _: str, message: Gone) -> None:
         if instance_of(message.instance) != self.instance:
-            self.peer_gone(message.instance)
+            if self.life:
+                self.peer_gone(message.instance)
+            else:  # meant for an earlier life of this rank: this one has met nobody
+                self.ignore()
         elif self.incarnation <= message.until:
             self.fail(PeerLost(f"{self.instance} is given up ({message.reason}), and {self.rank.name} with it"))
         else:

@@ -121,8 +121,8 @@ class Router(Member):
             Enroll: self._enroll,
             Ready: self._ready,
             Pong: lambda _, __: None,
-            Took: lambda _, message: self.whereabouts.took(message.room, message.life),
-            Locate: lambda sender, message: self.send(sender, Located(self.whereabouts.locate(message.rooms))),
+            Took: self._took,
+            Locate: self._locate,
             Prefilled: self._prefilled,
             Finished: self._finished,
             Failed: self._failed,
@@ -187,7 +187,11 @@ class Router(Member):
         if pair is None:
             self._close(request, f"PeerLost: no {self.fleet.missing()} instance is left")
             return
-        request.prefill, request.decode = pair
+        self._send_out(request, *pair)
+
+    def _send_out(self, request: _Request, prefill: str, decode: str) -> None:
+        """Have these two lives serve *request*."""
+        request.prefill, request.decode = prefill, decode
         request.tries += 1
         request.counted = True
         self.fleet.add(request.prefill, request.input)
@@ -197,6 +201,15 @@ class Router(Member):
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
         self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
+
+    def _took(self, _: str, message: Took) -> None:
+        if message.room in self._rooms:
+            self.whereabouts.took(message.room, message.life)
+        else:
+            self.ignore()
+
+    def _locate(self, sender: str, message: Locate) -> None:
+        self.send(sender, Located(self.whereabouts.locate(message.rooms), message.life))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
         request = self._find(message.room)
@@ -233,7 +246,7 @@ class Router(Member):
             self._close(request, request.lost)
             return
         self._uncount(request)
-        del self._rooms[request.room]
+        self._forget(request.room)
         request.lost = request.asked = ""
         self._submit(request)
 
@@ -268,9 +281,13 @@ class Router(Member):
         """End *request* with *status*, for good."""
         request.status = status
         self._moved = self.clock.now
-        del self._rooms[request.room]
+        self._forget(request.room)
         self._uncount(request)
         self._stop_if_done()
+
+    def _forget(self, room: int) -> None:
+        del self._rooms[room]
+        self.whereabouts.forget(room)
 
     def _uncount(self, request: _Request) -> None:
         if request.counted:
@@ -301,8 +318,8 @@ class Router(Member):
         if self.fleet.bootstrap.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self.clock.now
-        for meet in self.fleet.enroll(message):
-            self.send(self.job.ranks(instance_of(meet.life)), meet)
+        for name, meet in self.fleet.enroll(message):
+            self.send(name, meet)
 
     def _ready(self, _: str, message: Ready) -> None:
         if self.fleet.link(message.life, message.peer):

@@ -39,6 +39,14 @@ def _ask(rank: Rank, other: str) -> Program:
         yield rank.clock.timeout(0.02)
 
 
+def call(rank: Rank, other: str) -> Program:
+    """Ask *other* who it is until it has asked, too, and for a second more; return who has asked."""
+    rank.clock.process(_ask(rank, other))
+    sender, _ = yield rank.channel.receive()
+    yield rank.clock.timeout(1.0)
+    return sender
+
+
 def answer(rank: Rank) -> Program:
     """Answer with the number of this process until told to stop; return it."""
     number = str(os.getpid())

@@ -68,6 +68,15 @@ def test_a_killed_rank_that_is_started_again_is_another_process_that_the_others_
     assert outcome.ranks["b"].error == ""
 
 
+def test_ranks_that_are_started_again_at_once_can_send_to_each_other(processes):
+    """One of them is there before the other: what it sends meanwhile is lost, and no error."""
+    ranks = [spec("a", programs.call, other="b"), spec("b", programs.call, other="a")]
+    ranks.append(spec("c", programs.sleep, seconds=1.0))  # the job goes on while both are gone
+    outcome = processes.run(ranks, kill={"a": 0.05, "b": 0.05}, restart={"a": 0.1, "b": 0.1})
+    assert [outcome.ranks[name].error for name in "ab"] == ["", ""]
+    assert [outcome.ranks[name].value for name in "ab"] == ["b", "a"]
+
+
 def test_a_rank_that_lives_is_not_started_again(processes):
     outcome = processes.run([spec("a", programs.tell_process)], restart={"a": 0.05})
     assert len(outcome.ranks["a"].value) == 1

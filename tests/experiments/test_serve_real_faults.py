@@ -23,6 +23,7 @@ ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) fo
 LARGE = replace(GQA, layers=32)  # 16 KiB a token: 1500 take 24 MiB, whose forward takes next to nothing
 MODEL = "model"
 TCP = composed("hw=loopback", "backend=mooncake_tcp").backend
+ONE = Side(tp=1)
 TWO = Side(tp=1, instances=2)
 REQUESTS = [Request(0.5 + 0.05 * number, 1500, 4) for number in range(16)]
 
@@ -34,6 +35,7 @@ def serve(
     kill: Mapping[str, float] = {},
     restart: Mapping[str, float] = {},
     prefill: Side = TWO,
+    decode: Side = ONE,
 ) -> Outcome:
     options = {"deadline": 3.0, "router": "round_robin"}
     config = make_config(
@@ -42,7 +44,7 @@ def serve(
         hw=LOOPBACK,
         backend=TCP if name == MODEL else engine(name),
         model=LARGE,
-        parallel=Parallel(prefill=prefill, decode=Side(tp=1)),
+        parallel=Parallel(prefill=prefill, decode=decode),
         experiment={"name": "serve", **options},
         kv=Kv(page_size=16, pool=80 << 20),
         scheduler=Scheduler(chunk=512, decode_batch=4),
@@ -106,3 +108,18 @@ def test_an_instance_whose_rank_is_killed_and_started_again_serves_again(name: s
     leaders = ("prefill0.0", "prefill1.0", "decode0.0")
     assert [outcome.ranks[rank].error for rank in (*leaders, "prefill0.1")] == [""] * 4
     assert [account(outcome, rank) for rank in leaders] == [(0, 0)] * 3
+
+
+# each rank's new process takes its own time to be there, so that every order occurs
+@pytest.mark.parametrize("name", [MODEL, *ENGINES])
+@pytest.mark.parametrize("side", [ONE, Side(tp=1, pp=2)], ids=["one", "two"])
+def test_both_sides_killed_and_started_again_at_once_serve_again(name: str, side: Side):
+    requests = [Request(0.2 * number, 300, 4) for number in range(60)]
+    ranks = [f"{instance}.{index}" for instance in ("prefill0", "decode0") for index in range(side.pp)]
+    kill, restart = dict.fromkeys(ranks, 1.0), dict.fromkeys(ranks, 1.5)
+    outcome = serve(name, requests, kill=kill, restart=restart, prefill=side, decode=side)
+    found = statuses(outcome)
+    assert set(found) <= {"ok", "PeerLost"}
+    assert found[-10:] == ["ok"] * 10
+    assert [outcome.ranks[rank].error for rank in ranks] == [""] * len(ranks)
+    assert [account(outcome, rank) for rank in ("prefill0.0", "decode0.0")] == [(0, 0)] * 2

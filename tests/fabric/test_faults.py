@@ -172,6 +172,14 @@ def test_a_plan_of_nothing_changes_nothing():
     assert heard(Faults(), seed=3) == heard(None)
 
 
+def test_nothing_is_held_up_any_more_after_the_end_of_the_plan():
+    without = heard(None)
+    assert heard(HELD)[-6:] != without[-6:]
+    assert heard(dataclasses.replace(HELD, until=0.05))[-6:] == without[-6:]  # the first of each is long there by then
+    late = dataclasses.replace(Faults(late=1.0, lateness=5.0), until=1e-9)  # before the write
+    assert run((writer, {"timeout": 3.0}), reader, model=model(late, seed=2)).ranks["writer"].value == ["ok", 2.75]
+
+
 # --- transfers ------------------------------------------------------------------------------------------------------
 
 

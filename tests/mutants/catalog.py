@@ -26,6 +26,7 @@ from pdsim.serving import router
 from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.rank_process import EngineMember
 from tests.mutants.defects import (
     ELEVEN,
     HELD,
@@ -51,6 +52,7 @@ from tests.mutants.defects import (
     knows_rooms_only,
     lose_unnoticed,
     maximum,
+    meets_as_another,
     mutated,
     not_waited_for,
     nothing,
@@ -136,6 +138,10 @@ def patched(changes: tuple[Change, ...]) -> Iterator[None]:
 
 
 # --- which scenarios ------------------------------------------------------------------------------------------------
+
+
+def both_back(scenario: Scenario) -> bool:
+    return {name.rstrip("0123456789.d") for name in scenario.restart} == {"prefill", "decode"}
 
 
 def staged(scenario: Scenario) -> bool:
@@ -237,6 +243,8 @@ MUTANTS = (
            (mutated(counted_for_ever, router.Router, "_uncount"),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8", ((Links, "drop", nothing),),
            lost_and_back("decode")),
+    Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
+           (mutated(meets_as_another, EngineMember, "_meet"),), both_back),
 )  # fmt: skip
 
 IMPOSSIBLE = {

@@ -26,10 +26,19 @@ from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
 from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.rank_process import EngineMember
 from pdsim.serving.settings import Side
 from pdsim.transfer import Transfer
 
 Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
+
+
+# --- lives ----------------------------------------------------------------------------------------------------------
+
+
+def meets_as_another(original: Any, self: EngineMember, sender: str, message: Any) -> None:
+    """Take an introduction for one's own, whichever life of this rank it is meant for."""
+    original(self, sender, changed(message, incarnation=self.incarnation))
 
 
 # --- statuses and counting ------------------------------------------------------------------------------------------

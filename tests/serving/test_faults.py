@@ -143,6 +143,22 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
 
 
+# the side that is a little behind is there, but has not enrolled, when the router has the other one meet its dead life
+@pytest.mark.parametrize("first", ["prefill0", "decode0", ""])
+@pytest.mark.parametrize("deadline", [0.5, 2.0])  # the loss is noticed by silence, or by the enrolling
+@pytest.mark.parametrize("tp", [1, 2])
+def test_both_sides_started_again_at_once_connect_again(first: str, deadline: float, tp: int):
+    requests = [Request(0.2 * number, 100, 4) for number in range(40)]
+    ranks = [f"{side}0.{index}" for side in ("prefill", "decode") for index in range(tp)]
+    kill = dict.fromkeys(ranks, 1.0)
+    restart = {name: 1.5 + 1e-5 * (not name.startswith(first)) for name in ranks}
+    outcome = serve(requests, kill, restart, prefill=Side(tp=tp), decode=Side(tp=tp), options={"deadline": deadline})
+    found = statuses(outcome)
+    assert found[:5] == ["ok"] * 5  # arrived by 0.8 s
+    assert found[8:] == ["ok"] * 32  # arrived from 1.6 s on
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
 # --- aborts and time limits -----------------------------------------------------------------------------------------
 
 
@@ -231,6 +247,15 @@ def test_a_newer_life_replaces_and_an_older_does_not():
     assert [table.replaces(enroll("prefill0", 0, when)) for when in (4, 5, 6)] == [False, False, True]
     assert table.forget("prefill0") == 5
     assert [table.enroll(enroll("prefill0", 0, 6)), table.epoch("prefill0")] == [True, 2]
+
+
+def test_a_rank_that_was_told_to_end_gets_no_place():
+    table = Bootstrap({"prefill0": 2})
+    table.enroll(enroll("prefill0", 0, 5))
+    assert table.forget("prefill0") == 5
+    assert not table.enroll(enroll("prefill0", 1, 4))  # on the way when its instance was given up
+    assert [table.enroll(enroll("prefill0", 1, 7)), table.enroll(enroll("prefill0", 0, 6))] == [False, True]
+    assert [table.incarnation("prefill0", index) for index in range(2)] == [6, 7]
 
 
 def test_names_are_compared_whole():

@@ -89,11 +89,26 @@ def test_a_room_that_is_given_up_is_not_asked_for_again():
     assert (len(bench.asked), bench.found, bench.lost) == (1, [], [])
 
 
+def test_a_room_that_is_given_up_in_the_queue_is_not_kept():
+    bench = Bench()
+    bench.add(0.0, 1)
+    bench.add(0.1, 2)  # waits for the answer of 0.25 s
+    bench.clock.call_at(0.2, bench.finder.drop, 2)
+    bench.clock.call_at(0.2, lambda _: seen.append(tuple(bench.finder._fresh)), None)
+    bench.clock.call_at(0.255, bench.finder.drop, 1)  # not known at 0.25 s, to be asked for again at 0.26 s
+    seen: list[tuple[int, ...]] = []
+    bench.clock.run()
+    assert [seen, bench.asked] == [[()], [(0.0, (1,))]]
+    assert [len(bench.finder), len(bench.finder._fresh)] == [0, 0]
+
+
 def test_where_a_room_went_is_forgotten_in_time():
     clock = Clock()
     whereabouts = Whereabouts(clock)
     whereabouts.took(1, "prefill0d0@1")
-    assert whereabouts.locate([1, 99]) == {1: "prefill0d0@1"}
+    whereabouts.took(2, "prefill0d0@1")
+    whereabouts.forget(2)  # is over
+    assert whereabouts.locate([1, 2, 99]) == {1: "prefill0d0@1"}
     clock.run(until=KNOWN)
     assert whereabouts.locate([1]) == {}
 
@@ -136,4 +151,4 @@ def test_only_these_two_ways_are_there():
 def test_a_question_is_one_message_for_all_its_rooms():
     from pdsim.kv.messages import encode
 
-    assert decode(encode(Locate((1, 2, 3)))) == Locate((1, 2, 3))
+    assert decode(encode(Locate((1, 2, 3), "decode0@1"))) == Locate((1, 2, 3), "decode0@1")

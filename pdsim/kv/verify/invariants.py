@@ -5,16 +5,18 @@ I1  a room ends once on each rank: what has failed never succeeds
 I2  a room that is done at decode holds there, on every rank, exactly what was computed: every byte is compared
 I3  nothing is read from, or lands on, a page or state row that is not its room's at that moment
 I4  staging: nothing is written outside the slot that its room has, and slots never overlap
-I5  every room ends, and for a cause; no rank ends but those that were killed
+I5  every request ends; what fails was reached by a fault; no rank ends but those of instances that lost one
 I6  first-token metadata is read from, and lands in, the slot that its room has, and is that room's
 I7  the ranks of a group take up the same chunks of the same rooms in one order, at decode the same pages
 I8  when all is over nothing is left: no pages, slots, ring bytes, and no container longer than at the start
+I9  a while after the last fault all instances that live are connected, and every pair of them serves a request
 ==  ==========================================================================================================
 
 `Checks` is a `pdsim.fabric.faults.Observer`.  It is told of messages and transfers by the model, shown every rank's
 program object (`joined`), and asks these objects whose a page is at the instant at which bytes land
 (`pdsim.kv.verify.ownership`) and what they still have at the end (`pdsim.kv.verify.leaks`).  All of it holds for
-every life of a rank that is started again.  It changes nothing, and costs nothing where there is none.
+every life of a rank that is started again.  It changes nothing, and costs nothing where there is none.  I9 takes
+requests of its own, which the router of the job has to send.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ __all__ = ["Checks", "Violation"]
 class Violation(NamedTuple):
     """An invariant that did not hold, when and how."""
 
-    invariant: str  # "I1" to "I8"
+    invariant: str  # "I1" to "I9"
     at: float  # seconds after the start
     what: str
 
@@ -54,10 +56,15 @@ class Violation(NamedTuple):
 
 
 class Checks:
-    """Watches one job.  *allowed* says whether the status of a request, or the error of a rank, has a cause."""
+    """Watches one job.
 
-    def __init__(self, allowed: Callable[[str, str], bool] = lambda _, error: not error) -> None:
+    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms of
+    which the completion of a transfer was held up.
+    """
+
+    def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
         self.violations: list[Violation] = []
+        self.held: set[int] = set()
         self._allowed = allowed
         self._owners = Owners(self._found)
         self._leftovers = Leftovers(self._found)
@@ -108,6 +115,10 @@ class Checks:
     def posted(self, batch: Batch, label: str) -> None:
         """Do nothing: it is what lands that counts."""
 
+    def held_up(self, label: str) -> None:
+        """Take note of the room."""
+        self.held.add(int(label.partition("/")[0]))
+
     def read(self, batch: Batch, label: str) -> None:
         """Check that what is read is the room's."""
         self._owners.read(batch, label)
@@ -125,18 +136,29 @@ class Checks:
         self._gone.add(rank)
         if not self._stopped:
             self._leftovers.lost()
-        if error and not self._allowed(rank, error):
+        if error and not self._allowed(rank, error, self._now()):
             self._found("I5", f"{rank} ended: {error}")
 
     # --- after the run ---
 
-    def finish(self, statuses: Iterable[str]) -> list[Violation]:
-        """Return what was found, also that of the requests whose *statuses* the router kept."""
+    def finish(
+        self,
+        statuses: Iterable[str],
+        explained: Callable[[int, str], bool] = lambda _, __: False,
+        unrecovered: Iterable[str] = (),
+    ) -> list[Violation]:
+        """Return what was found, also that of the requests whose *statuses* the router kept.
+
+        *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered* tells
+        of pairs that did not serve when they should have (I9).
+        """
         for number, status in enumerate(statuses):
             if not status:
                 self._found("I5", f"request {number} never ended")
-            elif status != "ok" and not self._allowed(str(number), status):
+            elif status != "ok" and not explained(number, status):
                 self._found("I5", f"request {number} ended without a cause: {status}")
+        for what in unrecovered:
+            self._found("I9", what)
         self._check_order()
         return self.violations
 
@@ -229,5 +251,7 @@ class Checks:
                 yield name, member
 
     def _found(self, invariant: str, what: str) -> None:
-        at = next(iter(self._members.values())).clock.now if self._members else 0.0
-        self.violations.append(Violation(invariant, at, what))
+        self.violations.append(Violation(invariant, self._now(), what))
+
+    def _now(self) -> float:
+        return next(iter(self._members.values())).clock.now if self._members else 0.0

@@ -41,7 +41,7 @@ class Finder:
         self._lost = lost
         self._open: dict[int, Submit] = {}
         self._until: dict[int, float] = {}  # when to give up
-        self._fresh: list[int] = []  # to be asked for
+        self._fresh: dict[int, None] = {}  # to be asked for, in order
         self._asked: tuple[int, ...] = ()  # the question that is not answered yet
 
     def __len__(self) -> int:
@@ -57,6 +57,7 @@ class Finder:
     def drop(self, room: int) -> bool:
         """Give *room* up; return whether it was open."""
         self._until.pop(room, None)
+        self._fresh.pop(room, None)
         return self._open.pop(room, None) is not None
 
     def answer(self, lives: Mapping[int, str]) -> None:
@@ -77,12 +78,12 @@ class Finder:
         self._next()
 
     def _again(self, room: int) -> None:
-        self._fresh.append(room)
-        self._next()
+        if room in self._open:  # or it was dropped while its time to be asked for again came
+            self._fresh[room] = None
+            self._next()
 
     def _next(self) -> None:
-        fresh = tuple(room for room in self._fresh if room in self._open)
-        if fresh and not self._asked:
+        if self._fresh and not self._asked:
+            self._asked = tuple(self._fresh)
             self._fresh.clear()
-            self._asked = fresh
-            self._ask(fresh)
+            self._ask(self._asked)

@@ -59,10 +59,10 @@ class Leader(Holder):
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
-        self._finder = Finder(rank.clock, lambda rooms: self.send(ROUTER, Locate(rooms)), self._enqueue, self._unknown)
+        self._finder = Finder(rank.clock, self._ask_where, self._enqueue, self._unknown)
         self.handlers |= {
             Submit: self._submit,
-            Located: lambda _, message: self._finder.answer(message.lives),
+            Located: self._located,
             Abort: self._abort,
         }
 
@@ -86,6 +86,15 @@ class Leader(Holder):
         self._queue.append(request)
         if len(self._queue) == 1:
             self._wake()
+
+    def _ask_where(self, rooms: tuple[int, ...]) -> None:
+        self.send(ROUTER, Locate(rooms, self.life))
+
+    def _located(self, _: str, message: Located) -> None:
+        if message.to == self.life:
+            self._finder.answer(message.lives)
+        else:
+            self.ignore()
 
     def _unknown(self, request: Submit) -> None:
         """Fail a request that no prefill instance says to have."""

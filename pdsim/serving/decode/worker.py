@@ -10,7 +10,6 @@ from pdsim.kv.messages import (
     Ask,
     Fence,
     Fenced,
-    Meet,
     Metadata,
     Quiet,
     Reserve,
@@ -47,7 +46,6 @@ class Worker(EngineMember):
         )
         self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {
-            Meet: self._meet,
             Fence: self._fence,
             Reserve: self._reserve,
             Abort: self._forget,
@@ -91,12 +89,11 @@ class Worker(EngineMember):
         except Exception as error:
             self.fail(error)
 
-    def _meet(self, _: str, message: Meet) -> None:
-        self.life = message.life
-        self.clock.process(self._introduce(message.peer))
+    def meet(self, peer: str) -> None:
+        """Make this rank's pool known to *peer*, once nothing of an earlier life of it moves here."""
+        self.clock.process(self._introduce(peer))
 
     def _introduce(self, peer: str) -> Program:
-        """Make this rank's pool known to *peer*, a life of a prefill instance."""
         yield from self._part(instance_of(peer), epoch_of(peer) - 1)
         if not self.ended.triggered:
             writers = [rank_name(instance_of(peer), writer) for writer in self.receiver.writers]

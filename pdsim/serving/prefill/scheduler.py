@@ -19,7 +19,6 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Forward,
-    Meet,
     Message,
     Prefilled,
     Ready,
@@ -139,10 +138,10 @@ class Leader(Worker):
         for room in [room for room in self._rooms.values() if room.request.decode == life]:
             self._give_up(room)
 
-    def _meet(self, sender: str, message: Meet) -> None:
+    def meet(self, peer: str) -> None:
         """As a `Worker`, and forget what ranks of an earlier life were ready for."""
-        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == message.life}
-        super()._meet(sender, message)
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == self.life}
+        super().meet(peer)
 
     def stop(self, sender: str, message: Stop) -> None:
         """End once no room is left: those that failed have `Job.deadline` seconds to settle."""

@@ -13,7 +13,6 @@ from pdsim.kv.messages import (
     Forward,
     Gone,
     Grant,
-    Meet,
     MessageError,
     Ready,
     Register,
@@ -49,7 +48,6 @@ class Worker(EngineMember):
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self.handlers |= {
-            Meet: self._meet,
             Register: self._register,
             Forward: self._forward,
             Grant: self.sender.grant,
@@ -87,16 +85,16 @@ class Worker(EngineMember):
         self.sender.links.drop(life)
         self._early = {name: register for name, register in self._early.items() if register.instance != life}
 
-    def _meet(self, _: str, message: Meet) -> None:
-        self.life = message.life
-        for life in [life for life in self._met if instance_of(life) == instance_of(message.peer)]:
+    def meet(self, peer: str) -> None:
+        """Connect to the ranks of *peer* that make themselves known, and forget an earlier life of that instance."""
+        for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
             self.peer_gone(life)
-        self._met.add(message.peer)
-        self.sender.links.meet(message.peer)
+        self._met.add(peer)
+        self.sender.links.meet(peer)
         early, self._early = self._early, {}
         for sender, register in early.items():
             self._register(sender, register)
-        self._found(message.peer)
+        self._found(peer)
 
     def _register(self, sender: str, message: Register) -> None:
         if message.peer != self.life or message.instance not in self._met:

@@ -1,0 +1,171 @@
+"""Which failures of a scenario its faults explain: those that reached the request's own instances in its lifetime."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pdsim.job import Outcome
+from pdsim.serving.deployment import ROUTER, instance_of
+
+if TYPE_CHECKING:
+    from experiments.faults.scenario import Scenario
+
+__all__ = ["Causes", "Life", "Outage", "outages"]
+
+RECONNECTED = 2.0
+"""Seconds from the start of the last rank of an instance until its peers must be connected to it.
+
+They wait for the proof that nothing of the life before moves (0.1 s on the model), and for messages that are held up.
+"""
+
+BACKLOG = 1.0
+"""Seconds after the end of a slow time, or of a squeeze, in which what has piled up meanwhile may still time out."""
+
+_INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
+
+
+class Outage(NamedTuple):
+    """When an instance cannot serve: from the loss of a rank until its peers must be connected to its next life."""
+
+    start: float  # seconds after the start of the job
+    end: float  # infinite if it is not started again as a whole
+
+    def reaches(self, start: float, end: float) -> bool:
+        """Return whether the outage lasts at any time from *start* to *end*."""
+        return self.start <= end and start <= self.end
+
+
+class Life(NamedTuple):
+    """What the router says of a request: when it ended, and how it was sent out."""
+
+    ended: float
+    tries: list[tuple[float, int, str, str]]  # when, in which room, to which two instances
+
+    @property
+    def began(self) -> float:
+        """When it was sent out first."""
+        return self.tries[0][0] if self.tries else self.ended
+
+    @property
+    def instances(self) -> set[str]:
+        """All that it was sent to."""
+        return {instance for *_, prefill, decode in self.tries for instance in (prefill, decode)}
+
+
+def outages(kill: Mapping[str, float], restart: Mapping[str, float], dead: Iterable[str]) -> dict[str, Outage]:
+    """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error."""
+    gone = {instance_of(name) for name in dead}
+    found: dict[str, Outage] = {}
+    for instance in dict.fromkeys(map(instance_of, kill)):
+        start = min(at for name, at in kill.items() if instance_of(name) == instance)
+        again = [at for name, at in restart.items() if instance_of(name) == instance]
+        end = float("inf") if instance in gone or not again else max(again) + RECONNECTED
+        found[instance] = Outage(start, end)
+    return found
+
+
+class Causes:
+    """Whether what failed in *scenario* had a cause: without one, a failure is a violation."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._instances = (*scenario.job.prefills, *scenario.job.decodes)
+        self._disturbed = dict(_disturbances(scenario))
+        self._outages: dict[str, Outage] = {}
+        self._lives: list[Life] = []
+        self._statuses: list[str] = []
+        self._held: set[int] = set()
+
+    def rank(self, name: str, error: str, at: float) -> bool:
+        """Return whether rank *name* may end with *error* at that time: it is killed, or its instance has lost one."""
+        kind, kill = error.partition(":")[0], self._scenario.kill
+        if kind == "Killed":
+            return name in kill
+        losses = [when for other, when in kill.items() if instance_of(other) == instance_of(name)]
+        return kind == "PeerLost" and any(when <= at for when in losses)
+
+    def know(self, outcome: Outcome, held: set[int]) -> list[str]:
+        """Take note of what became of the scenario; return the statuses of its requests, empty if there are none.
+
+        *held* are the rooms of which the completion of a transfer was held up.
+        """
+        value = outcome.ranks[ROUTER].value
+        if value is None:
+            return [""] * len(self._scenario.requests)
+        dead = [name for name, rank in outcome.ranks.items() if rank.error]
+        self._outages = outages(self._scenario.kill, self._scenario.restart, dead)
+        self._lives = [Life(ended, [tuple(row) for row in rows]) for ended, rows in value["lives"]]
+        self._statuses = [row[3] for row in value["rows"]]
+        self._held = held
+        return self._statuses
+
+    def request(self, number: int, status: str) -> bool:
+        """Return whether the request of that *number* may have ended with *status*."""
+        kind, life = status.partition(":")[0], self._lives[number]
+        if kind == "Aborted":
+            return number in self._scenario.cancels
+        if kind == "PeerLost":
+            return self._lost(status, life)
+        if kind == "TransferTimeout":
+            return self._slowed(life)
+        return kind == "OutOfMemory" and self._short(number, life)
+
+    def unrecovered(self, outcome: Outcome) -> Iterator[str]:
+        """Yield each pair of instances that lives at the end and has not served its probe."""
+        value = outcome.ranks[ROUTER].value
+        dead = {instance_of(name) for name, rank in outcome.ranks.items() if rank.error}
+        for prefill, decode, status in value["probes"] if value else ():
+            if status != "ok" and not {prefill, decode} & dead:
+                yield f"{prefill} and {decode} live, and a request that they were given ended so: {status}"
+
+    def _lost(self, status: str, life: Life) -> bool:
+        """Return whether the instance that *status* names was lost, or all of the side of which none was left."""
+        missing = re.search(r"no (\w+) instance is left", status)
+        if missing:
+            out = [name for name in self._instances if self._is_out(name, life.ended, life.ended)]
+            sides = self._scenario.job.prefills, self._scenario.job.decodes
+            return any(all(name in out for name in side) for side in sides) or self._parted(missing[1], out)
+        named = _INSTANCE.search(status)
+        return named is not None and named[0] in life.instances and self._is_out(named[0], life.began, life.ended)
+
+    def _parted(self, side: str, out: list[str]) -> bool:
+        """Return whether of every pair one is *out*, so that none is connected."""
+        job = self._scenario.job
+        return side == "connected" and all(p in out or d in out for p in job.prefills for d in job.decodes)
+
+    def _is_out(self, instance: str, start: float, end: float) -> bool:
+        return instance in self._outages and self._outages[instance].reaches(start, end)
+
+    def _slowed(self, life: Life) -> bool:
+        """Return whether a transfer of the request was held up, or a rank or link of its instances slow meanwhile."""
+        if any(room in self._held for _, room, *_ in life.tries):
+            return True
+        windows = [self._disturbed[name] for name in life.instances if name in self._disturbed]
+        return any(start <= life.ended and life.began <= end + BACKLOG for each in windows for start, end in each)
+
+    def _short(self, number: int, life: Life) -> bool:
+        """Return whether another request left pages in quarantine at an instance of this one, by a fault."""
+        for other, (each, status) in enumerate(zip(self._lives, self._statuses, strict=True)):
+            shares = other != number and each.instances & life.instances and each.began <= life.ended
+            if shares and (len(each.tries) > 1 or self._quarantined(each, status)):
+                return True
+        return False
+
+    def _quarantined(self, life: Life, status: str) -> bool:
+        return status != "ok" and (not status.startswith("Aborted") or self._slowed(life))
+
+
+def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Yield the instances of which a rank, or a link of its GPU, is slow, and from when until when."""
+    faults = scenario.faults
+    places = {f"node{spec.place.node}/gpu{spec.place.gpu}": spec.name for spec in scenario.specs}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for slow in faults.slow:
+        found.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
+    for squeeze in faults.squeezes:
+        rank: Any = places.get(squeeze.link.rpartition("/")[0])
+        if rank is not None:
+            found.setdefault(instance_of(rank), []).append((squeeze.start, squeeze.end))
+    yield from found.items()
