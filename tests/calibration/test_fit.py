@@ -167,7 +167,8 @@ def test_the_order_of_samples_decides_nothing():
     columns = zip(map(int, cells.blocks), map(int, cells.size), map(float, cells.seconds), strict=True)
     rows = [Sample(blocks=n, size=size, seconds=s, low=s, high=s, held=n == 16) for n, size, s in columns]
     orders = rows, rows[::-1]
-    one, other = (fitted(Samples(tuple(order)), config, "intra", "mine", "a test").calibration for order in orders)
+    about = (config.hw, config.backend, "write", "intra", "mine", "a test")
+    one, other = (fitted(Samples(tuple(order)), *about).calibration for order in orders)
     assert one == other
 
 
