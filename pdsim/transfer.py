@@ -367,14 +367,20 @@ class Message(NamedTuple):
 class Channel(Protocol):
     """Control messages between ranks.  Those of one sender to one receiver keep their order; others do not.
 
-    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
+    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.  *refused* counts the messages and
+    the connections that were dropped, because they are not of this job's ranks or not of the schema.
     """
+
+    refused: int
 
     def send(self, receiver: str, payload: bytes) -> None:
         """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
 
     def close(self) -> None:
         """Close the sockets.  May be called twice."""

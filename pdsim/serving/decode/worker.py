@@ -11,6 +11,7 @@ from pdsim.kv.messages import (
     Fence,
     Fenced,
     Meet,
+    MessageError,
     Metadata,
     Quiet,
     Reserve,
@@ -87,7 +88,11 @@ class Worker(EngineMember):
         notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
         try:
             while not self.ended.triggered:
-                notice((yield notifications.get()))
+                notification = yield notifications.get()
+                try:
+                    notice(notification)
+                except MessageError as error:
+                    self.refuse(notification.sender, str(error))
         except Exception as error:
             self.fail(error)
 
