@@ -367,11 +367,12 @@ class Message(NamedTuple):
 class Channel(Protocol):
     """Control messages between ranks.  Those of one sender to one receiver keep their order; others do not.
 
-    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.  *refused* counts the messages and
-    the connections that were dropped, because they are not of this job's ranks or not of the schema.
+    The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
     """
 
-    refused: int
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were dropped: not of this job's ranks, or not of the schema."""
 
     def send(self, receiver: str, payload: bytes) -> None:
         """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
