@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from pdsim.calibration.definition import Calibration
@@ -11,8 +12,25 @@ from pdsim.costs import Collective, Engine
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
+from pdsim.units import Seconds
 
-__all__ = ["Config"]
+__all__ = ["Config", "Launch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How ``target=real`` runs the processes of its ranks."""
+
+    bind: str = "127.0.0.1"  # the address that ranks and their engines listen on; any but loopback can be reached
+    silence: Seconds = 0.0  # of a rank, after which it is ended; 0: experiment.deadline, 300 s where there is none
+
+    def __post_init__(self) -> None:
+        try:
+            ip_address(self.bind)
+        except ValueError:
+            raise ValueError(f"launch.bind must be an IP address such as 127.0.0.1, got {self.bind!r}") from None
+        if not self.silence >= 0:
+            raise ValueError(f"launch.silence must be >= 0, got {self.silence}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +50,7 @@ class Config:
     scheduler: Scheduler = field(default_factory=Scheduler)
     compute: Compute = field(default_factory=Compute)
     collective: Collective | None = None  # what groups of ranks gather with
+    launch: Launch = field(default_factory=Launch)
     slo: Slo = field(default_factory=Slo)
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
@@ -40,6 +59,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.target not in ("model", "real"):
             raise ValueError(f"target must be one of model, real, got {self.target!r}")
+        if self.target == "model" and self.launch != Launch():
+            raise ValueError("launch is about processes, which target=model has none of; set target=real or leave it")
         if self.memory not in ("timing", "tracked"):
             raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
         if self.seed < 0:

@@ -4,6 +4,7 @@
 
     PdsimError
     ├── ConfigError              what the user typed cannot be run; the message says what to type instead
+    ├── MessageError             bytes from another process that are no message of ours
     └── TransferError
         ├── BackendUnavailable   the engine cannot work on this machine; the message says what is missing
         ├── RegistrationError    memory that cannot be registered, or is not
@@ -23,6 +24,7 @@ __all__ = [
     "BackendUnavailable",
     "ConfigError",
     "InvalidBatch",
+    "MessageError",
     "OutOfMemory",
     "PdsimError",
     "PeerLost",
@@ -40,6 +42,10 @@ class PdsimError(Exception):
 
 class ConfigError(PdsimError):
     """A configuration that cannot be run: one line with the value, the rule and the way out."""
+
+
+class MessageError(PdsimError):
+    """Bytes that are not a message of the schema: another version, an unknown type, a wrong field, no text."""
 
 
 class TransferError(PdsimError):

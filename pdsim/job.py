@@ -80,6 +80,7 @@ class RankResult:
     error: str = ""
     engine: str = ""
     transfers: Sequence[TransferRecord] = ()
+    refused: int = 0  # messages and connections, see `pdsim.transfer.Channel`
 
 
 @dataclass(frozen=True)

@@ -370,11 +370,18 @@ class Channel(Protocol):
     The payload is bytes; `pdsim.kv.messages` gives them type, schema and version.
     """
 
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were dropped: not of this job's ranks, or not of the schema."""
+
     def send(self, receiver: str, payload: bytes) -> None:
         """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
 
     def close(self) -> None:
         """Close the sockets.  May be called twice."""

@@ -243,3 +243,18 @@ def test_setting_a_whole_part_covers_the_sources_below_it():
 def test_a_source_of_no_known_kind_is_refused():
     with pytest.raises(ConfigError, match=r"hw.sources.gpu: 'a guess' must begin with one of measured, published"):
         load(changed(CONFIG, "hw.sources", {"gpu": "a guess"}))
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"bind": "everywhere"}, "launch.bind must be an IP address such as 127.0.0.1, got 'everywhere'"),
+        ({"silence": "-1s"}, "launch.silence must be >= 0, got -1.0"),
+    ],
+)
+def test_how_processes_are_run_is_checked(launch: Mapping[str, str], message: str):
+    assert refusal(Config, {**CONFIG, "target": "real", "launch": launch}).startswith(message)
+
+
+def test_how_processes_are_run_is_refused_where_there_are_none():
+    assert refusal(Config, {**CONFIG, "launch": {"silence": "5s"}}).startswith("launch is about processes")

@@ -3,46 +3,87 @@
 Each rank binds one PULL socket and connects a PUSH socket to every rank that it sends to.  ZeroMQ's descriptor is
 edge-triggered and sending on a socket may swallow the edge of receiving on it; sockets that only send and sockets that
 only receive do not have that problem.
+
+Only ranks of the job can connect (`backends.base.authentication`), and the connection, not the message, says who the
+sender is.  Size and number of messages are limited, so that no sender can take all memory of another rank.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
+import socket as sockets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from simpy.events import Event
 
+from backends.base.authentication import Doorkeeper, Keys, sender_of
 from pdsim.clock import Mailbox, WallClock
+from pdsim.errors import MessageError
 from pdsim.transfer import Message
 
-__all__ = ["Inbox", "ZmqChannel", "dial"]
+__all__ = ["LARGEST", "QUEUE", "Inbox", "ZmqChannel", "dial"]
 
 LINGER_MS = 2000
 """How long `close` may go on sending what was sent before it; a receiver that is alive takes it in microseconds."""
 
+LARGEST = 64 << 20
+"""Bytes of a message: a forward over a million tokens in pages of one has 20 MB."""
+
+QUEUE = 100_000
+"""Messages that wait at either end of a connection; a receiver that is further behind counts as gone."""
+
 
 class Inbox:
-    """A bound PULL socket as a `Source`: calls *deliver* with the frames of each message."""
+    """A bound PULL socket as a `Source`: calls *deliver* with the sender and the frames of each message.
 
-    def __init__(self, context: Any, bind: str, deliver: Callable[[list[bytes]], None]) -> None:
+    A `MessageError` of *deliver*, and `drop`, drop the sender's connection.  While *full* is true nothing is taken,
+    and *paused* says that something may wait; who makes room calls `poll`.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        bind: str,
+        deliver: Callable[[str, list[bytes]], None],
+        keys: Keys,
+        full: Callable[[], bool] = lambda: False,
+    ) -> None:
         import zmq
 
         self._pollin = zmq.POLLIN
         self._events = zmq.EVENTS
+        self._source = zmq.SRCFD
+        doorkeeper = self._doorkeeper = Doorkeeper(context, keys)
         self._socket = context.socket(zmq.PULL)
-        self._socket.rcvhwm = 0
+        self._socket.rcvhwm = QUEUE
+        self._socket.maxmsgsize = LARGEST
         self._socket.linger = 0
-        port = self._socket.bind_to_random_port(f"tcp://{bind}")
-        self.uri = f"tcp://{bind}:{port}"
+        keys.listen(self._socket)
+        doorkeeper.watch(self._socket)
+        self._port = self._socket.bind_to_random_port(f"tcp://{bind}")
+        self.uri = f"tcp://{bind}:{self._port}"
         self._fd = int(self._socket.FD)
         self._deliver = deliver
+        self._full = full
+        self._dropped: set[str] = set()
+        self._refused = 0
+        self.paused = False
+
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were refused."""
+        return self._refused + self._doorkeeper.refused
 
     def poll(self) -> bool:
         """Deliver everything that has arrived."""
-        found = False
+        found = self.paused = False
         while not self._socket.closed and self._socket.get(self._events) & self._pollin:
-            self._deliver(self._socket.recv_multipart())
+            if self._full():
+                self.paused = True
+                break
+            self._take(self._socket.recv_multipart(copy=False))
             found = True
         return found
 
@@ -54,23 +95,57 @@ class Inbox:
         """Return False: the descriptor tells."""
         return False
 
+    def drop(self, sender: str) -> None:
+        """Refuse what *sender* has sent; hear no more of it until it is `welcome`."""
+        self._refused += 1
+        self._dropped.add(sender)
+
+    def welcome(self, sender: str) -> None:
+        """Hear *sender*, which was started again."""
+        self._dropped.discard(sender)
+
     def close(self) -> None:
         """Close the socket and its port."""
         self._socket.close()
 
+    def _take(self, frames: list[Any]) -> None:
+        sender = sender_of(frames[0])
+        if sender not in self._dropped:
+            try:
+                self._deliver(sender, [frame.bytes for frame in frames])
+            except MessageError:
+                self.drop(sender)
+            else:
+                return
+        else:
+            self._refused += 1
+        self._disconnect(frames[0].get(self._source))
 
-def dial(context: Any, uri: str, prepare: Callable[[Any], None] | None = None) -> Any:
-    """Return a PUSH socket that is being connected to *uri*; *prepare* is called with it before.
+    def _disconnect(self, descriptor: int) -> None:
+        """Shut the connection at *descriptor* down, if it still is one of this socket's."""
+        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getsockname()[1] == self._port:
+                connection.shutdown(sockets.SHUT_RDWR)
 
-    Its queue has no limit and it never reconnects.  A rank that is gone stays gone: another process may have its port
-    by now.  Send with NOBLOCK and ignore `zmq.Again`, which means that the connection is lost.
+
+def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any], None] | None = None) -> Any:
+    """Return a PUSH socket that is being connected to *rank* at *uri*; *prepare* is called with it before.
+
+    It never reconnects.  A rank that is gone stays gone: another process may have its port by now.  Send with NOBLOCK;
+    `zmq.Again` means that the connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a
+    `TransferFailed` if *rank* is none of this job.
     """
     import zmq
 
     socket = context.socket(zmq.PUSH)
-    socket.sndhwm = 0
+    socket.sndhwm = QUEUE
     socket.linger = LINGER_MS
     socket.reconnect_ivl = -1
+    try:
+        keys.dial(socket, rank)
+    except BaseException:
+        socket.close()
+        raise
     if prepare is not None:
         prepare(socket)
     socket.connect(uri)
@@ -80,21 +155,26 @@ def dial(context: Any, uri: str, prepare: Callable[[Any], None] | None = None) -
 class ZmqChannel:
     """Ordered messages between ranks; see `pdsim.transfer.Channel`."""
 
-    def __init__(self, clock: WallClock, rank: str, bind: str = "127.0.0.1") -> None:
+    def __init__(self, clock: WallClock, keys: Keys, bind: str = "127.0.0.1") -> None:
         import zmq
 
         self._again, self._noblock = zmq.Again, zmq.NOBLOCK
-        self._rank = rank.encode()
+        self._keys = keys
         self._clock = clock
         self._context = zmq.Context()
-        self._inbox = Inbox(self._context, bind, self._deliver)
         self._received = Mailbox(clock)
+        self._inbox = Inbox(self._context, bind, self._deliver, keys, lambda: len(self._received) >= QUEUE)
         self._uris: dict[str, str] = {}
-        self._sockets: dict[str, Any] = {}
+        self._sockets: dict[str, Any] = {}  # None: of a rank that is gone
         self._listeners: dict[bytes, Callable[[Message], None]] = {}
         self._unheard: dict[bytes, list[Message]] = {}
         self.uri = self._inbox.uri
         clock.watch(self._inbox)
+
+    @property
+    def refused(self) -> int:
+        """Messages and connections that were refused."""
+        return self._inbox.refused
 
     def open(self, uris: Mapping[str, str]) -> None:
         """Learn where the other ranks are: name to URI, which is empty while a rank is being started again.
@@ -105,10 +185,11 @@ class ZmqChannel:
             socket = self._sockets.pop(name, None)
             if socket is not None:
                 socket.close(linger=0)
+            self._inbox.welcome(name)
         self._uris.update(uris)
 
     def send(self, receiver: str, payload: bytes) -> None:
-        """Send without waiting; a `KeyError` names an unknown rank."""
+        """Send without waiting; a `KeyError` names an unknown rank, a `MessageError` a message that is too large."""
         self._send(receiver, payload)
 
     def tell(self, receiver: str, topic: bytes, payload: bytes) -> None:
@@ -116,25 +197,46 @@ class ZmqChannel:
         self._send(receiver, payload, topic)
 
     def listen(self, topic: bytes, deliver: Callable[[Message], None]) -> None:
-        """Call *deliver* with every message of *topic*, those that came before included."""
+        """Call *deliver* with every message of *topic*, those that came before included.
+
+        A `MessageError` of *deliver* drops the sender's connection.
+        """
         self._listeners[topic] = deliver
         for message in self._unheard.pop(topic, ()):
-            deliver(message)
+            try:
+                deliver(message)
+            except MessageError:
+                self.refuse(message.sender)
 
     def _send(self, receiver: str, *frames: bytes) -> None:
-        socket = self._sockets.get(receiver)
-        if socket is None:
+        if len(frames[0]) > LARGEST:
+            raise MessageError(
+                f"a message of {len(frames[0])} bytes to {receiver}; the channel takes {LARGEST} at most"
+            )
+        if receiver not in self._sockets:
             if receiver not in self._uris:
                 raise KeyError(f"no rank {receiver!r}; there are {', '.join(sorted(self._uris)) or 'no others'}")
             if not self._uris[receiver]:
                 return  # it is gone, and the next life of it not there yet
-            socket = self._sockets[receiver] = dial(self._context, self._uris[receiver])
-        with contextlib.suppress(self._again):  # the receiver is gone
-            socket.send_multipart([self._rank, *frames], self._noblock)
+            self._sockets[receiver] = dial(self._context, self._uris[receiver], self._keys, receiver)
+        socket = self._sockets[receiver]
+        if socket is None:
+            return
+        try:
+            socket.send_multipart(frames, self._noblock)
+        except self._again:  # gone, or so far behind that it counts as gone; and no later message may overtake this one
+            socket.close(linger=0)
+            self._sockets[receiver] = None
 
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`."""
+        if self._inbox.paused and len(self._received) <= QUEUE // 2:
+            self._inbox.poll()
         return self._received.get()
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused, and drop its connection; see `pdsim.transfer.Channel`."""
+        self._inbox.drop(sender)
 
     def close(self) -> None:
         """Close the sockets, once what was sent has been handed to the system or 2 s have passed."""
@@ -143,15 +245,22 @@ class ZmqChannel:
         self._clock.unwatch(self._inbox)
         self._inbox.close()
         for socket in self._sockets.values():
-            socket.close()
+            if socket is not None:
+                socket.close()
         self._context.term()
 
-    def _deliver(self, frames: list[bytes]) -> None:
-        sender, payload, *topic = frames
-        message = Message(sender.decode(), payload)
-        if not topic:
+    def _deliver(self, sender: str, frames: list[bytes]) -> None:
+        payload, *topics = frames
+        message = Message(sender, payload)
+        if not topics:
             self._received.put(message)
-        elif topic[0] in self._listeners:
-            self._listeners[topic[0]](message)
+            return
+        if len(topics) > 1:
+            raise MessageError(f"{len(frames)} frames of {sender}, need a payload and at most a topic")
+        listener = self._listeners.get(topics[0])
+        if listener is not None:
+            listener(message)
+        elif sum(map(len, self._unheard.values())) < QUEUE:
+            self._unheard.setdefault(topics[0], []).append(message)
         else:
-            self._unheard.setdefault(topic[0], []).append(message)
+            raise MessageError(f"{QUEUE} messages of topics that nobody listens to")

@@ -4,6 +4,8 @@ Engines differ in what they report.  Mooncake says nothing when a peer dies betw
 never does, and neither tells an initiator that the other side withdrew memory.  So endpoints that know each other keep
 a TCP connection of their own: the kernel closes it when a process ends, however it ends, and the other side sees that
 in milliseconds.  A process that is stopped keeps its connection; only a deadline can tell.
+
+As with the control channel, only ranks of the job can connect, and one that sends what is no note is lost.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ import secrets
 import select
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from backends.base.authentication import Keys
 from backends.base.channel import Inbox, dial
 from backends.base.process_identity import myself
 from pdsim.clock import WallClock
-from pdsim.errors import PeerLost
+from pdsim.errors import MessageError, PeerLost
 
-__all__ = ["Card", "Line", "Link"]
+__all__ = ["Card", "Line", "Link", "fields"]
+
+_Kind = TypeVar("_Kind", str, int)
 
 _HELLO, _BYE = b"hello", b"bye"
 
@@ -53,6 +58,17 @@ class Line:
 
 
 Handler = Callable[[Line, list[bytes]], None]
+"""Called with the line and the body of a note; raises a `MessageError` if that is not what it must be."""
+
+
+def fields(body: list[bytes], *kinds: type[_Kind]) -> list[_Kind]:
+    """Return *body* as one field of each of *kinds*, ``str`` or ``int``.  Raise a `MessageError` if it is not that."""
+    if len(body) != len(kinds):
+        raise MessageError(f"{len(body)} fields in a note, need {len(kinds)}")
+    try:
+        return [kind(field.decode()) for kind, field in zip(kinds, body, strict=True)]
+    except ValueError as error:
+        raise MessageError(f"a field of a note: {error}") from None
 
 
 class Link:
@@ -62,7 +78,12 @@ class Link:
     """
 
     def __init__(
-        self, clock: WallClock, rank: str, bind: str, handlers: Mapping[bytes, Handler], on_lost: Callable[[Line], None]
+        self,
+        clock: WallClock,
+        keys: Keys,
+        bind: str,
+        handlers: Mapping[bytes, Handler],
+        on_lost: Callable[[Line], None],
     ) -> None:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
@@ -75,9 +96,10 @@ class Link:
         self._on_lost = on_lost
         self._lines: dict[bytes, Line] = {}  # by token
         self._epoll = select.epoll()
-        self._inbox = Inbox(self._context, bind, self._deliver)
+        self._keys = keys
+        self._inbox = Inbox(self._context, bind, self._deliver, keys)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
-        self.card = Card(rank, self._inbox.uri, secrets.token_bytes(16), myself())
+        self.card = Card(keys.name, self._inbox.uri, secrets.token_bytes(16), myself())
         clock.watch(self)
 
     # --- Source -----------------------------------------------------------------------------------------------------
@@ -100,6 +122,11 @@ class Link:
         return False
 
     # --- lines ------------------------------------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> int:
+        """Notes and connections that were refused."""
+        return self._inbox.refused
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -125,6 +152,10 @@ class Link:
             raise PeerLost(f"{card.name} {line.lost}")
         return line
 
+    def welcome(self, name: str) -> None:
+        """Hear rank *name* again, which was started again."""
+        self._inbox.welcome(name)
+
     def send(self, line: Line, kind: bytes, *body: bytes) -> None:
         """Send a note; one to a lost line goes nowhere."""
         with contextlib.suppress(self._zmq.Again):
@@ -146,14 +177,16 @@ class Link:
     def _dial(self, card: Card) -> Line:
         zmq = self._zmq
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-        failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failures = (
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         monitors: list[Any] = []
 
         def watch(socket: Any) -> None:
             monitors.append(socket.get_monitor_socket(events | failures))
             monitors[0].linger = 0
 
-        socket = dial(self._context, card.uri, watch)
+        socket = dial(self._context, card.uri, self._keys, card.name, watch)
         return Line(card, socket, monitors[0])
 
     def _await_handshake(self, line: Line, timeout: float) -> None:
@@ -186,22 +219,49 @@ class Link:
         self._on_lost(line)
         return True
 
-    def _deliver(self, frames: list[bytes]) -> None:
-        if len(frames) < 3 or frames[2] != self.card.token:  # not one of ours, or for an earlier owner of this port
+    def _deliver(self, sender: str, frames: list[bytes]) -> None:
+        try:
+            self._hear(sender, frames)
+        except MessageError as error:
+            for line in self.known(sender):
+                self._lose(line, f"sent what is no note: {error}")
+            raise
+
+    def _hear(self, sender: str, frames: list[bytes]) -> None:
+        if len(frames) < 3:
+            raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
+        kind, token, target, *body = frames
+        if target != self.card.token:  # for an earlier life of this rank
             return
-        kind, sender, _, *body = frames
+        line = self._lines.get(token)
+        if line is not None and line.name != sender:
+            raise MessageError(f"a token of {line.name}")
         if kind == _HELLO:
-            self._accept(msgspec.msgpack.decode(body[0], type=Card))
-        elif sender in self._lines:
-            line = self._lines[sender]
-            if kind == _BYE:
+            self._accept(_card(sender, body))
+        elif kind == _BYE:
+            if line is not None:
                 line.closed = True
                 self._lose(line, "closed its endpoint")
-            else:
-                self._handlers[kind](line, body)
+        elif kind not in self._handlers:
+            raise MessageError(f"a note of the unknown kind {kind!r}")
+        elif line is not None:
+            self._handlers[kind](line, body)
 
     def _accept(self, card: Card) -> None:
         """Connect back to an endpoint that has connected to this one."""
         if card.token not in self._lines:
             line = self._lines[card.token] = self._dial(card)
             self._epoll.register(line.monitor.FD, select.EPOLLIN)
+
+
+def _card(sender: str, body: list[bytes]) -> Card:
+    """Return the card that *sender* introduces itself with."""
+    if len(body) != 1:
+        raise MessageError(f"{len(body)} fields in a greeting, need a card")
+    try:
+        card = msgspec.msgpack.decode(body[0], type=Card)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MessageError(f"no card: {error}") from None
+    if card.name != sender or not card.uri.startswith("tcp://"):
+        raise MessageError(f"a card of {card.name!r} at {card.uri!r}")
+    return card

@@ -24,17 +24,19 @@ from typing import Any
 import msgspec
 from simpy.events import Event
 
-from backends.base.control import Line, Link
+from backends.base.authentication import Keys
+from backends.base.control import Line, Link, fields
 from backends.base.deadlines import Deadlines
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.process_identity import is_dead
 from backends.base.state import FORMAT, Address, Entry, Flight, PeerState
 from backends.base.tcp_drain import half_open
-from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back
+from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back, withdrawn
 from pdsim.clock import Mailbox, WallClock
 from pdsim.costs import Engine
 from pdsim.errors import (
     InvalidBatch,
+    MessageError,
     PeerLost,
     RegistrationError,
     TransferError,
@@ -66,7 +68,8 @@ class RealEndpoint(ABC):
 
     An engine implements `_attach`, `_pin`, `_unpin`, `_describe`, `_meet`, `_post` and `_detach`, and calls
     `_complete`, `_break`, `_refused` and `_stopped` as its transfers end, on the clock's thread.  Its constructor takes
-    what this class takes.  *device* is the memory that buffers come from, *bind* the address that sockets listen on.
+    what this class takes.  *keys* say which rank this is and who may speak to it, *device* is the memory that buffers
+    come from, *bind* the address that sockets listen on.
     """
 
     kind = ""  # endpoints of different kinds cannot connect
@@ -75,14 +78,14 @@ class RealEndpoint(ABC):
     def __init__(
         self,
         *,
-        rank: str,
+        keys: Keys,
         clock: WallClock,
         device: RealDevice,
         engine: Engine,
         recorder: Recorder,
         bind: str = "127.0.0.1",
     ) -> None:
-        self.rank = rank
+        self.rank = keys.name
         self.clock = clock
         self.device = device
         self.settings = engine
@@ -98,7 +101,7 @@ class RealEndpoint(ABC):
         self._lending = Lending(device)
         self._closed = False
         self._pid = os.getpid()
-        self.link = Link(clock, rank, bind, self._handlers(), self._on_lost)
+        self.link = Link(clock, keys, bind, self._handlers(), self._on_lost)
         try:
             self.engine = self._attach()
         except BaseException:
@@ -217,7 +220,7 @@ class RealEndpoint(ABC):
         self._check_open()
         try:
             where = msgspec.msgpack.decode(address, type=Address)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise TransferFailed(f"{len(address)} bytes that are not the address of an endpoint: {error}") from None
         if (where.format, where.kind) != (FORMAT, self.kind):
             raise TransferFailed(
@@ -226,14 +229,21 @@ class RealEndpoint(ABC):
         line = self.link.reach(where.card, CONNECT_TIMEOUT)
         state = self._peers.get(where.card.token)
         if state is None:
-            state = PeerState(line, self._meet(where.engine), where.epoch)
+            state = PeerState(line, self._handle(where.engine), where.epoch)
             self._peers[where.card.token] = state
             self.link.send(line, MEET, str(where.epoch).encode())
         elif where.epoch > state.epoch:
-            state.handle, state.epoch = self._meet(where.engine), where.epoch
+            state.handle, state.epoch = self._handle(where.engine), where.epoch
             state.withdrawn.difference_update(name for name, *_ in where.regions)
         regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
         return Peer(state.name, MappingProxyType(regions), state)
+
+    def _handle(self, description: bytes) -> Any:
+        """Do as `_meet` does, with one error for a description that the engine cannot read."""
+        try:
+            return self._meet(description)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TransferFailed(f"no description of a {self.kind} endpoint: {error}") from None
 
     # --- Endpoint: transfers ----------------------------------------------------------------------------------------
 
@@ -435,19 +445,23 @@ class RealEndpoint(ABC):
     # --- what peers say ---------------------------------------------------------------------------------------------
 
     def _on_notify(self, line: Line, body: list[bytes]) -> None:
+        if len(body) != 1:
+            raise MessageError(f"{len(body)} fields in a notification, need one")
         self.notifications.put(Notification(line.name, body[0]))
 
     def _on_meet(self, line: Line, body: list[bytes]) -> None:
-        self.link.send(line, WELCOME, *self._lending.since(int(body[0])))
+        self.link.send(line, WELCOME, *self._lending.since(*fields(body, int)))
 
     def _on_welcome(self, line: Line, body: list[bytes]) -> None:
-        state = self._peers[line.card.token]
+        state = self._peers.get(line.card.token)
+        if state is None:
+            raise MessageError("a welcome that nobody asked for")
         state.welcome = True
-        state.withdrawn.update(name.decode() for name in body)
+        state.withdrawn.update(fields(body, *[str] * len(body)))
         self._dispatch(state)
 
     def _on_withdraw(self, line: Line, body: list[bytes]) -> None:
-        name, epoch = body[0].decode(), int(body[1])
+        name, epoch = withdrawn(body)
         state = self._peers.get(line.card.token)
         if state is None:
             self.link.send(line, RETURN, *body)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends.base.control import Line, Link
+from backends.base.control import Line, Link, fields
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.state import PeerState
 
-__all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Lending", "give_back"]
+__all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Lending", "give_back", "withdrawn"]
 
 WITHDRAW, RETURN, MEET, WELCOME = b"withdraw", b"return", b"meet", b"welcome"
 
@@ -42,7 +42,7 @@ class Lending:
 
     def on_return(self, line: Line, body: list[bytes]) -> None:
         """Note that *line* returns a region."""
-        self._take_back((body[0].decode(), int(body[1])), line)
+        self._take_back(withdrawn(body), line)
 
     def on_lost(self, line: Line) -> None:
         """Note that *line* is gone; if it left in order, nothing of its transfers is under way."""
@@ -61,6 +61,12 @@ class Lending:
         if buffer is not None and not holders:
             del self._lent[key]
             self._device.release(buffer)
+
+
+def withdrawn(body: list[bytes]) -> tuple[str, int]:
+    """Return the region and the epoch in a note of `WITHDRAW` or `RETURN`.  Raise a `MessageError` if it has none."""
+    name, epoch = fields(body[:1], str), fields(body[1:], int)
+    return name[0], epoch[0]
 
 
 def give_back(link: Link, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:

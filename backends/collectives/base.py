@@ -13,7 +13,7 @@ import msgspec
 from simpy.events import Event
 
 from pdsim.clock import WallClock
-from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError, TransferError, TransferFailed
+from pdsim.errors import InvalidBatch, MessageError, OutOfMemory, RegistrationError, TransferError, TransferFailed
 from pdsim.group import is_symmetric
 
 __all__ = [
@@ -99,8 +99,17 @@ class Bye(msgspec.Struct, tag=True):
     why: str
 
 
-decode = msgspec.msgpack.Decoder(Hello | Intent | Bye).decode
+_decode = msgspec.msgpack.Decoder(Hello | Intent | Bye).decode
 encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(payload: bytes) -> Hello | Intent | Bye:
+    """Return the message in *payload*.  Raise a `MessageError` if there is none."""
+    try:
+        message: Hello | Intent | Bye = _decode(payload)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MessageError(f"not a message of a group: {error}") from None
+    return message
 
 
 @dataclass(eq=False)

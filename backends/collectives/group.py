@@ -35,7 +35,7 @@ from backends.collectives.base import (
     encode,
 )
 from pdsim.clock import WallClock
-from pdsim.errors import PeerLost, RegistrationError, TransferError, TransferFailed, TransferTimeout
+from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed, TransferTimeout
 from pdsim.group import SYMMETRIC, check_gather, is_symmetric
 from pdsim.transfer import Buffer, Recorder, TransferRecord
 from pdsim.units import format_size
@@ -91,6 +91,8 @@ class RealGroups:
     def _deliver(self, message: Any) -> None:
         found = decode(message.payload)
         names = tuple(found.group)
+        if message.sender not in names:
+            raise MessageError(f"{message.sender} is not in the group of {', '.join(names)}")
         if names in self._groups:
             self._groups[names].hear(message.sender, found)
         else:

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from types import FrameType
 from typing import IO, Any
 
+from backends.base.authentication import Keys, job_keys
 from backends.collectives.base import Settings
 from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import Lateness, Testbed, joined
@@ -29,15 +30,21 @@ from backends.jobs import supervision
 from backends.jobs.affinity import shares
 from pdsim import errors
 from pdsim.costs import Collective, Engine
-from pdsim.errors import PdsimError, TransferError, TransferTimeout
+from pdsim.errors import MessageError, PdsimError, TransferError, TransferTimeout
 from pdsim.guards import positive, ranks_named
 from pdsim.hardware import NetworkLink
 from pdsim.job import Outcome, RankResult, RankSpec
 
-__all__ = ["Processes", "Spawn", "spawn"]
+__all__ = ["SILENCE", "Processes", "Spawn", "spawn"]
 
 Spawn = Callable[[int, IO[bytes]], Any]
 """Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
+
+SILENCE = 300.0
+"""Seconds after which a rank that says nothing is ended, where nothing else is asked for."""
+
+CLOSING = 10.0
+"""Seconds more that a rank may take, after its program, to close what it has open."""
 
 TAIL = 2000
 """Characters of a rank's output that go into the error of a rank that died."""
@@ -61,6 +68,7 @@ class Processes:
     """A `Target` on this machine: a rank whose `Place` names a GPU is on that of this machine, any other on the host.
 
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
+    *silence*: seconds after which a rank is killed whose clock does not go, because its process is stopped or hangs;
     *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
     *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
     a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
@@ -79,15 +87,16 @@ class Processes:
         collective: Collective | None = None,
         link: NetworkLink | None = None,
         nodes: int = 1,
+        silence: float = SILENCE,
     ) -> None:
-        positive(
-            "Processes", deadline=deadline, device_capacity=device_capacity, startup=startup, gpu_capacity=gpu_capacity
-        )
+        positive("Processes", deadline=deadline, startup=startup, silence=silence)
+        positive("Processes", device_capacity=device_capacity, gpu_capacity=gpu_capacity)
         self.engine = engine
         self.deadline = deadline
         self.bind = bind
         self.device_capacity = device_capacity
         self.startup = startup
+        self.silence = silence
         self.collective = collective
         self.spawn = spawn
         self.gpu_capacity = gpu_capacity
@@ -116,12 +125,12 @@ class Processes:
         """
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {})
-        processors = shares(ranks)
-        with _stoppable(), self._network() as network, _Job() as job:
+        processors, keys = shares(ranks), job_keys(names)
+        with _stoppable(), self._network() as network, _Job(self.startup, self.silence) as job:
             for spec in ranks:
-                start = self._describe(spec, names, network, processors.get(spec.name, []))
+                start = self._describe(spec, keys[spec.name], network, processors.get(spec.name, []))
                 job.start(start, self._spawn(spec, network))
-            job.until_ready(time.monotonic() + self.startup, self.startup)
+            job.until_ready(time.monotonic() + self.startup)
             origin = job.go(bool(restart))
             if network is not None:
                 network.go(origin)
@@ -151,13 +160,14 @@ class Processes:
         return other
 
     def _describe(
-        self, spec: RankSpec, names: Sequence[str], network: Testbed | None, processors: list[int]
+        self, spec: RankSpec, keys: Keys, network: Testbed | None, processors: list[int]
     ) -> supervision.Start:
         return supervision.Start(
             name=spec.name,
+            keys=keys,
             program=spec.program,
             arguments=spec.arguments,
-            peers=[name for name in names if name != spec.name],
+            peers=[name for name in keys.public if name != spec.name],
             implementation=self.engine.implementation,
             engine=self.engine.name,
             timeout=self.engine.timeout,
@@ -180,7 +190,7 @@ def _settings(library: Collective | None) -> Settings | None:
 class _Child:
     """One rank's process, from the supervisor's side."""
 
-    def __init__(self, start: supervision.Start, spawn: Spawn) -> None:
+    def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
         self.name = start.name
         self.start = start
         self.spawn = spawn
@@ -189,12 +199,15 @@ class _Child:
         self.error = ""
         self.ended = False
         self.seconds = 0.0
+        self.heard = time.monotonic()
         self._decoder = supervision.Decoder()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
         self.connection, other = socket.socketpair()
         with other:
             self.process = spawn(other.fileno(), self._output)
-        supervision.send(self.connection, start)
+        self.connection.settimeout(startup)
+        with suppress(OSError):  # it has ended, or is stopped and takes nothing: it will not be ready in time
+            supervision.send(self.connection, start)
 
     def receive(self) -> list[supervision.Message]:
         """Return the messages that have arrived; note the end of the process when its socket closes."""
@@ -205,7 +218,12 @@ class _Child:
         if not piece:
             self.ended = True
             return []
-        return self._decoder.feed(piece)
+        self.heard = time.monotonic()
+        try:
+            return self._decoder.feed(piece)
+        except MessageError as error:
+            self.end(f"MessageError: {error}")
+            return []
 
     @property
     def dying(self) -> bool:
@@ -248,14 +266,16 @@ class _Child:
         if error and error.partition(":")[0] not in errors.__all__:  # not one of ours: the traceback is in the output
             error += self.tail()
         elif not error and died:
-            error = f"{died} after its program had ended{self.tail()}"
-        return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers)
+            error = f"{self.error or died} after its program had ended{self.tail()}"
+        return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers, self.done.refused)
 
 
 class _Job:
     """All children of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, startup: float, silence: float) -> None:
+        self._startup = startup
+        self._silence = silence
         self._children: list[_Child] = []
         self._origin = 0.0  # of the job's time, on the monotonic clock
         self._restarts = False
@@ -272,11 +292,11 @@ class _Job:
         self._selector.close()
 
     def start(self, start: supervision.Start, spawn: Spawn) -> None:
-        child = _Child(start, spawn)
+        child = _Child(start, spawn, self._startup)
         self._children.append(child)
         self._selector.register(child.connection, selectors.EVENT_READ, child)
 
-    def until_ready(self, deadline: float, seconds: float) -> None:
+    def until_ready(self, deadline: float) -> None:
         """Wait until all children are ready; raise what kept one from it."""
         while not all(child.uri for child in self._children):
             for child, message in self._messages(deadline - time.monotonic()):
@@ -289,23 +309,25 @@ class _Job:
                     raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
             if time.monotonic() >= deadline:
                 late = ", ".join(child.name for child in self._children if not child.uri)
-                raise TransferTimeout(f"not ready after {seconds:g} s: {late}; give Processes a longer startup")
+                raise TransferTimeout(f"not ready after {self._startup:g} s: {late}; give Processes a longer startup")
 
     def go(self, restarts: bool) -> float:
         """Let all children run, some of which may be started again; return the job's zero."""
         self._origin = time.monotonic()
         self._restarts = restarts
         for child in self._children:
+            child.heard = self._origin
             self._release(child)
         return self._origin
 
     def _release(self, child: _Child) -> None:
         others = {other.name: other.uri for other in self._children if other.name != child.name}
-        supervision.send(child.connection, supervision.Go(self._origin, others, self._restarts))
+        with suppress(OSError):  # it has just ended
+            supervision.send(child.connection, supervision.Go(self._origin, others, self._silence / 4, self._restarts))
 
     def _again(self, old: _Child) -> None:
         """Start the rank of *old*, which has ended, anew."""
-        child = _Child(old.start, old.spawn)
+        child = _Child(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
         self._selector.register(child.connection, selectors.EVENT_READ, child)
         old.stop()
@@ -320,7 +342,10 @@ class _Job:
         self._release(child)
 
     def until_done(self, deadline: float, kill: dict[str, float], restart: dict[str, float]) -> None:
-        """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*."""
+        """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*.
+
+        One that has been silent for too long is killed, and the others find it gone.
+        """
         while not all(child.ended for child in self._children):
             now = time.monotonic() - self._origin
             for child in tuple(self._children):
@@ -333,8 +358,28 @@ class _Job:
                     del restart[child.name]
                     if child.ended:
                         self._again(child)
+            self._end_silent()
             wake = min([deadline, *kill.values(), *restart.values()]) if now < deadline else now + 1.0
-            self._take(max(wake - now, 1e-3))
+            self._take(max(min(wake - now, self._silence / 4), 1e-3))
+
+    def _end_silent(self) -> None:
+        if self._silent():
+            self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
+        for child, limit in self._silent():
+            child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{child.tail()}")
+
+    def _silent(self) -> list[tuple[_Child, float]]:
+        """Return the children of which too long nothing was heard, and how long that is in seconds."""
+        found, now = [], time.monotonic()
+        for child in self._children:
+            limit = self._silence
+            if not child.uri:
+                limit = max(limit, self._startup)
+            elif child.done is not None:
+                limit += CLOSING
+            if now - child.heard > limit and not child.ended and not child.dying:
+                found.append((child, limit))
+        return found
 
     def _take(self, timeout: float) -> None:
         """Act on what children say, and on their ends, within *timeout* seconds."""

@@ -9,19 +9,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backends.base.authentication import Keys
 from backends.collectives.base import Settings
-from pdsim.errors import PeerLost
+from pdsim.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Decoder", "Done", "Failed", "Go", "Moved", "Ready", "Start", "check_plain", "receive", "send"]
+__all__ = ["Alive", "Decoder", "Done", "Failed", "Go", "Moved", "Ready", "Start", "check_plain", "receive", "send"]
 
 _LENGTH = struct.Struct("<Q")
+_LARGEST = 1 << 33
+"""Bytes of a message: a rank's records of twenty million transfers."""
 
 
 class Start(msgspec.Struct, tag=True):
     """Supervisor to worker: what to become."""
 
     name: str
+    keys: Keys
     program: str
     arguments: Mapping[str, Any]
     peers: list[str]
@@ -48,6 +52,7 @@ class Go(msgspec.Struct, tag=True):
 
     origin: float
     uris: dict[str, str]  # of all other ranks; empty for one that is being started again
+    alive: float  # seconds between two `Alive`
     restarts: bool = False  # whether `Moved` may follow
 
 
@@ -56,6 +61,10 @@ class Moved(msgspec.Struct, tag=True):
 
     name: str
     uri: str
+
+
+class Alive(msgspec.Struct, tag=True):
+    """Worker to supervisor: the clock of this rank still goes."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -74,9 +83,10 @@ class Done(msgspec.Struct, tag=True):
     transfers: list[TransferRecord]
     pools: dict[str, float]
     events: int
+    refused: int  # messages and connections
 
 
-Message = Start | Ready | Go | Moved | Failed | Done
+Message = Start | Ready | Go | Moved | Alive | Failed | Done
 _Kind = TypeVar("_Kind", Start, Go)
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,10 +97,17 @@ def check_plain(value: object) -> None:
     _encode(value)
 
 
-def send(connection: socket.socket, message: Message) -> None:
-    """Send *message*; a `TypeError` if it holds anything but plain data."""
+def send(connection: socket.socket, message: Message, wait: bool = True) -> None:
+    """Send *message*; a `TypeError` if it holds anything but plain data.
+
+    Without *wait* it must be a few bytes, which the kernel takes whole or, with a `BlockingIOError`, not at all.
+    """
     payload = _encode(message)
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+    whole = _LENGTH.pack(len(payload)) + payload
+    if wait:
+        connection.sendall(whole)
+    else:
+        connection.send(whole, socket.MSG_DONTWAIT)
 
 
 class Decoder:
@@ -100,15 +117,20 @@ class Decoder:
         self._pieces = bytearray()
 
     def feed(self, piece: bytes) -> list[Message]:
-        """Return the messages that are complete now."""
+        """Return the messages that are complete now.  Raise a `MessageError` if there is none in what came."""
         self._pieces += piece
         messages: list[Message] = []
         while len(self._pieces) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._pieces)
+            if length > _LARGEST:
+                raise MessageError(f"a message of {length} bytes, more than {_LARGEST}")
             end = _LENGTH.size + length
             if len(self._pieces) < end:
                 break
-            messages.append(_decode(memoryview(self._pieces)[_LENGTH.size : end].tobytes()))
+            try:
+                messages.append(_decode(memoryview(self._pieces)[_LENGTH.size : end].tobytes()))
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise MessageError(f"not a message between supervisor and worker: {error}") from None
             del self._pieces[:end]
         return messages
 

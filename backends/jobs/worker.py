@@ -11,6 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from backends.base.channel import ZmqChannel
@@ -51,6 +52,21 @@ class Records:
     def transfer(self, record: TransferRecord) -> None:
         """Keep *record*."""
         self.transfers.append(record)
+
+
+class Pulse:
+    """Tells the supervisor on *connection* every *interval* seconds that the clock of this rank goes."""
+
+    def __init__(self, connection: socket.socket, clock: WallClock, interval: float) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._interval = interval
+        self._beat(None)
+
+    def _beat(self, _: object) -> None:
+        with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
+            supervision.send(self._connection, supervision.Alive(), wait=False)
+        self._clock.call_at(self._clock.now + self._interval, self._beat, None)
 
 
 class Moves:
@@ -105,11 +121,12 @@ def main() -> None:
         _leave(1)
     go = supervision.receive(connection, supervision.Go)
     clock.origin = go.origin
-    rank.channel.open(go.uris)  # type: ignore[attr-defined]
+    _open(rank, go.uris)
     gc.collect()
     gc.freeze()  # what the libraries have made lives as long as this process: no collection need look at it again
     if go.restarts:
-        clock.watch(Moves(connection, clock, rank.channel.open))  # type: ignore[attr-defined]
+        clock.watch(Moves(connection, clock, lambda uris: _open(rank, uris)))
+    Pulse(connection, clock, go.alive)
     supervision.send(connection, _run(clock, rank, records, program, start))
     try:
         if rank.groups is not None:
@@ -121,6 +138,13 @@ def main() -> None:
         traceback.print_exc()
         _leave(1)
     _leave(0)
+
+
+def _open(rank: Rank, uris: Mapping[str, str]) -> None:
+    """Tell *rank* where others are, or are now that they were started again: what is held against them is over."""
+    rank.channel.open(uris)  # type: ignore[attr-defined]
+    for name in uris:
+        rank.endpoint.link.welcome(name)  # type: ignore[attr-defined]
 
 
 def _die_with(parent: int) -> None:
@@ -172,14 +196,14 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
     device = _device(clock, start)
     endpoint_class = load(start.implementation)
     endpoint = endpoint_class(
-        rank=start.name, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
+        keys=start.keys, clock=clock, device=device, engine=engine, recorder=records, bind=start.bind
     )
     program = getattr(importlib.import_module(module), function, None)
     if program is None:
         raise ConfigError(f"program {start.program!r}: module {module} has no {function!r}")
     if start.processors:  # now that the libraries' threads run: those of a core are slow while it spins
         clock.idle = QuickProcessor(start.processors).look
-    channel = ZmqChannel(clock, start.name, start.bind)
+    channel = ZmqChannel(clock, start.keys, start.bind)
     rank = Rank(start.name, clock, device, endpoint, channel, records, tuple(start.peers))
     if start.collective is not None:
         rank.groups = RealGroups(start.name, clock, device, channel, records, start.bind, start.collective, library)
@@ -207,7 +231,8 @@ def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: su
         value, error = None, f"{type(exception).__name__}: {exception}"
     device = rank.device
     pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}  # type: ignore[attr-defined]
-    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid))
+    refused = rank.channel.refused + rank.endpoint.link.refused  # type: ignore[attr-defined]
+    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid), refused)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from experiments.serve import tables
 from experiments.serve.paths import Paths, notes
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.job import Outcome, Place, RankSpec, Target
+from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
@@ -166,11 +166,12 @@ def _sizes(parallel: Parallel) -> str:
 def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outcome) -> Result:
     """Return what *outcome* says of *requests*."""
     router = outcome.ranks[ROUTER]
-    value = router.value or {"start": 0.0, "rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
+    lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
+    value = router.value or {"start": 0.0, "rows": [["", "", 0, lost, *[None] * 8]] * len(requests)}
     columns = tables.columns(requests, value)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
-    failures = [f"{name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error]
+    failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
     failures += [
         f"request {number}: {status}"
         for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
@@ -185,6 +186,11 @@ def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outc
         notes=tables.notes(columns, what, outcome) + notes(outcome),
         outcome=outcome,
     )
+
+
+def _line(rank: RankResult) -> str:
+    """Return the reason for which *rank* ended without what it printed last, which `summary.json` has."""
+    return next(iter(rank.error.splitlines()), "ended without a result")
 
 
 def check_fits(what: Job, requests: Sequence[Request]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.validate.design import Part
 from experiments.validate.files import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
-from pdsim.config import Config
+from pdsim.config import Config, Launch
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.environment import commit
@@ -50,7 +50,7 @@ def expect(config: Config, design: Sequence[Part], folder: Path) -> None:
 def _modelled(config: Config) -> tuple[Config, Model]:
     """Return what predicts a part."""
     model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
-    return replace(config, target="model", memory="timing"), model
+    return replace(config, target="model", memory="timing", launch=Launch()), model
 
 
 def adopt(config: Config, source: Path, folder: Path) -> list[Part]:

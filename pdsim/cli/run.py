@@ -261,19 +261,23 @@ def _target(config: Config, meter: _Meter) -> Iterator[Target]:
             collective=config.collective,
         )
         return
+    from backends.jobs.launcher import SILENCE, Processes
+
     host, collective = config.hw.host.memory, config.collective
+    silence = config.launch.silence or config.experiment.get("deadline", SILENCE)
     if config.hw.guest:
         from backends.emulation.guest.engines import emulated
 
         meter(0.0, "an emulated machine starts")
-        with emulated(config.backend, host, device_capacity=host, collective=collective) as target:
+        with emulated(config.backend, host, silence, device_capacity=host, collective=collective) as target:
             yield target
         return
-    from backends.jobs.launcher import Processes
 
     gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
     yield Processes(
         config.backend,
+        bind=config.launch.bind,
+        silence=silence,
         device_capacity=host,
         gpu_capacity=gpu,
         collective=collective,

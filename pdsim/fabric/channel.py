@@ -58,6 +58,8 @@ class SimChannel:
         self._delay = delay
         self._waking = waking or Waking()
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
+        self._dropped: set[SimChannel] = set()  # those of senders that were refused
+        self.refused = 0
         self._closed = False
         ranks[name] = self
 
@@ -66,7 +68,7 @@ class SimChannel:
         channel = self._ranks.get(receiver)
         if channel is None:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
-        if self._closed or channel._closed:
+        if self._closed or channel._closed or self in channel._dropped:
             return
         if self._watch is not None:
             self._watch(self.name, receiver, payload)
@@ -82,6 +84,11 @@ class SimChannel:
     def receive(self) -> Event:
         """Return an event that succeeds with the next `Message`.  Yield it at once."""
         return self._inbox.get()
+
+    def refuse(self, sender: str) -> None:
+        """Count a message of *sender* as refused; what it sends from now on is lost."""
+        self.refused += 1
+        self._dropped.add(self._ranks[sender])
 
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""

@@ -293,7 +293,8 @@ class _Job:
             self._groups.end(name)
         before = self._results[name].transfers if name in self._results else ()
         transfers = [*before, *member.records.transfers] if before else member.records.transfers
-        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers)
+        refused = member.channel.refused
+        self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers, refused)
         if self._model.observer is not None:
             self._model.observer.ended(name, error)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdsim.errors import PdsimError
+from pdsim.errors import MessageError
 from pdsim.kv.layout import AUX_ROWS, KvLayout
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Runs
@@ -59,10 +59,6 @@ __all__ = [
 
 VERSION = 9
 """Of the schema; to be raised with every change of a message's fields."""
-
-
-class MessageError(PdsimError):
-    """Bytes that are not a message of this schema: another version, an unknown type, a wrong field."""
 
 
 class Refused(MessageError):
@@ -420,7 +416,8 @@ def refusal(reason: str) -> bytes:
 def decode(payload: bytes) -> Message:
     """Return the message in *payload*.
 
-    Raise a `MessageError` that names what was got and what was expected, and a `Refused` if it is a `refusal`.
+    Raise a `MessageError` that names what was got and what was expected, and a `Refused` if it is a `refusal`.  No
+    *payload* raises anything else.
     """
     if payload[:1] == _REFUSAL:
         raise Refused(payload[1:].decode(errors="replace"))
@@ -429,6 +426,6 @@ def decode(payload: bytes) -> Message:
         raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")
     try:
         message: Message = _decode(memoryview(payload)[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
     return message

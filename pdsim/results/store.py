@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.job import Outcome
 from pdsim.results import evidence, schema
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
@@ -143,13 +144,22 @@ def summary(result: Result) -> dict[str, Any]:
             for table in result.tables
         ],
         "failures": list(result.failures),
-        "notes": list(result.notes),
-        "ranks": {name: {"engine": rank.engine, "error": rank.error} for name, rank in ranks},
+        "notes": [*result.notes, *refusals(outcome)],
+        "ranks": {name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks},
         "seconds": outcome.seconds if outcome else None,
         "events": outcome.events if outcome else None,
         "links": dict(outcome.links) if outcome else {},
         "pools": dict(outcome.pools) if outcome else {},
     }
+
+
+def refusals(outcome: Outcome | None) -> list[str]:
+    """Return a note that counts what the ranks of *outcome* refused, if they refused anything."""
+    found = {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} if outcome else {}
+    if not found:
+        return []
+    by = ", ".join(f"{name} {count}" for name, count in found.items())
+    return [f"{sum(found.values())} messages and connections refused, of other processes or of no meaning: {by}"]
 
 
 def load(folder: Path) -> dict[str, Any]:

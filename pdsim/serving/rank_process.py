@@ -24,7 +24,7 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.serving.deployment import ROUTER, Job, instance_of
+from pdsim.serving.deployment import ROUTER, Job, instance_of, leader
 from pdsim.transfer import Program
 
 __all__ = ["EngineMember", "Handler", "Member"]
@@ -38,7 +38,8 @@ class Member:
 
     A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler raises,
     when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for `Job.deadline`
-    seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it and not this one.
+    seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it and not this one: it is
+    told why, and not heard any more.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and lives that are over.
     """
@@ -49,7 +50,7 @@ class Member:
         self.clock = rank.clock
         self.ended = Event(rank.clock)
         self.ignored = 0
-        self.handlers: dict[type[Message], Handler] = {Ping: self._ping, Stop: self.stop}
+        self.handlers: dict[type[Message], Handler] = {Ping: self._ping}
         self._heard = rank.clock.now
 
     def run(self) -> Program:
@@ -85,13 +86,10 @@ class Member:
         if not self.ended.triggered:
             self.ended.fail(error)
 
-    def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
-        """Nothing more will come."""
-        self.end()
-
     def refuse(self, sender: str, reason: str) -> None:
-        """Tell *sender* why this rank will have nothing to do with it, which ends it."""
+        """Tell *sender* why this rank will have nothing to do with it, which ends it, and drop its connection."""
         self.rank.channel.send(sender, refusal(reason))
+        self.rank.channel.refuse(sender)
 
     def watch(self) -> Program:
         """End this rank once the router has been silent for too long."""
@@ -148,7 +146,7 @@ class EngineMember(Member):
         self.index = index
         self.life = ""
         self.incarnation = int(rank.clock.now * 1e9)
-        self.handlers |= {Gone: self._gone, Meet: self._meet}
+        self.handlers |= {Gone: self._gone, Meet: self._meet, Stop: self._stop}
 
     def run(self) -> Program:
         """As `Member.run`, after enrolling."""
@@ -175,6 +173,12 @@ class EngineMember(Member):
             self.meet(message.peer)
         else:  # meant for an earlier life of this rank, whose instance is over
             self.ignore()
+
+    def _stop(self, sender: str, message: Stop) -> None:
+        if sender in (ROUTER, leader(self.instance)):
+            self.stop(sender, message)
+        else:
+            self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {leader(self.instance)} to send")
 
     def _gone(self, _: str, message: Gone) -> None:
         if instance_of(message.instance) != self.instance:

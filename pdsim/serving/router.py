@@ -307,7 +307,8 @@ class Router(Member):
     def refuse(self, sender: str, reason: str) -> None:
         """As `Member.refuse`; an instance with a rank that is refused is lost."""
         super().refuse(sender, reason)
-        self._lose(instance_of(sender), f"MessageError: {reason}")
+        if (instance := instance_of(sender)) in self.instances:
+            self._lose(instance, f"MessageError: {reason}")
 
     def _enroll(self, sender: str, message: Enroll) -> None:
         try:

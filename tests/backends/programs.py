@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from pdsim.transfer import Batch, Program
 def sleep(rank: Rank, seconds: float) -> Program:
     yield rank.clock.timeout(seconds)
     return "slept"
+
+
+def hang(rank: Rank) -> Program:
+    """Keep the clock from going on."""
+    yield rank.clock.timeout(0.1)
+    threading.Event().wait()
 
 
 def greet(rank: Rank, other: str) -> Program:

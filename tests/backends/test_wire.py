@@ -3,6 +3,7 @@
 import pytest
 
 from backends.jobs import supervision
+from pdsim.errors import MessageError
 from pdsim.transfer import TransferRecord
 
 RECORD = TransferRecord("engine", "write", "a", "b", 1 << 40, 3, 0.1, 0.2, 0.3, 0.4, 0.5, "ok", "chunk 0")
@@ -21,7 +22,7 @@ def encoded(message, monkeypatch=None):
 
 
 def test_a_hundred_thousand_records_cross():
-    done = supervision.Done({"x": 1}, "", "engine", [RECORD] * 100_000, {}, 5)
+    done = supervision.Done({"x": 1}, "", "engine", [RECORD] * 100_000, {}, 5, 0)
     (found,) = supervision.Decoder().feed(encoded(done))
     assert found == done
     assert found.transfers[0] == RECORD
@@ -35,6 +36,12 @@ def test_pieces_are_put_together():
     for index in range(len(data)):
         found += decoder.feed(data[index : index + 1])
     assert found == messages
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, b"\x03" + b"\0" * 7 + b"\x93\xa1\x93", b"\x01" + b"\0" * 7 + b"\xc1"])
+def test_what_is_no_message_is_refused(data: bytes):
+    with pytest.raises(MessageError):
+        supervision.Decoder().feed(data)
 
 
 def test_what_is_not_plain_data_is_refused():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from hashlib import sha256
 
 import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from pdsim.kv import messages
 from pdsim.kv.messages import (
@@ -105,3 +108,39 @@ def test_no_message_has_other_fields_than_its_version_has():
     )
     text = ";".join(f"{kind.__name__}({','.join(kind.__struct_fields__)})" for kind in kinds)
     assert (VERSION, sha256(text.encode()).hexdigest()[:12]) == (9, "1cc1ee0fdfd7")  # a change of fields raises VERSION
+
+
+# --- whatever anybody may send
+
+SEEDS = [
+    b"\x08\x93\xa1\x93",  # a type that is not text
+    bytes([VERSION]) + b"\x96\xa6Submit\x01d\n\xa8pre\xe6ill0\xa7decode1",  # a field that is not
+    bytes([VERSION]) + b"\x91" * 10_000,
+    bytes([VERSION]) + b"\xdd\xff\xff\xff\xff",  # an array of four thousand million
+    bytes([VERSION]) + b"\xc6\xff\xff\xff\xff",
+]
+
+
+@pytest.mark.parametrize("payload", SEEDS, ids=lambda payload: repr(payload[:12]))
+def test_known_seeds_are_refused_and_nothing_else(payload: bytes):
+    with pytest.raises(MessageError):
+        decode(payload)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@given(st.binary(max_size=64))
+@example(b"\x93\xa1\x93")
+def test_any_bytes_are_a_message_or_a_message_error(payload: bytes):
+    for whole in (payload, bytes([VERSION]) + payload):
+        with suppress(MessageError):
+            decode(whole)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(SOME), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4))
+def test_any_damaged_message_is_a_message_or_a_message_error(message: Message, damage: list[tuple[int, int]]):
+    payload = bytearray(encode(message))
+    for at, value in damage:
+        payload[1 + at % (len(payload) - 1)] = value
+    with suppress(MessageError):
+        decode(bytes(payload))

@@ -75,7 +75,7 @@ def test_failures_are_kept_and_make_the_run_partial(config):
     outcome = Outcome({"rank1": RankResult("rank1", error="PeerLost: rank0 is gone")}, seconds=1.0)
     about = store.load(Run(config).finish(make_result(failures=["rank1: PeerLost: rank0 is gone"], outcome=outcome)))
     assert (about["status"], about["error"]) == ("partial", "rank1: PeerLost: rank0 is gone")
-    assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone"}}
+    assert about["ranks"] == {"rank1": {"engine": "", "error": "PeerLost: rank0 is gone", "refused": 0}}
 
 
 def test_numbers_that_json_lacks_become_null(config):

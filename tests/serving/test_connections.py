@@ -10,6 +10,7 @@ from collections import Counter
 import psutil
 import pytest
 
+from backends.base.authentication import job_keys
 from backends.base.channel import ZmqChannel
 from pdsim.clock import WallClock
 from pdsim.fabric.endpoint import SimEndpoint
@@ -39,8 +40,8 @@ def test_a_rank_connects_once_to_each_rank_that_it_writes_to(monkeypatch: pytest
 
 
 def test_control_messages_to_one_rank_share_one_tcp_connection():
-    clock = WallClock()
-    sender, receiver = ZmqChannel(clock, "a"), ZmqChannel(clock, "b")
+    clock, keys = WallClock(), job_keys("ab")
+    sender, receiver = ZmqChannel(clock, keys["a"]), ZmqChannel(clock, keys["b"])
     try:
         sender.open({"b": receiver.uri})
         port = int(receiver.uri.rpartition(":")[2])

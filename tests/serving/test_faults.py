@@ -14,12 +14,13 @@ from pdsim.fabric.endpoint import DETECTION
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
-from pdsim.kv.messages import VERSION, Enroll, MessageError, Terms
+from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
 from pdsim.serving.settings import Side
 from pdsim.serving.workload import Request
 from tests.experiments.test_serve import EIGHT, GQA, ONE, configured
 
 TWO = Side(tp=1, instances=2)
+TP2 = Side(tp=2)
 CRAWLING = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e5))  # 7 pages take 0.3 s
 SLOW = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e6))
 LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens
@@ -216,10 +217,39 @@ def test_a_message_of_another_version_ends_the_one_that_sent_it():
     )
 
 
-def stranger(rank: Any) -> Any:
-    rank.channel.send("prefill0.0", b"\x63what")
-    _, payload = yield rank.channel.receive()
-    return payload[1:].decode()
+@pytest.mark.parametrize("receiver", ["router", "prefill0.0", "prefill0.1", "decode0.0", "decode0.1"])
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x08", b"\x08\x93\xa1\x93", encode(Stop()), encode(Prefilled(1, 1))[:-1]], ids=repr
+)
+def test_no_message_of_a_stranger_ends_a_rank(receiver: str, payload: bytes):
+    arguments = {"receiver": receiver, "payload": payload}
+    ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=arguments)]
+    config = configured(TP2, TP2, GQA, options={"deadline": 0.5})
+    what = job(config, Options(deadline=0.5))
+    outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
+    assert statuses(outcome) == ["ok"]
+    assert {name: rank.error for name, rank in outcome.ranks.items() if rank.error} == {}
+    assert {name: rank.refused for name, rank in outcome.ranks.items() if rank.refused} == {receiver: 1}
+
+
+def test_a_rank_may_not_stop_another_instance_nor_the_router():
+    """What `Stop` of a peer's rank did: the run ended in order, with requests that nobody had served."""
+    for receiver in ("router", "decode0.0"):
+        stop = {"receiver": receiver, "payload": encode(Stop())}
+        ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=stop)]
+        config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
+        what = job(config, Options(deadline=0.5))
+        outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
+        assert statuses(outcome) == ["ok"]
+        assert outcome.ranks["stranger"].value.startswith("Stop ")
+
+
+def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63what") -> Any:
+    """Send *payload* until it is refused, and once more; return why it was."""
+    rank.channel.send(receiver, payload)
+    _, refusal = yield rank.channel.receive()
+    rank.channel.send(receiver, payload)
+    return refusal[1:].decode()
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import DEVICE, PATIENCE, Guest, boot
 from backends.emulation.guest.mori import serving
 from backends.emulation.guest.server import Server
+from backends.jobs.launcher import SILENCE
 from pdsim.costs import Engine
 from pdsim.job import Outcome, RankSpec
 
@@ -109,10 +110,13 @@ class GuestTarget:
 
 
 @contextlib.contextmanager
-def emulated(engine: Engine, memory: int, **options: Any) -> Iterator[GuestTarget]:
-    """Yield a target for *engine* in a guest of its own, which has *memory* bytes for ranks; end it on the way out."""
+def emulated(engine: Engine, memory: int, silence: float = SILENCE, **options: Any) -> Iterator[GuestTarget]:
+    """Yield a target for *engine* in a guest of its own, which has *memory* bytes for ranks; end it on the way out.
+
+    *silence* is that of `backends.jobs.launcher.Processes` on a processor that is not emulated.
+    """
     with boot(memory=(memory >> 20) + OWN) as guest:
-        yield GuestTarget(Engines(guest), engine, **options)
+        yield GuestTarget(Engines(guest), engine, silence=silence * PATIENCE, **options)
 
 
 def lacking(name: str) -> str:

@@ -27,7 +27,7 @@ from backends.registry import load
 
 __all__ = ["Forked", "fork", "main"]
 
-LATE = ("zmq.utils.monitor",)
+LATE = ("zmq.utils.monitor", "zmq.utils.z85")
 """What ranks import only when they need it, and all of them do."""
 
 

@@ -10,6 +10,7 @@ from pdsim.kv.messages import (
     Ask,
     Fence,
     Fenced,
+    MessageError,
     Metadata,
     Quiet,
     Reserve,
@@ -85,7 +86,11 @@ class Worker(EngineMember):
         notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
         try:
             while not self.ended.triggered:
-                notice((yield notifications.get()))
+                notification = yield notifications.get()
+                try:
+                    notice(notification)
+                except MessageError as error:
+                    self.refuse(notification.sender, str(error))
         except Exception as error:
             self.fail(error)
 

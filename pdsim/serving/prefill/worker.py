@@ -6,7 +6,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.errors import PeerLost
+from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
@@ -104,7 +104,7 @@ class Worker(EngineMember):
             self.sender.links.connect(message)
         except PeerLost as error:
             self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
-        except MessageError as error:
+        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
             self.refuse(sender, str(error))
         else:
             self._found(message.instance)

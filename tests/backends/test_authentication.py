@@ -1,0 +1,311 @@
+"""What other processes of this machine can do to a rank: nothing, and the rank counts that they tried.
+
+The attacker here is this process.  Ranks are processes on a real engine.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from backends.base import channel
+from backends.base.authentication import Keys, job_keys
+from backends.base.channel import ZmqChannel
+from backends.base.control import Link, fields
+from backends.jobs import launcher as launch
+from backends.jobs.launcher import Processes
+from pdsim.clock import WallClock
+from pdsim.errors import MessageError, PeerLost, TransferFailed
+from pdsim.kv.messages import VERSION, Prefilled, Stop, encode
+from tests.backends import programs
+from tests.backends.conftest import spec
+
+SEED = b"\x08\x93\xa1\x93"
+FORGED = [
+    [b"router", encode(Stop())],
+    [encode(Stop())],
+    [SEED],
+    [b"\xff\xfe", SEED],
+    [b"nobody", bytes([VERSION]) + b"\xc1"],
+    [b"router", encode(Prefilled(1, 1)), b"group", b"more"],
+]
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    with zmq.Context() as found:
+        yield found
+        found.destroy(linger=0)
+
+
+def attack(
+    context: Any, uri: str, frames: list[bytes], prepare: Callable[[Any], None] | None = None, seconds: float = 0.3
+) -> None:
+    """Send *frames* to *uri* as a process outside the job can; *prepare* is called with the socket."""
+    pushed = context.socket(zmq.PUSH)
+    pushed.linger = 0
+    if prepare is not None:
+        prepare(pushed)
+    pushed.connect(uri)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(zmq.Again):
+            pushed.send_multipart(frames, zmq.NOBLOCK)
+        time.sleep(0.02)
+    pushed.close()
+
+
+class Pair:
+    """Two ranks' channels in this process, on clocks of their own."""
+
+    def __init__(self) -> None:
+        self.keys = job_keys("ab")
+        self.clock = WallClock()
+        self.a, self.b = (ZmqChannel(self.clock, self.keys[name]) for name in "ab")
+        for one in (self.a, self.b):
+            one.open({"a": self.a.uri, "b": self.b.uri})
+        self.heard: list[tuple[str, bytes]] = []
+        self.clock.process(self._listen())
+
+    def _listen(self) -> Any:
+        while True:
+            self.heard.append(tuple((yield self.b.receive())))
+
+    def run(self, seconds: float = 0.3) -> list[tuple[str, bytes]]:
+        self.clock.run(until=self.clock.now + seconds)
+        return self.heard
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    found = Pair()
+    yield found
+    found.close()
+
+
+def test_ranks_of_a_job_hear_each_other_and_who_it_was(pair: Pair):
+    pair.a.send("b", b"one")
+    pair.a.send("b", b"two")
+    assert pair.run() == [("a", b"one"), ("a", b"two")]
+    assert pair.b.refused == 0
+
+
+@pytest.mark.parametrize("frames", FORGED, ids=lambda frames: repr(frames)[:40])
+def test_who_has_no_keys_is_not_heard_and_counted(pair: Pair, context: Any, frames: list[bytes]):
+    attack(context, pair.b.uri, frames)
+    pair.a.send("b", b"still here")
+    assert pair.run() == [("a", b"still here")]
+    assert pair.b.refused >= 1
+
+
+def test_who_has_keys_of_another_job_is_not_heard_and_counted(pair: Pair, context: Any):
+    theirs = job_keys("ab")["a"]
+    assert set(theirs.public.values()).isdisjoint(pair.keys["a"].public.values())
+    # even if it has got hold of the public key of the rank
+    keys = Keys("a", theirs.secret, {"a": theirs.public["a"], "b": pair.keys["a"].public["b"]})
+    attack(context, pair.b.uri, [encode(Stop())], lambda pushed: keys.dial(pushed, "b"))
+    assert pair.run() == []
+    assert pair.b.refused >= 1
+
+
+def test_raw_bytes_are_not_heard(pair: Pair):
+    host, port = pair.b.uri.removeprefix("tcp://").split(":")
+    for data in (b"\x01\x00", b"\xff" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\x0b\x00\x08\x93\xa1\x93", SEED * 1000):
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(data)
+            pair.run(0.05)
+    pair.a.send("b", b"still here")
+    assert pair.run() == [("a", b"still here")]
+
+
+def test_a_rank_cannot_speak_for_another(pair: Pair, context: Any):
+    """The name of the sender is not in the message: its key is what names it."""
+    attack(context, pair.b.uri, [b"said"], lambda pushed: pair.keys["a"].dial(pushed, "b"))
+    assert set(pair.run()) == {("a", b"said")}
+
+
+def test_a_refused_rank_is_disconnected_and_not_heard_until_it_starts_again(pair: Pair):
+    pair.a.send("b", b"first")
+    pair.run()
+    pair.b.refuse("a")
+    pair.a.send("b", b"second")
+    assert pair.run() == [("a", b"first")]
+    assert not connections(pair.b.uri)
+    pair.b.open({"a": pair.a.uri})
+    pair.a.open({"b": pair.b.uri})
+    pair.a.send("b", b"third")
+    assert pair.run() == [("a", b"first"), ("a", b"third")]
+    assert pair.b.refused == 2
+
+
+def connections(uri: str) -> list[Any]:
+    """Return the connections of this process to the port of *uri*."""
+    port = int(uri.rpartition(":")[2])
+    found = psutil.Process().net_connections()
+    return [each for each in found if each.status == psutil.CONN_ESTABLISHED and port == each.laddr.port]
+
+
+def test_frames_that_are_too_many_are_refused(pair: Pair):
+    pair.a._send("b", b"payload", b"topic", b"more")
+    pair.a.send("b", b"never heard")
+    assert pair.run() == []
+    assert pair.b.refused >= 1
+
+
+def test_a_message_that_is_too_large_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "LARGEST", 10)
+    with pytest.raises(MessageError, match="a message of 11 bytes to b; the channel takes 10 at most"):
+        pair.a.send("b", b"x" * 11)
+
+
+def test_a_message_that_is_too_large_for_the_receiver_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "LARGEST", 10)
+    pair = Pair()
+    monkeypatch.setattr(channel, "LARGEST", 1000)
+    pair.a.send("b", b"x" * 11)
+    assert pair.run() == []
+    assert not connections(pair.b.uri)
+    pair.close()
+
+
+def test_a_receiver_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "QUEUE", 10)
+    pair = Pair()
+    pair.a.send("b", b"connected")
+    assert pair.run() == [("a", b"connected")]
+    for _ in range(20_000):  # the kernel's buffers take some
+        pair.a.send("b", b"x" * 1000)
+    assert pair.a._sockets["b"] is None
+    assert len(pair.run()) < 20_000  # what was sent is whole and in order; what was not is lost with the connection
+    pair.close()
+
+
+def test_more_than_a_program_reads_waits_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "QUEUE", 10)
+    keys, clock = job_keys("ab"), WallClock()
+    a, b = (ZmqChannel(clock, keys[name]) for name in "ab")
+    a.open({"b": b.uri})
+
+    def tell() -> Any:
+        for number in range(100):
+            a.send("b", str(number).encode())
+            yield clock.timeout(1e-3)
+
+    def read() -> Any:
+        yield clock.timeout(0.5)  # meanwhile the mailbox fills, and then the socket
+        assert len(b._received) == 10
+        heard = []
+        for _ in range(30):
+            message = yield b.receive()
+            heard.append(message.payload)
+        return heard
+
+    clock.process(tell())
+    assert clock.run(clock.process(read())) == [str(number).encode() for number in range(30)]
+    a.close()
+    b.close()
+
+
+def test_keys_are_not_shown():
+    keys = job_keys("a")["a"]
+    assert keys.secret not in repr(keys) + str(keys)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(keys), type=Keys) == keys
+
+
+def test_a_rank_of_another_job_cannot_be_connected_to(pair: Pair):
+    with pytest.raises(TransferFailed, match="'c' is not a rank of this job; there are a, b"):
+        pair.keys["a"].dial(None, "c")
+
+
+# --- endpoints
+
+
+@pytest.mark.parametrize(("body", "kinds"), [([], [str]), ([b"\xff"], [str]), ([b"x"], [int]), ([b"1", b"2"], [int])])
+def test_fields_of_a_note_are_what_they_must_be(body: list[bytes], kinds: list[type]):
+    with pytest.raises(MessageError):
+        fields(body, *kinds)
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        [b"one frame"],
+        [b"odd"],
+        [b"number", b"x"],
+        [b"hello", b"\xc1"],
+        [b"hello", b"\x94\xa1\xff\xa1u\xa1t\xa1p"],
+        [b"hello"],
+    ],
+    ids=repr,
+)
+def test_what_is_no_note_loses_the_line_and_nothing_else(note: list[bytes]):
+    clock, keys, lost = WallClock(), job_keys("ab"), []
+    read: Any = {b"number": lambda _, body: fields(body, int)}
+    a, b = (Link(clock, keys[name], "127.0.0.1", read, lost.append) for name in "ab")
+    line = a.reach(b.card, 5.0)
+    clock.run(until=clock.now + 0.1)
+    assert [other.name for other in b.lines] == ["a"]
+    kind, *body = note
+    if kind == b"one frame":
+        line.socket.send_multipart([kind])
+    else:
+        a.send(line, kind, *body)
+    clock.run(until=clock.now + 0.3)
+    assert b.refused == 1
+    assert [gone.name for gone in lost if gone in b.known("a")] == ["a"]
+    a.close(clean=False)
+    b.close(clean=False)
+
+
+def test_an_endpoint_of_another_job_cannot_connect():
+    clock, ours, theirs = WallClock(), job_keys("ab"), job_keys("ab")
+    b = Link(clock, ours["b"], "127.0.0.1", {}, lambda _: None)
+    a = Link(
+        clock, Keys("a", theirs["a"].secret, {**theirs["a"].public, "b": ours["b"].public["b"]}), "127.0.0.1", {}, print
+    )
+    with pytest.raises(PeerLost, match="refused the connection"):
+        a.reach(b.card, 5.0)
+    a.close(clean=True)
+    b.close(clean=True)
+
+
+# --- real ranks
+
+
+@pytest.mark.mooncake
+def test_no_key_is_in_a_command_line_an_environment_or_a_file(mooncake: Any, monkeypatch: pytest.MonkeyPatch):
+    made: dict[str, Keys] = {}
+    make = launch.job_keys
+    monkeypatch.setattr(launch, "job_keys", lambda names: made.update(make(names)) or made)
+    seen: list[bytes] = []
+
+    def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        process = launch.spawn(connection, output)
+        folder = Path(f"/proc/{process.pid}")
+
+        def look() -> None:
+            time.sleep(0.2)
+            seen.append((folder / "environ").read_bytes() + (folder / "cmdline").read_bytes())
+
+        threading.Thread(target=look).start()
+        return process
+
+    outcome = Processes(mooncake, deadline=60, spawn=spawn).run([spec("a", programs.sleep, seconds=0.5)])
+    assert outcome.ranks["a"].value == "slept"
+    assert seen
+    assert made["a"].secret.encode() not in b"".join(seen)
