@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
@@ -214,3 +215,10 @@ class Machine:
             raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
         if beyond := [change.hop for change in link.changes if change.hop >= hops]:
             raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")
+        by_hop = sorted(link.changes, key=lambda change: (change.hop, change.start))
+        for one, other in pairwise(by_hop):
+            if one.hop == other.hop and other.start < one.end:
+                raise ValueError(
+                    f"hw.link.changes: one of hop {one.hop} begins at {other.start:g} s, before the one of "
+                    f"{one.start:g} s ends at {one.end:g} s"
+                )

@@ -19,6 +19,7 @@ __all__ = [
     "Arrival",
     "Arrived",
     "Ask",
+    "Busy",
     "Chunk",
     "Destination",
     "Dropped",
@@ -57,7 +58,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 8
+VERSION = 9
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -118,11 +119,18 @@ class Ready(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """The router to every rank: answer `Pong`."""
+    """The router to every rank: answer `Pong`, or `Busy`."""
 
 
 class Pong(Message, frozen=True):
     """Every rank to the router: still here."""
+
+
+class Busy(Message, frozen=True):
+    """A prefill rank to the router instead of `Pong`: a write is under way, or has succeeded since the last `Ping`.
+
+    It has as many bytes as `Pong`, so that the answer takes the same time whichever it is.
+    """
 
 
 class Gone(Message, frozen=True):
@@ -374,6 +382,7 @@ _Any = (
     | Ready
     | Ping
     | Pong
+    | Busy
     | Gone
     | Stop
     | Submit
