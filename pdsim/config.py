@@ -12,7 +12,14 @@ from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 
-__all__ = ["Config"]
+__all__ = ["Check", "Config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Which guards there are beside those that cannot be done without."""
+
+    plausible: bool = True  # refuse quantities that nothing has: `pdsim.cli.plausible.BOUNDS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ class Config:
     compute: Compute = field(default_factory=Compute)
     collective: Collective | None = None  # what groups of ranks gather with
     slo: Slo = field(default_factory=Slo)
+    check: Check = field(default_factory=Check)
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"

@@ -14,10 +14,24 @@ from itertools import pairwise
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
 
-__all__ = ["EVIDENCE", "Copies", "Gpu", "Host", "Interconnect", "LinkChange", "Machine", "NetworkLink", "Nic"]
+__all__ = [
+    "EVIDENCE",
+    "VENDORS",
+    "Copies",
+    "Gpu",
+    "Host",
+    "Interconnect",
+    "LinkChange",
+    "Machine",
+    "NetworkLink",
+    "Nic",
+]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
+
+VENDORS = ("nvidia", "amd", "cpu")
+"""Whose machines there are; ``cpu`` has no GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +211,7 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        one_of("hw", VENDORS, vendor=self.vendor)
         if self.link is not None:
             self._check_link(self.link)
         positive("hw", nodes=self.nodes)
