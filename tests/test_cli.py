@@ -374,6 +374,38 @@ def test_ctrl_c_ends_a_run_with_130_one_line_and_a_marked_folder(tmp_path):
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
 
 
+SLOW_TO_IMPORT = """\
+import sys, time
+sys.stderr.write("importing\\n")
+sys.stderr.flush()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("module", ["json", "hydra"])  # of the command line itself, and of `run`
+def test_ctrl_c_during_imports_is_one_line(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text(SLOW_TO_IMPORT)
+    process = started("run", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert process.stderr.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "pdsim: interrupted before anything had begun\n")
+
+
+def test_sigterm_ends_a_run_while_its_requests_are_drawn(tmp_path):
+    words = ("run", "workload=poisson", "workload.count=1e9", "check.plausible=false")
+    process = started(*words, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("results/*/run.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    (folder,) = (tmp_path / "results").iterdir()
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+
+
 def test_nothing_heavy_is_imported_by_a_simulation():
     status, _, err = answer("run", *QUICK, "--quiet", python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines() if "|" in line}
