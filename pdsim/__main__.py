@@ -2,7 +2,7 @@
 
 import sys
 
-from pdsim.interrupt import beginning
+from pdsim.cli.interrupt import beginning
 
 __all__ = ["main"]
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdsim import configure
-from pdsim.calibration import points, tools
+from pdsim.calibration import importers, samples
+from pdsim.cli import typed
 from pdsim.errors import ConfigError
-from pdsim.results import compare, report
-from pdsim.results.collect import collect, table
+from pdsim.results import compare, terminal
 from pdsim.results.store import FILES, Run
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
+from pdsim.sweep.collect import collect, table
 from tests.results.conftest import make_config, make_result
 from tests.test_config import CONFIG
 
@@ -79,20 +79,20 @@ def is_refused_in_one_line(act: Any, *arguments: Any) -> None:
 
 
 @BOUNDED
-@given(st.sampled_from(OUTPUTS), EDITS, st.sampled_from(["", *tools.FORMATS]))
+@given(st.sampled_from(OUTPUTS), EDITS, st.sampled_from(["", *importers.FORMATS]))
 def test_outputs_of_tools(tmp_path, output, edits, tool):
     path = tmp_path / "output.txt"
     path.write_text(edited(output.read_text(encoding="utf-8"), edits), encoding="utf-8")
-    is_refused_in_one_line(tools.read, path, tool)
+    is_refused_in_one_line(importers.read, path, tool)
 
 
 @BOUNDED
-@given(st.binary(max_size=200), st.sampled_from(["", *tools.FORMATS]))
+@given(st.binary(max_size=200), st.sampled_from(["", *importers.FORMATS]))
 def test_files_that_are_no_outputs(tmp_path, content, tool):
     path = tmp_path / "output.txt"
     path.write_bytes(content)
-    is_refused_in_one_line(tools.read, path, tool)
-    is_refused_in_one_line(points.read, path)
+    is_refused_in_one_line(importers.read, path, tool)
+    is_refused_in_one_line(samples.read, path)
 
 
 @BOUNDED
@@ -103,7 +103,7 @@ def test_samples(tmp_path, edits):
         "# kind: measured\npattern,blocks,size,seconds,per_job,held\npair,1,4096,1e-5,1e-5 2e-5,0\nincast:2,8,1,3,,1\n"
     )
     path.write_text(edited(right, edits), encoding="utf-8")
-    is_refused_in_one_line(points.read, path)
+    is_refused_in_one_line(samples.read, path)
 
 
 MOONCAKE = '{"timestamp": 0, "input_length": 90, "output_length": 2, "hash_ids": [1]}\n' * 3
@@ -139,12 +139,12 @@ def reads(folder: Path, other: Path) -> None:
     """Read the run in *folder* in every way there is."""
     with (folder.parent.parent / "out.txt").open("w", encoding="utf-8") as out:
         for act in (
-            lambda: report.show(folder, out),
-            lambda: report.as_json(folder),
+            lambda: terminal.show(folder, out),
+            lambda: terminal.as_json(folder),
             lambda: compare.tables([other, folder]),
             lambda: compare.as_dict([folder, other]),
-            lambda: [report.show_table(one, out) for one in compare.tables([folder, other])],
-            lambda: report.show_table(table(collect(folder.parent)), out),
+            lambda: [terminal.show_table(one, out) for one in compare.tables([folder, other])],
+            lambda: terminal.show_table(table(collect(folder.parent)), out),
         ):
             is_refused_in_one_line(act)
 
@@ -188,7 +188,7 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path):
     for content in (b"", b"PAR1"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"points\.parquet is not a table"):
-            report.show_sweep(tmp_path)
+            terminal.show_sweep(tmp_path)
 
 
 # --- calibrations
@@ -210,13 +210,13 @@ CALIBRATION = {
 
 
 def test_the_calibration_that_is_changed_below_is_right():
-    assert configure.load({**CONFIG, "calibration": CALIBRATION}).backend.intra.call == 3e-6
+    assert typed.load({**CONFIG, "calibration": CALIBRATION}).backend.intra.call == 3e-6
 
 
 @BOUNDED
 @given(st.sampled_from(places(CALIBRATION)), ODD)
 def test_calibrations_with_other_values(place, new):
-    is_refused_in_one_line(configure.load, {**CONFIG, "calibration": changed(CALIBRATION, place, new)})
+    is_refused_in_one_line(typed.load, {**CONFIG, "calibration": changed(CALIBRATION, place, new)})
 
 
 @BOUNDED
@@ -224,7 +224,7 @@ def test_calibrations_with_other_values(place, new):
 def test_calibrations_of_other_parameters(key, new):
     for name in (key, f"hw.{key}", f"backend.intra.{key}"):
         calibration = {**CALIBRATION, "parameters": {name: new}}
-        is_refused_in_one_line(configure.load, {**CONFIG, "calibration": calibration})
+        is_refused_in_one_line(typed.load, {**CONFIG, "calibration": calibration})
 
 
 # --- configurations
@@ -234,4 +234,4 @@ def test_calibrations_of_other_parameters(key, new):
 @given(st.sampled_from(places(CONFIG)), ODD)
 def test_configurations_with_other_values(place, new):
     if place:
-        is_refused_in_one_line(configure.load, changed(CONFIG, place, new))
+        is_refused_in_one_line(typed.load, changed(CONFIG, place, new))

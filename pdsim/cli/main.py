@@ -21,10 +21,10 @@ from typing import NoReturn
 import pdsim
 from pdsim import plugins
 from pdsim.cli import help as usage
+from pdsim.cli.interrupt import begun
 from pdsim.cli.overrides import describe, explain, groups, options
 from pdsim.errors import ConfigError, PdsimError
 from pdsim.guards import instead
-from pdsim.interrupt import begun
 
 __all__ = ["main"]
 
