@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import NoReturn
 
 __all__ = ["beginning", "begun"]
 
@@ -24,6 +25,6 @@ def begun() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
     os.write(2, b"pdsim: interrupted before anything had begun\n")
-    os._exit(130)
+    raise SystemExit(130)

@@ -148,11 +148,9 @@ class Router(Member):
                 self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
             self.guard(self._begin)
             if self.clock.now - self._moved > self._patience:
-                self.guard(self._give_up)
-
-    def _give_up(self) -> None:
-        for request in tuple(self._rooms.values()):
-            self._fail(request, f"Stalled: no request and no write got anywhere for {self._patience:g} s")
+                for request in tuple(self._rooms.values()):
+                    reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
+                    self.guard(self._fail, request, reason)
 
     def _busy(self, _: str, __: Busy) -> None:
         self._moved = self.clock.now
