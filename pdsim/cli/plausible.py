@@ -36,7 +36,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.gpu.memory_rate", 1e9, 3e12, 1e15),
     ("hw.gpu.compute", 1e10, 5e14, 1e18),
     ("hw.gpu.pcie", 1e8, 5e10, 1e13),
-    ("hw.*.copies.*", 1e-12, 5e-6, 0.1),
+    ("time:hw.*.copies.*", 1e-12, 5e-6, 0.1),
     ("hw.*.rest", 1e-9, 1e-3, _DAY),
     ("hw.gpu.rouse", 1e-9, 1e-5, 1.0),
     ("hw.interconnect.rate", 1e8, 4.5e11, 1e14),
@@ -60,20 +60,21 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.link.changes.start", 1e-9, 2.0, _MONTH),
     ("hw.link.changes.end", 1e-9, 2.0, _MONTH),
     ("backend.int??.queues", _FEW, 4, _MANY),
+    ("backend.int??.line", 1e3, 4.5e11, 1e14),
     ("backend.int??.*rate", 1e3, 5e10, 1e14),
     ("backend.int??.small.bytes", 1, 2**16, 2**40),
     ("backend.int??.depth", _FEW, 128, 10**7),
     ("backend.int??.lanes", _FEW, 16, 10**7),
     ("backend.int??.ramp.first", _FEW, 64, 10**7),
     ("backend.int??.small.descriptors", _FEW, 16, 10**7),
-    ("backend.int??.*", 1e-12, 5e-6, 1.0),
+    ("time:backend.int??.*", 1e-12, 5e-6, 1.0),
     ("backend.timeout", 1e-6, 30.0, _MONTH),
     ("collective.*.copies", _FEW, 1, 100),
     ("collective.*rate", 1e3, 3e11, 1e14),
     ("collective.pool", 2**10, 2**32, 2**44),
     ("collective.timeout", 1e-6, 30.0, _MONTH),
     ("collective.grow_latency", 1e-9, 1e-3, 60.0),
-    ("collective.*", 1e-12, 2e-5, 10.0),
+    ("time:collective.*", 1e-12, 2e-5, 10.0),
     ("model.parameters", 1e4, 3e10, 1e15),
     ("model.active", 1e4, 3e10, 1e15),
     ("model.context", 2, 131072, 10**9),
@@ -173,7 +174,7 @@ def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...])
 
 def _beyond(quantity: Quantity) -> str:
     key, kind, value = quantity
-    row = _row(_plain(key))
+    row = _row(_plain(key), kind)
     if row is None or not value or not math.isfinite(value) or row[1] <= value <= row[3]:
         return ""
     show = _BY_KIND[kind][1] if kind else _counted
@@ -238,13 +239,14 @@ def _written(values: Any, key: str) -> str:
     return str(values) if isinstance(values, int | float | str) and not isinstance(values, bool) else ""
 
 
-def _row(key: str) -> tuple[str, float, float, float] | None:
-    return next((row for row in BOUNDS if fnmatchcase(key, row[0])), None)
+def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
+    """Return the row of `BOUNDS` for *key*; one that names a kind holds for that kind only."""
+    return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{key}" if ":" in row[0] else key, row[0])), None)
 
 
 def _meant(key: str, kind: str, number: float) -> str:
     """Return *number* with the unit that brings it nearest to what *key* usually is; "" if none is plausible."""
-    row, parse = _row(key), _BY_KIND[kind][0]
+    row, parse = _row(key, kind), _BY_KIND[kind][0]
     if row is None:
         return f"{number:.12g}{_UNITS[kind][0]}"
     _, least, usual, most = row
