@@ -1,7 +1,19 @@
-"""``python -m pdsim``."""
+"""``python -m pdsim``, and the command ``pdsim``."""
 
 import sys
 
-from pdsim.cli.main import main
+from pdsim.cli.interrupt import beginning
 
-sys.exit(main())
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the command line of this process and return the exit status; Ctrl-C while it is imported is one line."""
+    beginning()
+    from pdsim.cli.main import main as command
+
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

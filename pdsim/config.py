@@ -14,7 +14,7 @@ from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 from pdsim.units import Seconds
 
-__all__ = ["Config", "Launch"]
+__all__ = ["Check", "Config", "Launch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,13 @@ class Launch:
             raise ValueError(f"launch.bind must be an IP address such as 127.0.0.1, got {self.bind!r}") from None
         if not self.silence >= 0:
             raise ValueError(f"launch.silence must be >= 0, got {self.silence}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Which guards there are beside those that cannot be done without."""
+
+    plausible: bool = True  # refuse quantities that nothing has: `pdsim.cli.plausible.BOUNDS`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,7 @@ class Config:
     collective: Collective | None = None  # what groups of ranks gather with
     launch: Launch = field(default_factory=Launch)
     slo: Slo = field(default_factory=Slo)
+    check: Check = field(default_factory=Check)
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"

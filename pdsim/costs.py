@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pdsim.guards import not_negative, one_of, positive
+from pdsim.hardware import VENDORS
 from pdsim.units import Rate, Seconds, Size
 
 __all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Ramp"]
@@ -178,6 +179,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         positive("backend", timeout=self.timeout)
+        if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
+            raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
         if self.intra is None and self.inter is None:
             raise ValueError(f"backend {self.name!r} says neither what intra nor what inter costs")
 

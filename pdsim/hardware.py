@@ -9,14 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Flops, Rate, Seconds, Size
 
-__all__ = ["EVIDENCE", "Copies", "Gpu", "Host", "Interconnect", "LinkChange", "Machine", "NetworkLink", "Nic"]
+__all__ = [
+    "EVIDENCE",
+    "VENDORS",
+    "Copies",
+    "Gpu",
+    "Host",
+    "Interconnect",
+    "LinkChange",
+    "Machine",
+    "NetworkLink",
+    "Nic",
+]
 
 EVIDENCE = ("measured", "published", "datasheet", "assumed")
 """From the strongest to the weakest; a result carries the weakest of the numbers that it used."""
+
+VENDORS = ("nvidia", "amd", "cpu")
+"""Whose machines there are; ``cpu`` has no GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +211,7 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("hw", ("nvidia", "amd", "cpu"), vendor=self.vendor)
+        one_of("hw", VENDORS, vendor=self.vendor)
         if self.link is not None:
             self._check_link(self.link)
         positive("hw", nodes=self.nodes)
@@ -214,3 +229,10 @@ class Machine:
             raise ValueError(f"hw.link.rates must have a rate for each of {hops} hops, got {len(link.rates)}")
         if beyond := [change.hop for change in link.changes if change.hop >= hops]:
             raise ValueError(f"hw.link.changes: hop must be < {hops}, got {beyond[0]}")
+        by_hop = sorted(link.changes, key=lambda change: (change.hop, change.start))
+        for one, other in pairwise(by_hop):
+            if one.hop == other.hop and other.start < one.end:
+                raise ValueError(
+                    f"hw.link.changes: one of hop {one.hop} begins at {other.start:g} s, before the one of "
+                    f"{one.start:g} s ends at {one.end:g} s"
+                )

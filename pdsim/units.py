@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Annotated
 
 __all__ = [
+    "Count",
     "Flops",
     "Rate",
     "Seconds",
@@ -20,6 +21,7 @@ __all__ = [
     "format_rate",
     "format_size",
     "format_time",
+    "parse_count",
     "parse_flops",
     "parse_rate",
     "parse_size",
@@ -43,30 +45,31 @@ _TIME = {"": Fraction(1), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3
     "ns": Fraction(1, 10**9),
 }
 _FLOPS = {f"{prefix}FLOPS": Fraction(factor) for prefix, factor in _DECIMAL.items()} | {"": Fraction(1)}
+_COUNT = {"": Fraction(1), "K": Fraction(10**3), "M": Fraction(10**6), "B": Fraction(10**9), "T": Fraction(10**12)}
 _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\s\d]*)\s*", re.ASCII)
 
 
 def _parse(text: float | str, table: dict[str, Fraction], what: str, example: str) -> Fraction:
     """Return the exact value of *text* in the base unit.  Raise a `ValueError` that says *what* it should be."""
     if isinstance(text, bool) or not isinstance(text, int | float | str):
-        raise ValueError(f"{text!r} is not a {what}; write a number or something like {example}")
+        raise ValueError(f"{text!r} is not a {what}; write {example}")
     if not isinstance(text, str):
         if not abs(text) <= sys.float_info.max:  # nor not a number
-            raise ValueError(f"{text!r} is not a finite {what}; write a number or something like {example}")
+            raise ValueError(f"{text!r} is not a finite {what}; write {example}")
         return Fraction(text)
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in table:
-        raise ValueError(f"{text!r} is not a {what}; write a number or something like {example}")
+        raise ValueError(f"{text!r} is not a {what}; write {example}")
     number = float(match[1])
     if not math.isfinite(number * float(table[match[2]])):
-        raise ValueError(f"{text!r} is not a finite {what}; write a number or something like {example}")
+        raise ValueError(f"{text!r} is not a finite {what}; write {example}")
     # the float decides what is nothing: a Fraction of 1e-999999999 would take forever
     return Fraction(match[1]) * table[match[2]] if number else Fraction(0)
 
 
 def parse_size(text: float | str) -> int:
     """Return bytes: ``parse_size("64KiB") == 65536``.  Raise a `ValueError` unless they are a whole number."""
-    size = _parse(text, _SIZE, "size", "64KiB or 1.5GB")
+    size = _parse(text, _SIZE, "size", "a number or something like 64KiB or 1.5GB")
     if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes; write one, or something like 64KiB or 1.5GB")
     return int(size)
@@ -74,17 +77,22 @@ def parse_size(text: float | str) -> int:
 
 def parse_rate(text: float | str) -> float:
     """Return bytes per second: ``parse_rate("400Gbps") == 50e9``.  Raise a `ValueError` for anything else."""
-    return float(_parse(text, _RATE, "rate", "400Gbps or 50GB/s"))
+    return float(_parse(text, _RATE, "rate", "something like 400Gbps or 50GB/s"))
 
 
 def parse_time(text: float | str) -> float:
     """Return seconds: ``parse_time("1.5us") == 1.5e-6``.  Raise a `ValueError` for anything else."""
-    return float(_parse(text, _TIME, "time", "1.5us or 2ms"))
+    return float(_parse(text, _TIME, "time", "something like 1.5us or 2ms"))
 
 
 def parse_flops(text: float | str) -> float:
     """Return floating-point operations per second: ``parse_flops("148TFLOPS") == 148e12``."""
-    return float(_parse(text, _FLOPS, "rate of computation", "148TFLOPS"))
+    return float(_parse(text, _FLOPS, "rate of computation", "something like 148TFLOPS"))
+
+
+def parse_count(text: float | str) -> float:
+    """Return how many there are of what comes in billions: ``parse_count("7B") == 7e9``."""
+    return float(_parse(text, _COUNT, "number", "a number or something like 7B or 671e9"))
 
 
 def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
@@ -113,3 +121,4 @@ Size = Annotated[int, parse_size]
 Rate = Annotated[float, parse_rate]
 Seconds = Annotated[float, parse_time]
 Flops = Annotated[float, parse_flops]
+Count = Annotated[float, parse_count]

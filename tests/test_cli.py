@@ -143,7 +143,7 @@ REFUSALS = [
     (("run", "+hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
     (("run", "+x.y=1"), "unknown key x; a configuration has target,"),
     (("run", "hw.gpus=many"), "hw.gpus must be a whole number, got 'many'"),
-    (("run", "hw.nic.rate=400Gbs"), "hw.nic.rate: '400Gbs' is not a rate; write a number or something like 400Gbps"),
+    (("run", "hw.nic.rate=400Gbs"), "hw.nic.rate: '400Gbs' is not a rate; write something like 400Gbps"),
     (("run", "hw.nic.rate=-1"), "hw.nic.rate must be > 0, got -1.0; leave hw.nic.rate out"),
     (("run", "~hw.nic"), "hw.nic is missing and has no default; set hw.nic=VALUE"),
     (("run", "target=reel"), "target must be one of model, real, got 'reel'"),
@@ -371,6 +371,38 @@ def test_ctrl_c_ends_a_run_with_130_one_line_and_a_marked_folder(tmp_path):
     (folder,) = results.iterdir()
     assert (process.returncode, out) == (130, "")
     assert err == "pdsim: interrupted; a run that had begun is marked incomplete\n"
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+
+
+SLOW_TO_IMPORT = """\
+import sys, time
+sys.stderr.write("importing\\n")
+sys.stderr.flush()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("module", ["json", "hydra"])  # of the command line itself, and of `run`
+def test_ctrl_c_during_imports_is_one_line(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text(SLOW_TO_IMPORT)
+    process = started("run", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert process.stderr.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "pdsim: interrupted before anything had begun\n")
+
+
+def test_sigterm_ends_a_run_while_its_requests_are_drawn(tmp_path):
+    words = ("run", "workload=poisson", "workload.count=1e9", "check.plausible=false")
+    process = started(*words, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("results/*/run.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    (folder,) = (tmp_path / "results").iterdir()
     assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
 
 

@@ -141,7 +141,11 @@ def test_all_mistakes_are_told_at_once_one_a_line():
         ("hw.gpus", True, "hw.gpus must be a whole number, got True"),
         ("hw.name", ["a"], "hw.name must be text, got ['a']"),
         ("backend.intra.overlap", 1, "backend.intra.overlap must be true or false, got 1"),
-        ("model.parameters", float("inf"), "model.parameters must be a finite number, got inf"),
+        (
+            "model.parameters",
+            float("inf"),
+            "model.parameters: inf is not a finite number; write a number or something like 7B or 671e9",
+        ),
         ("hw.nic", 3, "hw.nic must have keys of its own (count, rate, latency), got 3"),
         (
             "hw.gpu.memory",

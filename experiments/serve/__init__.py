@@ -55,7 +55,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
-    requests = load(config.workload, config.seed, config.model.context)
+    requests = load(config.workload, config.seed, config.model.context, progress)
     what = job(config, options)
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests")

@@ -38,7 +38,12 @@ def read(path: Path, tool: str = "") -> Samples:
         raise ConfigError(f"{what}; say --format {', '.join(FORMATS)}")
     if tool == "samples":
         return samples.read(path)
-    rows = list(FORMATS[tool][1](text))
+    try:
+        rows = list(FORMATS[tool][1](text))
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError, csv.Error) as error:
+        # a row that is cut short or was edited: what failed in it says nothing to a user, the tool and the file do
+        what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise ConfigError(f"--from {path}: not what {tool} prints ({what}); give the whole of its output") from error
     if not rows:
         raise ConfigError(f"--from {path}: no row of {tool} in it; give the whole of what it printed")
     about = {"kind": "published", "source": f"foreign tool {tool}, {path.name}"}

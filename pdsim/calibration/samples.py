@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -51,6 +52,8 @@ class Sample:
     def __post_init__(self) -> None:
         positive("sample", blocks=self.blocks, size=self.size, concurrency=self.concurrency, flows=self.flows)
         positive("sample", seconds=self.seconds, low=self.low, high=self.high)
+        if not math.isfinite(max(self.seconds, self.low, self.high, *self.per_job, *self.per_flow)):
+            raise ValueError("sample: times must be finite")
         positive("sample", **{f"per_job[{index}]": seconds for index, seconds in enumerate(self.per_job)})
 
     @property
@@ -136,9 +139,13 @@ def read(path: Path) -> Samples:
 
     Raise a `ConfigError` that names the row if it holds what cannot be.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    about = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: {why}; name a CSV file of samples") from error
+    about = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line[1:].strip())
     if not rows:
         raise ConfigError(
             f"{path} has no samples; it needs the columns {', '.join(item.name for item in fields(Sample))}"
@@ -161,8 +168,10 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
         found.setdefault("low", found["seconds"])
         found.setdefault("high", found["seconds"])
         return Sample(**found)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except KeyError as error:
+        raise ConfigError(f"{where} has no {error}; give every column that has no default") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}; correct or delete the row") from error
 
 
 def _value(kind: str, text: str) -> Any:

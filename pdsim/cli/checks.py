@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.costs import Engine
 from pdsim.errors import ConfigError
@@ -20,7 +21,7 @@ from pdsim.serving.placement import places
 from pdsim.serving.settings import Side, Workload
 from pdsim.units import format_size
 
-__all__ = ["SERVING", "check"]
+__all__ = ["SERVING", "check", "notes"]
 
 SERVING = ("serve",)
 """The experiments that place prefill and decode instances; the others check for themselves what they place."""
@@ -34,8 +35,18 @@ def check(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def notes(config: Config, typed: Iterable[str]) -> list[str]:
+    """Return what was *typed*, as dotted keys say, and changes nothing of this run: a line each."""
+    options = sorted({".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)})
+    if not options or config.target != "model":
+        return []
+    named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"
+    return [f"{named} changes nothing of target=model: options are for the real engine, target=real"]
+
+
 def _general(config: Config) -> Iterator[str]:
     """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
+    yield from _names(config)
     yield from _vendor(config)
     yield from _paths(config)
     if config.target == "real":
@@ -53,6 +64,13 @@ def _serving(config: Config) -> Iterator[str]:
 
 
 # --- machine and engine ---------------------------------------------------------------------------------------------
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Yield for each name that the folder of a run cannot have in its own."""
+    for key, name in (("hw.name", config.hw.name), ("backend.name", config.backend.name)):
+        if not re.fullmatch(r"[^/\0]{1,64}", name):
+            yield f"{key}={name!r:.80} must be 1 to 64 characters without a slash: it is part of a folder's name"
 
 
 def _vendor(config: Config) -> Iterator[str]:

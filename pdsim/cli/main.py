@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import NoReturn
 import pdsim
 from pdsim import plugins
 from pdsim.cli import help as usage
+from pdsim.cli.interrupt import begun
 from pdsim.cli.overrides import describe, explain, groups, options
 from pdsim.errors import ConfigError, PdsimError
 from pdsim.guards import instead
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
     signal.signal(signal.SIGTERM, _terminated)
+    _print_anything()
     try:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
@@ -79,6 +82,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 def _run(words: Sequence[str]) -> int:
     from pdsim.cli.run import run
 
+    begun()
     own = {"--json", "--quiet", "-q"}
     rest = [word for word in words if word not in own]
     return run(rest, json="--json" in words, quiet=bool({"--quiet", "-q"} & set(words)))
@@ -130,6 +134,7 @@ def _calibrate(words: Sequence[str]) -> int:
 
     if find_spec("scipy") is None:
         raise ConfigError("calibrate needs scipy; pip install 'pdsim[calibrate]'")
+    begun()
     return calibrate(words)
 
 
@@ -177,6 +182,13 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
 def _say(text: str) -> int:
     print(text, flush=True)  # noqa: T201
     return 0
+
+
+def _print_anything() -> None:
+    """Have a terminal that knows few letters show others by their number, instead of ending in an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(status: int, text: str) -> int:

@@ -7,14 +7,26 @@ A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=40
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 
-__all__ = ["check_calibration", "describe", "explain", "groups", "instead", "near", "options", "rewrite", "set_keys"]
+__all__ = [
+    "check_calibration",
+    "describe",
+    "explain",
+    "groups",
+    "instead",
+    "leaves",
+    "near",
+    "options",
+    "rewrite",
+    "set_keys",
+]
 
 _FLAGS = {
     "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-dir": 1, "-cd": 1, "--config-name": 1, "-cn": 1,
@@ -79,6 +91,25 @@ def set_keys(overrides: Iterable[str]) -> list[str]:
     return [key for key in (text.partition("=")[0].lstrip("+~") for text in overrides) if "." in key]
 
 
+def leaves(overrides: Iterable[str]) -> list[str]:
+    """Return the dotted keys whose values *overrides* say, those within a mapping each: ``a={b: 1}`` sets ``a.b``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    chosen, parser = set(groups()), OverridesParser.create()
+    found: list[str] = []
+    for text in overrides:
+        key = text.partition("=")[0].lstrip("+~")
+        value = parser.parse_override(text).value() if "={" in text else None
+        found += _below(key, value) if isinstance(value, Mapping) else [key] if key not in chosen else []
+    return found
+
+
+def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
+    for name, item in value.items():
+        at = f"{key}.{getattr(name, 'text', name)}"  # a name in quotes is an object of Hydra's
+        yield from _below(at, item) if isinstance(item, Mapping) else [at]
+
+
 def _values_of(flag: str) -> int:
     name, equals, _ = flag.partition("=")
     if name not in _FLAGS:
@@ -94,7 +125,9 @@ def _override(word: str) -> str:
     if not equals:
         raise ConfigError(_bare(word))
     if key not in groups():
-        return f"++{key}={value}"
+        # Hydra takes letters of other alphabets only in quotes
+        quoted = not value.isascii() and re.fullmatch(r"[^'\"\\()\[\]{},=]*", value)
+        return f"++{key}='{value}'" if quoted else f"++{key}={value}"
     if value.startswith("["):
         one, *_ = value.strip("[]").split(",")
         raise ConfigError(

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from pdsim import plugins
-from pdsim.cli import checks, overrides, typed
+from pdsim.cli import checks, overrides, plausible, typed
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Target
@@ -189,7 +189,9 @@ def _load(composed: DictConfig, words: Sequence[str]) -> Config:
     assert isinstance(values, Mapping)
     named = {str(key): value for key, value in values.items()}
     overrides.check_calibration(words, named)
-    config = typed.load(named, overrides.set_keys(words))
+    keys = overrides.set_keys(words)
+    config = typed.load(named, keys)
+    plausible.check(config, named, overrides.leaves(words))
     checks.check(config)
     return config
 
@@ -207,7 +209,11 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
             own = {"folder": kept.folder} if name in _OWN_FILES else {}
             with _target(config, meter) as target:
                 result = measure(config, target, meter, **own)
-                own_notes = (*getattr(target, "notes", ()), *extrapolations(config, result.transfers))
+                own_notes = [
+                    *checks.notes(config, overrides.set_keys(words)),
+                    *getattr(target, "notes", ()),
+                    *extrapolations(config, result.transfers),
+                ]
                 result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)
     except ConfigError:  # found by the experiment itself, before it began

@@ -6,7 +6,7 @@ mistake what was written, what the rule is and what to write instead.  Knows nei
 
 from __future__ import annotations
 
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -181,7 +181,7 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
         return value
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)  # YAML reads a name of digits as a number
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if is_number and (hint is float or (hint is int and float(value).is_integer())):
         return hint(value)
     rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}

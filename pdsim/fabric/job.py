@@ -175,8 +175,8 @@ class _Job:
         end = self._topology.chain.recovery(now, change.end) if change.kind == "cut" else change.end
         for link in self._network.links:
             if link.name in (f"link{change.hop}.up", f"link{change.hop}.down"):
-                self._clock.call_at(end, self._squeeze, (link, link.capacity))
-                self._squeeze((link, link.capacity * change.share))
+                self._clock.call_at(end, self._squeeze, (link, link.nominal))
+                self._squeeze((link, link.nominal * change.share))
 
     def _plan(self, faults: Faults) -> None:
         """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
@@ -311,7 +311,8 @@ class _Job:
     def _outcome(self) -> Outcome:
         seconds = self._clock.now
         used = [(link, link.carried) for link in self._network.links]
-        links = {link.name: carried / (link.capacity * seconds) for link, carried in used if carried and seconds}
+        # nominal: a link that is stalled when the job ends carries nothing at that instant
+        links = {link.name: carried / (link.nominal * seconds) for link, carried in used if carried and seconds}
         pools = {
             f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
         }

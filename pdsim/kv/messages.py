@@ -19,6 +19,7 @@ __all__ = [
     "Arrival",
     "Arrived",
     "Ask",
+    "Busy",
     "Chunk",
     "Destination",
     "Dropped",
@@ -115,11 +116,18 @@ class Ready(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """The router to every rank: answer `Pong`."""
+    """The router to every rank: answer `Pong`, or `Busy`."""
 
 
 class Pong(Message, frozen=True):
     """Every rank to the router: still here."""
+
+
+class Busy(Message, frozen=True):
+    """A prefill rank to the router instead of `Pong`: a write is under way, or has succeeded since the last `Ping`.
+
+    It has as many bytes as `Pong`, so that the answer takes the same time whichever it is.
+    """
 
 
 class Gone(Message, frozen=True):
@@ -373,6 +381,7 @@ _Any = (
     | Ready
     | Ping
     | Pong
+    | Busy
     | Gone
     | Stop
     | Submit

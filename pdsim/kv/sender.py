@@ -85,6 +85,13 @@ class KvSender(Handoffs):
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
         self._contents = Contents(self._buffer, layout, self._place.tp, self._rows)
+        self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
+        self._succeeded = False  # whether one has since `progressed` was called
+
+    def progressed(self) -> bool:
+        """Return whether a write is under way, or has succeeded since the last call."""
+        succeeded, self._succeeded = self._succeeded, False
+        return succeeded or self._under_way > 0
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Take note of chunks whose forward begins: each will be given to `send`, and then `poll` be called."""
@@ -257,6 +264,7 @@ class KvSender(Handoffs):
         label = f"{chunk.room}/{chunk.index}/{path}"
         transfer = self._rank.endpoint.write(delivery.target.peer, batch, notify, label=label)
         state.moving += 1
+        self._under_way += 1
         transfer.callbacks.append(partial(self._written, delivery))
         return transfer
 
@@ -276,7 +284,9 @@ class KvSender(Handoffs):
     def _written(self, delivery: Delivery, event: Event) -> None:
         assert isinstance(event, Transfer)
         state = delivery.state
+        self._under_way -= 1
         if event.ok:
+            self._succeeded = True
             state.moving -= 1
             state.nbytes += event.batch.nbytes
             self._over(state)

@@ -6,11 +6,13 @@ Both come from the files of the runs.  Of a run without evidence no number is gi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from pdsim.errors import ConfigError
+from pdsim.results import reading
 from pdsim.results.record import Table
 from pdsim.results.store import load
 
@@ -90,22 +92,10 @@ def _commit(git: Mapping[str, Any] | None) -> str | None:
 
 def _configuration(folder: Path) -> dict[str, Any]:
     """Return the configuration of the run in *folder* by dotted key, without where a number comes from or goes to."""
-    from omegaconf import OmegaConf
-
-    plain = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
-    assert isinstance(plain, dict)
-    flat = dict(_flat(plain))
+    flat = reading.configuration(folder / "config.yaml")
     return {
         key: value for key, value in flat.items() if not key.startswith(_NOT_ASKED_FOR) and _SOURCES not in f"{key}."
     }
-
-
-def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{at}{key}.")
-        else:
-            yield f"{at}{key}", value
 
 
 def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list[Any]]]:
@@ -119,7 +109,8 @@ def _metrics(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, list
 def _multiples(values: Sequence[Any]) -> list[float | None]:
     """Return each of *values* but the first as a multiple of the first, None where there is none."""
     first, *others = values
-    return [value / first if _is_number(value) and _is_number(first) and first else None for value in others]
+    found = [value / first if _is_number(value) and _is_number(first) and first else None for value in others]
+    return [value if value is not None and isfinite(value) else None for value in found]
 
 
 def _is_number(value: Any) -> bool:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Outcome
-from pdsim.results import evidence, schema
+from pdsim.results import evidence, reading, schema
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
 
@@ -171,20 +171,8 @@ def load(folder: Path) -> dict[str, Any]:
     if missing or folder.name.endswith(INCOMPLETE):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
-    return {"folder": str(folder), **_read(folder / "run.json"), **_read(folder / "summary.json")}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}; it was changed since, so run it again") from error
-    if found.get("schema") != schema.VERSION:
-        raise ConfigError(
-            f"{path} has schema {found.get('schema')}, and pdsim reads {schema.VERSION}; run it again, or read it with "
-            f"the version of pdsim that wrote it"
-        )
-    return found
+    about, summary = reading.about(folder / "run.json"), reading.summary(folder / "summary.json")
+    return {"folder": str(folder), **about, **summary}
 
 
 def config_yaml(config: Config) -> str:

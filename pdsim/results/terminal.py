@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.results import store
+from pdsim.results import reading, store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
 
@@ -68,9 +68,7 @@ def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False)
     if not json:
         show_table(collect.table(path), file)
         return
-    import pyarrow.parquet as pq
-
-    line = dumps({"points": str(path), "rows": pq.read_table(path).to_pylist()})
+    line = dumps({"points": str(path), "rows": reading.points(path).to_pylist()}, default=str)
     (sys.stdout if file is None else file).write(line + "\n")
 
 

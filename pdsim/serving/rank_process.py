@@ -131,7 +131,11 @@ class Member:
             handler(sender, message)
 
     def _ping(self, sender: str, _: Ping) -> None:
-        self.send(sender, Pong())
+        self.send(sender, self.pong())
+
+    def pong(self) -> Message:
+        """Return the answer to a ping."""
+        return Pong()
 
 
 class EngineMember(Member):

@@ -16,6 +16,7 @@ from pdsim.job import Rank
 from pdsim.kv.bootstrap import Whereabouts
 from pdsim.kv.messages import (
     Abort,
+    Busy,
     Dropped,
     Enroll,
     Failed,
@@ -87,8 +88,8 @@ class Router(Member):
     end.  A request that depends on it fails, unless the leader of its other instance says that none of its bytes can
     have moved: then it is sent out anew, in another room, at most `Job.retries` times.
 
-    Should everybody answer and yet no request get anywhere, for as long as a loss can take to be noticed and twice as
-    long as the longest request can take, all that are open fail.
+    Should everybody answer and yet no request get anywhere and no write of theirs be under way, for as long as a loss
+    can take to be noticed and twice as long as the longest request can take, all that are open fail.
     """
 
     def __init__(
@@ -114,13 +115,14 @@ class Router(Member):
         wanted = max((request.output for request in self.requests), default=1)
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
-        self._moved = 0.0  # when a request last got somewhere
+        self._moved = 0.0  # when a request last got somewhere, or a write of one
         self._rooms: dict[int, _Request] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[Message], Handler] = {
             Enroll: self._enroll,
             Ready: self._ready,
             Pong: lambda _, __: None,
+            Busy: self._busy,
             Took: self._took,
             Locate: self._locate,
             Prefilled: self._prefilled,
@@ -146,11 +148,12 @@ class Router(Member):
                 self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
             self.guard(self._begin)
             if self.clock.now - self._moved > self._patience:
-                self.guard(self._give_up)
+                for request in tuple(self._rooms.values()):
+                    reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
+                    self.guard(self._fail, request, reason)
 
-    def _give_up(self) -> None:
-        for request in tuple(self._rooms.values()):
-            self._fail(request, f"Stalled: no request got anywhere for {self._patience:g} s")
+    def _busy(self, _: str, __: Busy) -> None:
+        self._moved = self.clock.now
 
     def _handle(self, sender: str, payload: bytes) -> None:
         if sender in self.last_heard:

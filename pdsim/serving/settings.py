@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdsim.guards import not_negative, one_of, positive
-from pdsim.units import Rate, Seconds, Size
+from pdsim.units import Count, Rate, Seconds, Size
 
 __all__ = ["DTYPES", "Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
 
@@ -54,8 +54,8 @@ class Llm:
     """The shape of a language model: `conf/model`."""
 
     name: str
-    parameters: float  # in all
-    active: float  # used for one token; equal to *parameters* unless a mixture of experts
+    parameters: Count  # in all
+    active: Count  # used for one token; equal to *parameters* unless a mixture of experts
     layers: int
     hidden: int
     heads: int

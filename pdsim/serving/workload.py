@@ -44,14 +44,16 @@ def stream(seed: int, name: str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
 
 
-def load(workload: Workload, seed: int, context: int) -> list[Request]:
-    """Return the requests of *workload* in order of arrival.
+def load(
+    workload: Workload, seed: int, context: int, progress: Callable[[float, str], None] = lambda *_: None
+) -> list[Request]:
+    """Return the requests of *workload* in order of arrival; *progress* is told how many have been drawn.
 
     Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), and for a
     request of more than *context* tokens.
     """
     if workload.trace is None and workload.arrivals != "embedded":
-        requests = iter(_generate(workload, seed, context))
+        requests = iter(_generate(workload, seed, context, progress))
     elif workload.trace is None:
         requests = _read(Path(str(files("pdsim.serving") / "data" / EMBEDDED)), context)
     else:
@@ -112,6 +114,8 @@ def _read(path: Path, context: int) -> Iterator[Request]:
         raise ConfigError(f"workload.trace={path} cannot be read: {error.strerror}; name a file that can") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"workload.trace={path} is not text: {error.reason}; give JSON lines or CSV") from error
+    except ValueError as error:  # of the name: a zero byte
+        raise ConfigError(f"workload.trace={str(path)!r} cannot be read: {error}; name a file that can") from error
 
 
 def _lines(path: Path, file: Iterator[str]) -> Iterator[_Line]:
@@ -129,7 +133,7 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Request]:
     for line in lines if parse is _azure else _with(first, lines):
         try:
             time, given, wanted = parse(line)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise line.error(str(error)) from None
         if not (math.isfinite(time) and (previous is None or time >= previous)):
             raise line.error(f"timestamp {time} after {previous}: timestamps must be finite and must not decrease")
@@ -192,16 +196,41 @@ def _fraction(text: str) -> float:
 # --- generated ------------------------------------------------------------------------------------------------------
 
 
-def _generate(workload: Workload, seed: int, context: int) -> list[Request]:
+def _generate(workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]) -> list[Request]:
     if workload.count is None:
         raise ConfigError(f"workload.arrivals={workload.arrivals} has no end; set workload.count=N")
     count = workload.count
     arrivals = np.cumsum(_gaps(workload, seed, count))
-    output = _lengths(stream(seed, "workload.output"), count, workload.output_mean, workload.output_cv)
-    given = _lengths(stream(seed, "workload.input"), count, workload.input_mean, workload.input_cv)
-    output = np.minimum(output, context - 1)
-    given = np.minimum(given, context - output)  # the tail of a log-normal has no end, the model's context has
-    return [Request(*row) for row in zip(arrivals.tolist(), given.tolist(), output.tolist(), strict=True)]
+    outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
+    found: list[Request] = []
+    for size in _blocks(count):
+        output = _lengths(outputs, size, workload.output_mean, workload.output_cv)
+        given = _lengths(inputs, size, workload.input_mean, workload.input_cv)
+        output = np.minimum(output, context - 1)
+        given = np.minimum(given, context - output)  # the tail of a log-normal has no end, the model's context has
+        times = arrivals[len(found) : len(found) + size]
+        progress(0.0, f"drawing request {len(found)} of {count}")
+        found += [Request(*row) for row in zip(times.tolist(), given.tolist(), output.tolist(), strict=True)]
+    return found
+
+
+_BLOCK = 1 << 20
+"""Requests drawn at a time: a signal waits until NumPy is done with as many."""
+
+
+def _blocks(count: int) -> Iterator[int]:
+    for start in range(0, count, _BLOCK):
+        yield min(_BLOCK, count - start)
+
+
+def _drawn(draw: Callable[[int], Floats], count: int) -> Floats:
+    """Return *count* numbers, those that one call of *draw* gives."""
+    found = np.empty(count)
+    start = 0
+    for size in _blocks(count):
+        found[start : start + size] = draw(size)
+        start += size
+    return found
 
 
 def _gaps(workload: Workload, seed: int, count: int) -> Floats:
@@ -209,10 +238,10 @@ def _gaps(workload: Workload, seed: int, count: int) -> Floats:
     random = stream(seed, "workload.arrivals")
     mean = 1 / workload.rate
     if workload.arrivals == "poisson":
-        return random.exponential(mean, count)
+        return _drawn(lambda size: random.exponential(mean, size), count)
     if workload.arrivals == "gamma":
         shape = workload.cv**-2
-        return random.gamma(shape, mean / shape, count)
+        return _drawn(lambda size: random.gamma(shape, mean / shape, size), count)
     return _bursty_gaps(workload, random, count)
 
 
@@ -222,7 +251,8 @@ def _bursty_gaps(workload: Workload, random: np.random.Generator, count: int) ->
     Bursts of exponential length have *burst* times the mean rate, and pauses are as much longer as keeps the mean.
     Within a burst the process is Poisson, so its gaps are those of busy time; pauses fall in between.
     """
-    busy = np.cumsum(random.exponential(1 / (workload.rate * workload.burst), count))
+    mean = 1 / (workload.rate * workload.burst)
+    busy = np.cumsum(_drawn(lambda size: random.exponential(mean, size), count))
     arrivals = np.empty(count)
     pause, end, index = 0.0, 0.0, 0
     while index < count:

@@ -5,7 +5,6 @@ A point is a folder with a ``run.json``.  Points that failed, or that were kille
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdsim.errors import ConfigError
-from pdsim.results import schema
+from pdsim.results import reading, schema
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
 from pdsim.results.store import INCOMPLETE, load
@@ -61,9 +60,7 @@ def table(path: Path) -> Table:
 
     Columns that all points share are left out, and so are the metrics of a point without evidence.
     """
-    import pyarrow.parquet as pq
-
-    points = pq.read_table(path)
+    points = reading.points(path)
     proven = [kind != "none" for kind in points["evidence"].to_pylist()]
     columns, values = {}, []
     for field in points.schema:
@@ -100,20 +97,22 @@ def _point(run: Path, sweep: Path) -> dict[str, Any]:
 
 def _about(run: Path) -> dict[str, Any]:
     """Return what an incomplete run says of itself: nothing, if it was killed in its first millisecond."""
-    try:
-        about: dict[str, Any] = json.loads((run / "run.json").read_text())
-    except FileNotFoundError:
-        about = {"status": "running", "overrides": []}
-    return about
+    path = run / "run.json"
+    return reading.about(path, ended=False) if path.is_file() else {"status": "running", "overrides": []}
 
 
 def _override(text: str) -> tuple[str, Any]:
     """Return the key and the value of ``+key=value``, the value as YAML reads it."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     key, _, value = text.partition("=")
     key = key.lstrip("+~")
-    parsed = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.create(f"value: {value}"), resolve=False)
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError):
+        return key, value
     assert isinstance(parsed, dict)
     return key, parsed["value"]
 

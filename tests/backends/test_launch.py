@@ -109,7 +109,7 @@ def test_a_program_that_does_not_exist_is_a_configuration_error(processes):
 def test_an_engine_that_does_not_exist_is_a_configuration_error(mooncake):
     from dataclasses import replace
 
-    with pytest.raises(ConfigError, match="no implementation 'carrier_pigeon' among"):
+    with pytest.raises(ConfigError, match="nothing is registered as 'carrier_pigeon'"):
         Processes(replace(mooncake, implementation="carrier_pigeon")).run([spec("a", programs.sleep, seconds=1)])
 
 

@@ -38,13 +38,15 @@ class Link:
 
     __slots__ = (
         "_active", "_age", "_bound", "_capacity", "_cover", "_covers", "_eta", "_free", "_key", "_level", "_live",
-        "_next", "_paths", "_queued", "_service", "_since", "_unset", "_was", "index", "name",
+        "_next", "_paths", "_queued", "_service", "_since", "_unset", "_was", "index", "name", "nominal",
     )  # fmt: skip
 
     def __init__(self, name: str, index: int, capacity: float) -> None:
         self.name = name
         self.index = index
         """Position among the links of the network, in order of creation."""
+        self.nominal = capacity
+        """Bytes/s that it was made with, whatever `Network.set_capacity` has made of it since."""
         self._capacity = capacity
         self._paths: dict[Path, int] = {}  # how many times each passes here
         self._cover: dict[Link, int] = {}  # the links that imply this one, and how often what they carry passes here

@@ -10,9 +10,11 @@ from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
+    Busy,
     Forward,
     Gone,
     Grant,
+    Message,
     MessageError,
     Ready,
     Register,
@@ -57,6 +59,10 @@ class Worker(EngineMember):
     def report(self) -> dict[str, Any]:
         """Return why metadata did not go the way of the policy, and how often."""
         return {"fallbacks": self.sender.fallbacks}
+
+    def pong(self) -> Message:
+        """Tell whether writes go on: over a slow link one may take longer than requests may go without progress."""
+        return Busy() if self.sender.progressed() else super().pong()
 
     def ready(self, message: Ready) -> None:
         """Tell the leader that this rank is connected to all ranks of a decode instance that it writes to."""

@@ -1,0 +1,183 @@
+"""What `pdsim.results.store` wrote, read again: whatever a file holds by now, it is what it should be or is refused.
+
+Folders of results are copied, edited and cut short; a `ConfigError` names the file, what is wrong and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from pdsim.errors import ConfigError
+from pdsim.hardware import EVIDENCE
+from pdsim.results import schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["about", "configuration", "points", "summary"]
+
+_Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Number = _Whole | float | None
+_AGAIN = "it was changed since, so run it again"
+
+
+class _HeldOut(msgspec.Struct):
+    points: int
+    how: str
+    mean: float
+    p95: float
+    jobs: int = 1
+    floor_p95: float | None = None
+
+
+class _Calibration(msgspec.Struct):
+    name: str
+    source: str
+    date: str
+    held_out: _HeldOut | None
+
+
+class _Evidence(msgspec.Struct):
+    weakest: str
+    sources: dict[str, str]
+    calibration: _Calibration | None = None
+
+    def __post_init__(self) -> None:
+        for name, source in self.sources.items():
+            if source.partition(":")[0].strip() not in EVIDENCE:
+                raise ValueError(f"source {source!r} of {name} must begin with one of {', '.join(EVIDENCE)}")
+
+
+class _Begun(msgspec.Struct):
+    """``run.json`` of a run that did not end: what a sweep shows of it."""
+
+    status: str
+    overrides: list[str]
+    error: str = ""
+    experiment: str | None = None
+    hw: str | None = None
+    backend: str | None = None
+    target: str | None = None
+    seed: _Whole | None = None
+    evidence: _Evidence | None = None
+
+
+class _Git(msgspec.Struct):
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class _Run(msgspec.Struct):
+    """``run.json`` of a run that ended."""
+
+    status: str
+    error: str
+    experiment: str
+    hw: str
+    backend: str
+    target: str
+    seed: _Whole
+    overrides: list[str]
+    engine: list[str]
+    evidence: _Evidence
+    pdsim: str
+    git: _Git | None = None
+
+
+class _Metric(msgspec.Struct):
+    value: _Number
+    definition: str
+    tabled: bool
+
+
+class _Table(msgspec.Struct):
+    title: str
+    columns: dict[str, str]
+    rows: list[list[bool | _Whole | float | str | None]]
+
+    def __post_init__(self) -> None:
+        if wrong := [len(row) for row in self.rows if len(row) != len(self.columns)]:
+            raise ValueError(f"table {self.title!r} has {len(self.columns)} columns and a row of {wrong[0]}")
+
+
+class _Summary(msgspec.Struct):
+    """``summary.json``."""
+
+    metrics: dict[str, _Metric]
+    tables: list[_Table]
+    failures: list[str]
+    notes: list[str]
+
+
+def about(path: Path, *, ended: bool = True) -> dict[str, Any]:
+    """Return the ``run.json`` at *path*, of a run that *ended* or of any other."""
+    return _read(path, _Run if ended else _Begun)
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return the ``summary.json`` at *path*."""
+    return _read(path, _Summary)
+
+
+def configuration(path: Path) -> dict[str, Any]:
+    """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{path} has no keys; {_AGAIN}")
+        return dict(_flat(plain))
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not a configuration: {_line(error)}; {_AGAIN}") from error
+
+
+def points(path: Path) -> pa.Table:
+    """Return the ``points.parquet`` of a sweep at *path*: every column says in its metadata what it is."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} is not a table: {_line(error)}; {_AGAIN}") from error
+    bare = [field.name for field in table.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
+    if bare or not {"status", "evidence"} <= set(table.column_names):
+        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or table.column_names[:3]}; {_AGAIN}")
+    return table
+
+
+def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {_line(error)}; {_AGAIN}") from error
+    if found.get("schema") != schema.VERSION:
+        raise ConfigError(
+            f"{path} has schema {found.get('schema')!r:.20}, and pdsim reads {schema.VERSION}; run it again, or read "
+            f"it with the version of pdsim that wrote it"
+        )
+    try:
+        msgspec.convert(found, shape)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} is not what pdsim writes: {_line(error)}; {_AGAIN}") from error
+    return found
+
+
+def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _line(error: BaseException) -> str:
+    """Return what *error* says, in one line that is not too long."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,202 @@
+"""Wrong and nonsensical configurations: one line that says why and what to write instead, status 2, nothing written.
+
+`WRONG` breaks a rule of the grammar, a type, a unit or a range; `NONSENSE` keeps them all and means nothing that there
+is.  Refusals of commands, files and combinations are in `tests.test_cli`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pdsim.cli.main import main
+
+TRANSFER, FAULTS, LINK = "experiment=transfer", "experiment=faults", "hw=link"
+GATHER, HANDOFF = "experiment=allgather", "experiment=handoff"
+
+WRONG = [
+    ("hw.nic.rate=400Gb", "hw.nic.rate: '400Gb' is not a rate; write something like 400Gbps or 50GB/s"),
+    ("hw.nic.rate=fast", "hw.nic.rate: 'fast' is not a rate"),
+    ("hw.nic.rate=true", "hw.nic.rate: True is not a rate"),
+    ("hw.nic.rate=[1Gbps,2Gbps]", "hw.nic.rate: ['1Gbps', '2Gbps'] is not a rate"),
+    ("hw.nic.rate=null", "hw.nic.rate: None is not a rate"),
+    ("hw.nic.rate=", "hw.nic.rate: '' is not a rate"),
+    ("hw.nic.rate=nan", "hw.nic.rate: nan is not a finite rate"),
+    ("hw.nic.rate=1e400", "hw.nic.rate: inf is not a finite rate"),
+    ("hw.nic.rate=-400Gbps", "hw.nic.rate must be > 0, got -50000000000.0; leave hw.nic.rate out"),
+    ("hw.nic.rate=???", "Missing mandatory value: rate"),
+    ("hw.nic.rate=${hw.nic}", "Interpolation to parent node"),
+    ("hw.nic.rate==3", "a value with blanks, commas, brackets, quotes or = needs quotes"),
+    ("hw.nic=400Gbps", "hw.nic must have keys of its own (count, rate, latency), got '400Gbps'"),
+    ("hw.nic.latency=2 us s", "hw.nic.latency: '2 us s' is not a time; write something like 1.5us or 2ms"),
+    ("hw.gpu.memory=96GBit", "hw.gpu.memory: '96GBit' is not a size; write a number or something like 64KiB"),
+    ("hw.gpu.memory=1.5B", "hw.gpu.memory: '1.5B' is not a whole number of bytes"),
+    ("hw.gpu.compute=148TF", "hw.gpu.compute: '148TF' is not a rate of computation; write something like 148TFLOPS"),
+    ("hw.gpu.name=[a]", "hw.gpu.name must be text, got ['a']"),
+    ("hw.gpus=2.5", "hw.gpus must be a whole number, got 2.5"),
+    ("hw.vendor=intel", "hw.vendor must be one of nvidia, amd, cpu, got 'intel'"),
+    ("hw.interconnect.kind=ring", "hw.interconnect.kind must be one of switch, mesh, none, got 'ring'"),
+    ("hw.link.rate=5Mbps", "hw.link.delay is missing and has no default"),
+    ((LINK, "hw.link.changes=stall"), "hw.link.changes[0] must have keys of its own (kind, start, end, share, hop)"),
+    ((LINK, "hw.link.changes=[{kind: stal, start: 1s, end: 3s}]"), "must be one of slow, stall, cut, got 'stal'"),
+    ("backend.vendors=[nvidia, intel]", "backend.vendors must be of nvidia, amd, cpu, got 'intel'"),
+    ("backend.intra.path=ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
+    ("backend.intra=null", "says neither what intra nor what inter costs"),
+    ("backend.policy=3", "backend.policy must have keys of its own (queues,"),
+    ("backend.policy.queues=many", "backend.policy.queues must be a whole number, got 'many'"),
+    ("backend.options=3", "backend.options must be a mapping of keys to values, got 3"),
+    ("backend.options={a: {b: c}}", "backend.options.a must be text"),
+    ("model.parameters=7X", "model.parameters: '7X' is not a number; write a number or something like 7B or 671e9"),
+    ("model.layers=1.5", "model.layers must be a whole number, got 1.5"),
+    ("model.attention=mha", "model.attention must be one of gqa, mla, got 'mha'"),
+    ("model.hybrid.pattern=xyz", "model.hybrid.pattern must be of a, w and m with at least one a, got 'xyz'"),
+    ("parallel.prefill=4", "parallel.prefill must have keys of its own (tp, instances, pp, cp, dp), got 4"),
+    ("parallel.prefill.tp=0", "parallel.prefill.tp must be > 0, got 0"),
+    ("workload.arrivals=normal", "workload.arrivals must be one of embedded, poisson, gamma, bursty, got 'normal'"),
+    ("workload.count=1.5", "workload.count must be a whole number, got 1.5"),
+    (("workload=poisson", "workload.rate=2Gbps"), "workload.rate must be a finite number, got '2Gbps'"),
+    ("kv.page_size=64KiB", "kv.page_size must be a whole number, got '64KiB'"),
+    ("kv.staging=maybe", "kv.staging must be true or false, got 'maybe'"),
+    ("slo=3", "slo must have keys of its own (ttft, tpot), got 3"),
+    ("seed=abc", "seed must be a whole number, got 'abc'"),
+    ("output=", "output must name a folder, got ''"),
+    ("output=/dev/null/x", "output=/dev/null/x: Not a directory; name a folder that can be written to"),
+    ("memory=traced", "memory must be one of timing, tracked, got 'traced'"),
+    ("experiment.router=random", "experiment.router must be one of least_tokens, round_robin, got 'random'"),
+    ("experiment=[]", "experiment=[] would mix several files into one"),
+    ((TRANSFER, "experiment.size=[]"), "experiment.size must have one value or more, got none"),
+    ((TRANSFER, "experiment.patterns=[pairs:x]"), "'pairs:x' has a count that it cannot have; write pairs:2"),
+    ((TRANSFER, "experiment.points=/"), "experiment.points=/: Is a directory; name a CSV file of points"),
+    ((HANDOFF, "experiment.tp=[x]"), "experiment.tp must be of pairs such as 1to2, got 'x'"),
+    ((FAULTS, "experiment.without=[noise]"), "experiment.without names 'noise'; there are delays,"),
+    ((FAULTS, "experiment.seed=-4"), "experiment.seed must be >= 0, got -4; leave experiment.seed out"),
+    ("check.plausible=perhaps", "check.plausible must be true or false, got 'perhaps'"),
+    ("policy.queues=3", "unknown key policy; it belongs to the backend"),
+]
+
+NONSENSE = [
+    # without the unit
+    ("hw.nic.rate=400", "hw.nic.rate=400 has no unit; did you mean 400Gbps?"),
+    ("hw.nic.rate='400'", "hw.nic.rate=400 has no unit; did you mean 400Gbps?"),
+    ("hw.nic={rate: 400}", "hw.nic.rate=400 has no unit; did you mean 400Gbps?"),
+    ("hw.gpu.compute=148", "hw.gpu.compute=148 has no unit; did you mean 148TFLOPS?"),
+    ("hw.gpu.memory_rate=4", "hw.gpu.memory_rate=4 has no unit; did you mean 4TB/s?"),
+    ("hw.interconnect.latency=5", "hw.interconnect.latency=5 has no unit; did you mean 5us?"),
+    ("backend.timeout=5", "backend.timeout=5 has no unit; did you mean 5s?"),
+    ("backend.intra.call=3", "backend.intra.call=3 has no unit; did you mean 3us?"),
+    ("experiment.deadline=60", "experiment.deadline=60 has no unit; did you mean 60s?"),
+    ("slo.ttft=500", "slo.ttft=500 has no unit; did you mean 500ms?"),
+    ("slo={ttft: 2}", "slo.ttft=2 has no unit; did you mean 2s?"),
+    ("slo.tpot=30", "slo.tpot=30 has no unit; did you mean 30ms?"),
+    ((LINK, "hw.link.changes=[{kind: stall, start: 1, end: 3s}]"), "hw.link.changes[0].start=1 has no unit; did you"),
+    # what nothing has
+    ("hw.interconnect.latency=5s", "hw.interconnect.latency=5 s is not plausible, from 0.1 ns to 10 ms is;"),
+    ("hw.gpu.compute=1e30TFLOPS", "hw.gpu.compute=1e+42 FLOPS is not plausible"),
+    ("hw.gpu.memory=96", "hw.gpu.memory=96 B is not plausible, from 64 MiB to 16 TiB is; did you mean 96GiB?"),
+    ("hw.nic.rate=400bps", "hw.nic.rate=50 B/s is not plausible"),
+    ("hw.nic.latency=2h", "hw.nic.latency=2 h is not plausible"),
+    ("hw.host.tcp_latency=1min", "hw.host.tcp_latency=1 min is not plausible"),
+    ("hw.gpus=100000", "hw.gpus=100,000 is not plausible, from 1 to 1,024 is"),
+    ("backend.intra.descriptor=1min", "backend.intra.descriptor=1 min is not plausible"),
+    ("model.parameters=7", "model.parameters=7 is not plausible, from 1e+04 to 1e+15 is; did you mean 7B?"),
+    ("model.layers=1000000", "model.layers=1,000,000 is not plausible"),
+    ("kv.pool=20", "kv.pool=20 B is not plausible, from 1 KiB to 16 TiB is; did you mean 20GiB?"),
+    ("slo.ttft=1000h", "slo.ttft=1000 h is not plausible"),
+    ("compute.overhead=1h", "compute.overhead=1 h is not plausible"),
+    (("workload=poisson", "workload.count=1e9"), "workload.count=1,000,000,000 is not plausible, from 1 to 10,000,000"),
+    (("workload=poisson", "workload.rate=1e-9"), "workload.rate=1e-09 is not plausible"),
+    ((LINK, "hw.link.delay=1h"), "hw.link.delay=1 h is not plausible"),
+    # what contradicts itself, or can be nowhere
+    ("hw.gpus=0", "moves bytes over nvlink, but hw=8xh20 has no GPUs"),
+    ("hw.name=../x", "hw.name='../x' must be 1 to 64 characters without a slash"),
+    ("hw.name=", "hw.name='' must be 1 to 64 characters"),
+    ("model.kv_dtype=fp8_e4m3", "model.kv_dtype must be one of bf16, fp16 for model.dtype_bytes=2"),
+    ("model.attention=mla", "model.latent_dim must be > 0, got 0"),
+    ("parallel.prefill.dp=3", "parallel.prefill.dp must divide tp=4"),
+    ("parallel.decode.cp=2", "decode ranks are not context-parallel; leave decode.cp at 1"),
+    ("kv.pool=1MiB", "a page of kv.page_size=64 tokens takes 5 MiB a rank, and 1 MiB are left for KV"),
+    ("scheduler.memory_fraction=88", "scheduler.memory_fraction must be > 0 and <= 1, got 88.0"),
+    ("compute.flops_share=2", "compute.flops_share must be > 0 and <= 1, a share of the peak, got 2.0"),
+    ("workload.aborts=1.5", "workload.aborts must be >= 0 and <= 1, got 1.5"),
+    (("workload=poisson", "workload.count=null"), "workload.arrivals=poisson has no end; set workload.count=N"),
+    ((LINK, "hw.nodes=1"), "hw.nodes must be from 2 to 250 with hw.link, which joins them, got 1"),
+    ((LINK, "hw.link.changes=[{kind: stall, start: 3s, end: 1s}]"), "end must be > start=3.0, got 1.0"),
+    ((GATHER, "experiment.ranks=[99]"), "experiment.ranks=99: each takes a GPU and hw=8xh20 has 8"),
+    ((FAULTS, "experiment.intensity=2"), "experiment.intensity must be >= 0 and <= 1, got 2.0"),
+]
+
+
+def words_of(case: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (case,) if isinstance(case, str) else case
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PDSIM_DEBUG", raising=False)
+
+
+def test_there_are_as_many_as_were_asked_for():
+    assert len({words_of(case) for case, _ in WRONG}) >= 40
+    assert len({words_of(case) for case, _ in NONSENSE}) >= 30
+
+
+@pytest.mark.parametrize(("case", "fragment"), WRONG + NONSENSE, ids=lambda value: " ".join(words_of(value))[:60])
+def test_wrong_input_is_one_line_status_two_and_nothing_written(capfd, tmp_path, case, fragment):
+    status = main(["run", *words_of(case)])
+    out, err = capfd.readouterr()
+    assert (status, out) == (2, "")
+    assert fragment in err
+    assert err.startswith("pdsim: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+QUICK = (TRANSFER, "experiment.patterns=[pair]", "experiment.size=4KiB", "experiment.blocks=1", "experiment.repeat=2")
+
+
+def test_what_is_not_plausible_can_be_taken_as_it_is(capfd):
+    status = main(["run", *QUICK, "hw.interconnect.latency=5s", "check.plausible=false"])
+    assert (status, capfd.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize("words", [("model.parameters=7B",), ("slo.ttft=500ms",), ("hw.nic.latency=0",)])
+def test_what_was_meant_is_taken(capfd, words):
+    assert main(["run", *QUICK, *words, "--quiet"]) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_kept_configuration_has_bare_numbers_and_runs_again(capfd, tmp_path):
+    main(["run", *QUICK, "--quiet", "output=first"])
+    (folder,) = (tmp_path / "first").iterdir()
+    assert "timeout: 30.0" in (folder / "config.yaml").read_text(encoding="utf-8")
+    again = ("--config-path", str(folder), "--config-name", "config", "output=second", "--quiet")
+    assert (main(["run", *again]), capfd.readouterr().err) == (0, "")
+
+
+def test_options_of_the_engine_that_the_model_does_not_look_at_are_named(capfd):
+    main(["run", *QUICK, "backend.options.threads=4"])
+    note = "note: backend.options.threads changes nothing of target=model: options are for the real engine, target=real"
+    assert note in capfd.readouterr().out
+    main(["run", *QUICK])
+    assert "changes nothing" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ergebnisse-ü", "结果", "mit leer", "Ωμέγα/нуль"])
+def test_folders_may_have_any_name(capfd, tmp_path, name):
+    for _ in range(2):
+        assert main(["run", *QUICK, f"output='{name}'"]) == 0
+    assert name in capfd.readouterr().out
+    folders = [str(folder) for folder in sorted((tmp_path / name).iterdir())]
+    assert main(["report", folders[0]]) == 0
+    assert main(["compare", *folders]) == 0
+    assert name in capfd.readouterr().out
+
+
+def test_a_trace_and_a_working_directory_may_have_any_name(capfd, tmp_path, monkeypatch):
+    home = tmp_path / "дом 家"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    (home / "spur-ß.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
+    assert main(["run", "workload.trace=spur-ß.jsonl", "--quiet"]) == 0
+    assert capfd.readouterr().err == ""
+    assert len(list((home / "results").iterdir())) == 1
