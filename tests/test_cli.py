@@ -313,7 +313,7 @@ def test_a_number_set_on_the_command_line_is_called_assumed(pdsim_says):
     _, out, _ = pdsim_says("run", *QUICK, "backend.intra.call=3us", "--json")
     sources = json.loads(out)["evidence"]["sources"]
     assert sources["backend.intra.call"] == "assumed: set on the command line"
-    assert sources["backend.intra"].startswith("measured: 2 x H200")
+    assert sources["backend.intra"].startswith("assumed: measured on 2xh200, not on 8xh20: 2 x H200")
 
 
 def test_a_machine_of_ones_own_comes_from_a_folder_of_ones_own(pdsim_says, tmp_path):
