@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from experiments.faults.description import Scenario
 from pdsim.job import Outcome
 from pdsim.serving.deployment import ROUTER, instance_of
-
-if TYPE_CHECKING:
-    from experiments.faults.scenario import Scenario
 
 __all__ = ["Causes", "Life", "Outage", "outages"]
 

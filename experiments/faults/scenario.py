@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments import serve
 from experiments.faults.causes import Causes
+from experiments.faults.description import Scenario
 from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
-from pdsim.job import RankSpec
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.verify.invariants import Checks, Violation
 from pdsim.serving.deployment import Job, instance_of
@@ -96,22 +96,6 @@ _SIDES = (  # prefill and decode
     (Side(tp=1, cp=2), Side(tp=2)),
     (Side(tp=2, dp=2), Side(tp=1)),
 )
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is served, and what goes wrong meanwhile."""
-
-    seed: int
-    job: Job
-    specs: list[RankSpec]
-    requests: list[Request]
-    cancels: Mapping[int, float]
-    faults: Faults
-    kill: Mapping[str, float]
-    restart: Mapping[str, float]
-    limit: float
-    text: str  # what it is, in one line
 
 
 class Tried(NamedTuple):

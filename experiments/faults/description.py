@@ -1,0 +1,29 @@
+"""What a scenario of `experiment=faults` is: a job, its requests, and everything that happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdsim.fabric.faults import Faults
+from pdsim.job import RankSpec
+from pdsim.serving.deployment import Job
+from pdsim.serving.workload import Request
+
+__all__ = ["Scenario"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is served, and what goes wrong meanwhile."""
+
+    seed: int
+    job: Job
+    specs: list[RankSpec]
+    requests: list[Request]
+    cancels: Mapping[int, float]
+    faults: Faults
+    kill: Mapping[str, float]
+    restart: Mapping[str, float]
+    limit: float
+    text: str  # what it is, in one line
