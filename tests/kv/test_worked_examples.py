@@ -6,11 +6,13 @@ in one call or in one for each plane; sliced, 2 L n p; page by page, 2 L n.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 from omegaconf import OmegaConf
 
+from pdsim.cli.typed import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, Register
@@ -18,7 +20,7 @@ from pdsim.kv.paths import REGION, STAGING, Target
 from pdsim.kv.plan import Runs
 from pdsim.kv.policy import Policy
 from pdsim.serving.compute.roofline import kv_shape
-from pdsim.serving.settings import Hybrid, Llm
+from pdsim.serving.settings import Llm
 from pdsim.transfer import Peer, Region
 
 TOKENS = 8192
@@ -26,9 +28,7 @@ MOONCAKE, MORI, NIXL = "mooncake", "mori", "nixl"
 
 
 def shape(model: str, **changes: object) -> KvShape:
-    values = OmegaConf.to_container(OmegaConf.load(f"conf/model/{model}.yaml"))
-    values |= {"hybrid": Hybrid(**values.get("hybrid", {})), **changes}
-    return kv_shape(Llm(**values))
+    return kv_shape(replace(build(Llm, OmegaConf.to_container(OmegaConf.load(f"conf/model/{model}.yaml"))), **changes))
 
 
 def policy(backend: str) -> Policy:
