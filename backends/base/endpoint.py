@@ -58,7 +58,7 @@ GRACE = 0.25
 engine's connections and ours at the same time, but they are looked at by different threads."""
 
 WATCH = 0.02
-"""Seconds between two looks for the proof that a peer is severed."""
+"""Seconds between two looks for the proof that a peer is quiesced."""
 
 _NOTIFY = b"notify"
 
@@ -314,8 +314,8 @@ class RealEndpoint(ABC):
             )
         return state
 
-    def severed(self, peer: str) -> Event:
-        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.severed`.
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.quiesced`.
 
         A dead process starts nothing; what the kernel still has of it has been taken in once none of this process's
         connections has a dead end.
@@ -327,12 +327,12 @@ class RealEndpoint(ABC):
     def _look(self, peer: str, event: Event) -> None:
         if self._closed:
             return
-        if self._is_severed(peer):
+        if self._is_quiesced(peer):
             event.succeed()
         else:
             self._call_at(self.clock.now + WATCH, lambda _: self._look(peer, event))
 
-    def _is_severed(self, peer: str) -> bool:
+    def _is_quiesced(self, peer: str) -> bool:
         self.link.poll()
         unclean = [line for line in self.link.known(peer) if not line.closed]
         return not unclean or (all(line.lost and is_dead(line.card.process) for line in unclean) and self._drained())

@@ -17,7 +17,7 @@ What it does about the engine's ways:
   miscounted when their ring wraps.  They are off; ours go over `backends.base.control` after the bytes are
   acknowledged.
 - The network card writes whether or not the process that owns the memory runs: a write to a stopped peer completes.
-- What a card has taken from a dead process nobody can see, so nothing is ever proven of it (`severed`).
+- What a card has taken from a dead process nobody can see, so nothing is ever proven of it (`quiesced`).
 - Its completion thread spins on a core from the first connection on, in both of its modes.
 """
 

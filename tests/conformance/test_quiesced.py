@@ -24,7 +24,7 @@ def test_after_the_proof_no_byte_of_a_killed_writer_arrives(job, request):
     assert found["changed"] in (0, None)
 
 
-def test_a_writer_that_closed_its_endpoint_in_order_is_severed_everywhere(job):
+def test_a_writer_that_closed_its_endpoint_in_order_is_quiesced_everywhere(job):
     outcome = job(
         {
             "survivor": (programs.outlive, {"writer": "leaver", "size": 4096, "within": 3.0}),
