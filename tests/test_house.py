@@ -19,10 +19,6 @@ CIRCLES = {
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 
 ARROWS_UP = {
-    ("pdsim.cli.checks", "backends.emulation.guest.engines"): "as of 6db8051",
-    ("pdsim.cli.checks", "backends.emulation.link.emulated_link"): "as of 6db8051",
-    ("pdsim.cli.doctor", "backends.emulation.link.emulated_link"): "as of 6db8051",
-    ("pdsim.cli.run", "backends.emulation.guest.engines"): "as of 6db8051",
     ("pdsim.results.terminal", "pdsim.sweep.collect"): "since the tree has a room for sweeps",
 }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from simpy.events import Event
@@ -74,6 +74,7 @@ class RealEndpoint(ABC):
 
     kind = ""  # endpoints of different kinds cannot connect
     options: tuple[str, ...] = ()  # of `Engine.options`, those that are no environment variables
+    variants: ClassVar[tuple[Any, ...]] = ()  # `Variant`s, or records of an engine's own that extend it
 
     def __init__(
         self,

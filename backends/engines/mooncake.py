@@ -29,22 +29,24 @@ What it does about the engine's ways:
 from __future__ import annotations
 
 import math
+import os
 import queue
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
 from backends.base.state import Entry, Flight, PeerState
+from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
-from backends.registry import MOONCAKE, MOONCAKE_CUDA
+from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
@@ -71,7 +73,34 @@ class _Session:
     waiting: deque[Flight] = field(default_factory=deque)  # for these to end
 
 
-class _Way(NamedTuple):
+MOONCAKE = Library(
+    "import mooncake.engine",
+    ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
+    "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
+)
+MOONCAKE_CUDA = Library(
+    "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
+    MOONCAKE.distributions,
+    "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "
+    "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
+)
+
+
+def _not_forced(engine: Engine) -> Iterator[str]:
+    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
+    for where, value in (
+        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
+        ("backend.options", engine.options.get("MC_FORCE_TCP", "1")),
+    ):
+        if value != "1":
+            yield (
+                f"backend={engine.name} needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
+                "use backend=mooncake for RDMA"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transport(Variant):
     """How one transport is asked for, and what proves that it was chosen."""
 
     name: str
@@ -79,21 +108,10 @@ class _Way(NamedTuple):
     environment: Mapping[str, str]
     witness: str  # what the engine's log says of it, or of each device that it uses
     flag: str = ""  # of the module: whether it was built with it
-    gpu_only: bool = False
 
-
-_WAYS = {
-    "mooncake_tcp": _Way("tcp", "tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
-    "mooncake": _Way("rdma", "rdma", {}, r"RDMA device: (\w+)"),
-    "mooncake_nvlink": _Way(
-        "nvlink",
-        "rdma",
-        {"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, is not looked at, and leaves one on TCP
-        r"Using (Intra-Node NVLink) transport",
-        "SUPPORT_INTRA_NVLINK",
-        gpu_only=True,
-    ),
-}
+    @property
+    def gpu_only(self) -> bool:
+        return self.memory == ("gpu",)
 
 
 class MooncakeEndpoint(RealEndpoint):
@@ -105,13 +123,45 @@ class MooncakeEndpoint(RealEndpoint):
 
     kind = "mooncake"
     options = ("threads", "device")
+    variants = (
+        _Transport(
+            backend="mooncake_tcp",
+            requires=MOONCAKE,
+            memory=("host", "gpu"),
+            check=_not_forced,
+            name="tcp",
+            protocol="tcp",
+            environment={"MC_FORCE_TCP": "1"},
+            witness=r"TcpTransport: (listen)",
+        ),
+        _Transport(
+            backend="mooncake_nvlink",
+            requires=MOONCAKE_CUDA,
+            device="gpu",
+            memory=("gpu",),
+            one_sided=True,
+            name="nvlink",
+            protocol="rdma",
+            environment={"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, leaves one on TCP
+            witness=r"Using (Intra-Node NVLink) transport",
+            flag="SUPPORT_INTRA_NVLINK",
+        ),
+        _Transport(
+            backend="mooncake",
+            requires=MOONCAKE,
+            device="rdma",
+            one_sided=True,
+            proves_quiescence=False,
+            guest="backends.emulation.guest.mooncake:RECIPE",
+            name="rdma",
+            protocol="rdma",
+            environment={},
+            witness=r"RDMA device: (\w+)",
+        ),
+    )
 
     def _attach(self) -> str:
-        if self.settings.name not in _WAYS:
-            raise BackendUnavailable(
-                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_WAYS)}"
-            )
-        self._way = _WAYS[self.settings.name]
+        self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._sessions: dict[str, _Session] = {}
@@ -119,6 +169,8 @@ class MooncakeEndpoint(RealEndpoint):
         self._workers: list[threading.Thread] = []
         self._tickets: dict[Flight, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
+        if self._transport.name == "tcp":  # which has no device to choose
+            device = ""
         patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
         defaults = {
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # 0.3.13 refuses a batch of more than 1024 otherwise
@@ -126,30 +178,31 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
             "MC_LOG_LEVEL": "INFO",
         }
-        prepare(self.settings.name, {**self._way.environment, **options}, defaults)
+        prepare(self.settings.name, {**self._transport.environment, **options}, defaults)
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
         self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
         self._ask = native.transfer_check_status
         with captured_stderr() as log:
-            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
+            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._transport.protocol, device)
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
-        found = sorted(set(re.findall(self._way.witness, text)))
+        found = sorted(set(re.findall(self._transport.witness, text)))
         if not found:
             raise BackendUnavailable(
-                f"Mooncake did not report a transport over {self._way.name}, so it chose another: {text.strip()[-300:]}"
+                f"Mooncake did not report a transport over {self._transport.name}, so it chose another: "
+                f"{text.strip()[-300:]}"
             )
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
-        if self._way.gpu_only:
+        if self._transport.gpu_only:
             self.clock.watch(self)
-        devices = found if self._way.name == "rdma" else []
-        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._way.name, *devices])
+        devices = found if self._transport.name == "rdma" else []
+        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
 
     def _drained(self) -> bool:
         """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
-        return self._way.name != "rdma" and super()._drained()
+        return self._transport.proves_quiescence and super()._drained()
 
     def _library(self) -> Any:
         """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
@@ -157,7 +210,7 @@ class MooncakeEndpoint(RealEndpoint):
             from mooncake import engine
         except ImportError as error:
             raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {MOONCAKE.install}") from error
-        flag = self._way.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
+        flag = self._transport.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
         if flag and not getattr(engine, flag, False):
             raise BackendUnavailable(
                 f"backend {self.settings.name!r} on a GPU needs Mooncake built with CUDA, and "
@@ -166,7 +219,7 @@ class MooncakeEndpoint(RealEndpoint):
         return engine
 
     def _pin(self, buffer: RealBuffer) -> None:
-        if self._way.gpu_only:
+        if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
                     f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it on "
@@ -193,7 +246,7 @@ class MooncakeEndpoint(RealEndpoint):
         batch = flight.batch
         flight.handle = flight.blocks()
         flight.prepared = self.clock.now
-        if not self._way.gpu_only:
+        if not self._transport.gpu_only:
             self._queue(flight.peer).put(flight)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
             self._at_once(flight)

@@ -27,6 +27,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,8 +38,8 @@ from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import prepare
 from backends.base.state import Entry, Flight, PeerState
+from backends.capabilities import Library, Variant
 from backends.engines.rocm import missing
-from backends.registry import MORI
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
 __all__ = ["MoriEndpoint"]
@@ -52,6 +53,20 @@ CHUNK = 4 << 20
 """Bytes of a message: far above a page, and below what any port carries (soft-RoCE: 8 MiB)."""
 BEAT = 0.02
 """Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
+
+
+MORI = Library(
+    "from backends.engines.rocm import missing; (found := '; '.join(missing())) and exit(found); import mori.io",
+    ("amd-mori", "amd-mori-nightly"),
+    "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
+)
+_OVER_RDMA = Variant(
+    backend="mori",
+    requires=MORI,  # whose probe looks for the RDMA device, too
+    one_sided=True,
+    proves_quiescence=False,  # what lies in the queues of network cards nobody can see
+    guest="backends.emulation.guest.mori.serving:RECIPE",
+)
 
 
 class _Pair(NamedTuple):
@@ -77,6 +92,7 @@ class MoriEndpoint(RealEndpoint):
 
     kind = "mori"
     options = ("transport",)
+    variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -107,8 +123,8 @@ class MoriEndpoint(RealEndpoint):
             for name in backends:
                 engine.create_backend(getattr(io.BackendType, name), self._settings_of(name))
         except (ImportError, OSError, RuntimeError) as error:
-            lacking = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
-            raise BackendUnavailable(f"MORI does not work here ({error}): {lacking}; {MORI.install}") from error
+            absent = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
+            raise BackendUnavailable(f"MORI does not work here ({error}): {absent}; {MORI.install}") from error
         return engine
 
     def _settings_of(self, backend: str) -> Any:

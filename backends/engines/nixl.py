@@ -27,6 +27,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
 from backends.base.state import Entry, Flight, PeerState
+from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaDevice
-from backends.registry import NIXL
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -55,31 +56,75 @@ _Int64s = npt.NDArray[np.int64]
 _ACTIVE, _IDLE = b"active", b"idle"
 _LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
 _NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
-_VARIANTS: Mapping[str, tuple[dict[str, str], dict[str, str], str, set[str]]] = {
-    # environment, and what of it may be set otherwise; error handling of UCX; transports that may be reported
-    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
-    "nixl_shm": ({"UCX_TLS": "posix,cma"}, _NO_IB, "none", {"posix", "cma"}),
-    "nixl": ({"UCX_TLS": "rc_verbs,ud_verbs,self"}, {}, "peer", {"rc_verbs", "ud_verbs", "self"}),
-    "nixl between GPUs": ({"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
-}
+NIXL = Library("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transports(Variant):
+    """How UCX is told what to go over, and what it may then report."""
+
+    requires: Library | None = NIXL
+    environment: Mapping[str, str]
+    defaults: Mapping[str, str]  # of the environment, which may be set otherwise
+    error_handling: str  # of UCX: "peer" or "none"
+    allowed: frozenset[str]
 
 
 class NixlEndpoint(RealEndpoint):
     """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`."""
 
     kind = "nixl"
+    variants = (
+        _Transports(
+            backend="nixl_tcp",
+            memory=("host", "gpu"),
+            environment={"UCX_TLS": "tcp,self"},
+            defaults={**_LO, **_NO_IB},
+            error_handling="peer",
+            allowed=frozenset({"tcp", "self"}),
+        ),
+        _Transports(
+            backend="nixl_shm",
+            device="shm",
+            one_sided=True,
+            proves_quiescence=False,  # nobody can see what lies in shared memory
+            environment={"UCX_TLS": "posix,cma"},
+            defaults=_NO_IB,
+            error_handling="none",
+            allowed=frozenset({"posix", "cma"}),
+        ),
+        _Transports(
+            backend="nixl",
+            device="gpu",
+            memory=("gpu",),
+            environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"},
+            defaults={**_LO, **_NO_IB},
+            error_handling="peer",
+            allowed=frozenset({"tcp", "self"}),
+        ),
+        _Transports(
+            backend="nixl",
+            device="rdma",
+            one_sided=True,
+            proves_quiescence=False,
+            guest="backends.emulation.guest.nixl:RECIPE",
+            environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
+            defaults={},
+            error_handling="peer",
+            allowed=frozenset({"rc_verbs", "ud_verbs", "self"}),
+        ),
+    )
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> str:
-        if self.settings.name not in _VARIANTS:
-            raise BackendUnavailable(
-                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_VARIANTS)}"
-            )
         on_gpu = isinstance(self.device, CudaDevice)
-        self._gpus_only = self.settings.name == "nixl" and (on_gpu or not _has_rdma())
-        variant, more, error_handling, allowed = _VARIANTS[self.settings.name + " between GPUs" * self._gpus_only]
-        defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
+        # host memory goes over RDMA where there is any, and GPU memory between GPUs
+        ways = declared(self.variants, self.settings.name)
+        way = next((way for way in ways if way.device == ("rdma" if _has_rdma() and not on_gpu else "gpu")), ways[0])
+        self._way, self._gpus_only = way, way.device == "gpu"
+        variant, allowed = way.environment, way.allowed
+        defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         self._log, self._logged = None, 0  # a descriptor, and how many bytes of it have been read
         if on_gpu and self._gpus_only:
             self._log = os.memfd_create("ucx")
@@ -93,7 +138,7 @@ class NixlEndpoint(RealEndpoint):
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[Line] = set()  # peers that we poll for
         self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
-        self._agent, log = self._start_agent(error_handling)
+        self._agent, log = self._start_agent(way.error_handling)
         transports = _transports(log)
         if self._gpus_only:
             transports = set()  # of GPU memory UCX says nothing yet
@@ -133,7 +178,7 @@ class NixlEndpoint(RealEndpoint):
 
     def _drained(self) -> bool:
         """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
-        return (self.settings.name == "nixl_tcp" or self._gpus_only) and super()._drained()
+        return self._way.proves_quiescence and super()._drained()
 
     # --- memory and peers -------------------------------------------------------------------------------------------
 

@@ -26,12 +26,16 @@ from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.process_identity import myself
 from backends.base.state import Entry, Flight, PeerState
+from backends.capabilities import Library, Variant
 from backends.cuda.device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.errors import ConfigError, RegistrationError, TransferFailed
 from pdsim.guards import one_of
 
 __all__ = ["NvlinkEndpoint"]
+
+
+CUDA = Library("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +71,16 @@ class NvlinkEndpoint(RealEndpoint):
 
     kind = "nvlink"
     options = ("copy",)
+    variants = (
+        Variant(
+            backend="nvlink",
+            requires=CUDA,
+            device="gpu",
+            memory=("gpu",),
+            one_sided=True,
+            tried_with={"kernel": {"copy": "kernel"}},
+        ),
+    )
 
     def _attach(self) -> str:
         options = dict(self.settings.options)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backends.emulation.link.emulated_link import Lateness, joined, lacking
+from backends.emulation.link.emulated_link import Lateness, joined, missing_requirements
 from backends.emulation.link.namespaces import DEVICE
 from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, TransferError
@@ -21,7 +21,9 @@ from pdsim.job import Place
 from tests.backends import programs
 from tests.backends.conftest import spec
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"needs network namespaces: {lacking()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_requirements()), reason=f"needs network namespaces: {missing_requirements()}"
+)
 
 LINK = NetworkLink(rate=1e8, delay=1e-3)
 
@@ -173,7 +175,7 @@ def test_who_may_not_make_namespaces_is_told_what_it_takes():
     child = os.fork()
     if not child:
         os.setuid(65534)
-        os.write(writer, lacking().encode())
+        os.write(writer, missing_requirements().encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)

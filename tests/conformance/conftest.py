@@ -75,7 +75,7 @@ def place(name: str, index: int) -> Place:
     if name in (*REAL, *VERBS) or name == "gloo":
         return Place(0)
     if name in GPU:
-        from backends.registry import gpu_count
+        from backends.diagnosis import gpu_count
 
         return Place(0, index % (gpu_count() or 1))
     return Place(0, index)
@@ -89,8 +89,9 @@ def make_target(name: str) -> Target:
         return Model(MACHINE, engine("conformance"), memory=name.removeprefix("model-"), seed=1, collective=COLLECTIVE)
     if name in GATHERING:
         return _gathering(name)
+    from backends.diagnosis import devices
     from backends.jobs.launcher import Processes
-    from backends.registry import devices, diagnose
+    from backends.registry import diagnose
 
     diagnosis = diagnose(engine(name).name)
     if diagnosis.works and name in GPU:
@@ -104,7 +105,7 @@ def make_target(name: str) -> Target:
 
 def _gathering(name: str) -> Target:
     pytest.importorskip("torch", reason="groups of real ranks need PyTorch")
-    from backends.registry import gpu_count
+    from backends.diagnosis import gpu_count
 
     if name != "gloo" and gpu_count() < MEMBERS:
         pytest.skip(f"{name}: a rank of a group takes a GPU, {MEMBERS} in all, and this machine has {gpu_count()}")

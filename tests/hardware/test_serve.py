@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from backends.registry import gpu_count
 from experiments.serve import run
 from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy

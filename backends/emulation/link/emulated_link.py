@@ -20,7 +20,7 @@ from backends.emulation.link.packet_forwarder import ASKED, LATE
 from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.hardware import NetworkLink
 
-__all__ = ["Lateness", "Testbed", "joined", "lacking"]
+__all__ = ["Lateness", "Testbed", "joined", "missing_requirements"]
 
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # whose window, where nothing is lost, only grows
@@ -110,7 +110,7 @@ def joined(wire: NetworkLink, nodes: int) -> Iterator[Testbed]:
         yield Testbed(found, control, carrier)
 
 
-def lacking() -> str:
+def missing_requirements() -> str:
     """Return why this process cannot make a link, or nothing if it can."""
     try:
         namespaces.make(_address(0), 1500, SETTINGS).close()
