@@ -57,6 +57,7 @@ ROOMS = {
         ("backends", "waist"),
     ),
     "backends": Room(("backends",), ("registry", "waist")),
+    "testing": Room(("pdsim.testing",), ("registry", "kv", "fabric", "waist")),  # the conformance suite
     "experiments": Room(("experiments",), _ALL),
 }
 """Rooms of the house, from the ground up.  A room imports only those that it names."""

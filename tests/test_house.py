@@ -12,7 +12,6 @@ from benchmarks.house import FIGURES, HEAVY, LONGEST_FILE, LONGEST_LINE, PACKAGE
 from benchmarks.source_figures import Room, read
 
 CIRCLES = {
-    ("backends.collectives.libraries", "backends.collectives.nccl"): "as of 6db8051",
     ("pdsim.fabric.connections", "pdsim.fabric.endpoint"): "as of 6db8051",
     ("pdsim.fabric.flows.links", "pdsim.fabric.flows.network", "pdsim.fabric.flows.waterfill"): "as of 6db8051",
 }
@@ -27,7 +26,7 @@ PRIVATE = {
         3,
         "it steps through all ranks' events, and SimPy does not say publicly that one failed",
     ),
-    "backends.collectives.libraries": (3, "PyTorch: options of Gloo, and an all-gather into one tensor"),
+    "backends.collectives.gloo": (3, "PyTorch: options of Gloo, and an all-gather into one tensor"),
     "backends.collectives.nccl": (2, "PyTorch: an all-gather into one tensor of a group that is not the default one"),
     "backends.engines.nixl": (2, "NIXL's classes are in modules with private names"),
     "backends.jobs.worker": (1, "SimPy's counter of events, as of 6db8051"),

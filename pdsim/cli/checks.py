@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from pdsim import plugins
 from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.costs import Engine
 from pdsim.errors import ConfigError
-from pdsim.guards import near
+from pdsim.guards import instead, near
 from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.serving.placement import places
@@ -48,6 +49,7 @@ def _general(config: Config) -> Iterator[str]:
     yield from _names(config)
     yield from _vendor(config)
     yield from _paths(config)
+    yield from _collective(config)
     if config.target == "real":
         yield from _real(config)
 
@@ -145,6 +147,16 @@ def _own_rules(backend: Engine) -> Iterator[str]:
 
     if backend.implementation in registry.names():
         yield from registry.check(backend)
+
+
+def _collective(config: Config) -> Iterator[str]:
+    """Yield if no package provides the library of the collective, which the model does not look at."""
+    known = plugins.names(plugins.COLLECTIVES)
+    if config.collective is not None and config.collective.implementation not in known:
+        yield (
+            f"collective.implementation={config.collective.implementation} is provided by no package; "
+            f"{instead(config.collective.implementation, known)}"
+        )
 
 
 def _options(backend: Engine) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.hardware import LinkChange, NetworkLink
 from pdsim.job import Place
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
 pytestmark = pytest.mark.skipif(
     bool(missing_requirements()), reason=f"needs network namespaces: {missing_requirements()}"
@@ -32,9 +32,9 @@ from backends.jobs.launcher import Processes
 from dataclasses import replace
 from pdsim.hardware import NetworkLink
 from pdsim.job import Place
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 from tests.backends import programs
-from tests.conformance.conftest import engine
+from tests.support.engines import engine
 
 ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
 Processes(engine("mooncake_tcp"), link=NetworkLink(rate=1e8, delay=1e-3), nodes=2).run(ranks)

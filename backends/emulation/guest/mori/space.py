@@ -32,7 +32,7 @@ FROM_HERE = (
 ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
 LINKER = "ld-linux-x86-64.so.2"
 TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
-COMPILED = ("pdsim", "backends", "experiments", "tests/conformance/programs")
+COMPILED = ("pdsim", "backends", "experiments")
 REPOSITORY = Path(__file__).parents[4]
 
 

@@ -7,8 +7,7 @@ import signal
 from collections import deque
 
 from pdsim.job import Rank
-from pdsim.transfer import Program, Transfer
-from tests.conformance.programs.tools import (
+from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
     filled,
@@ -16,6 +15,7 @@ from tests.conformance.programs.tools import (
     outcome_of,
     refusal,
 )
+from pdsim.transfer import Program, Transfer
 
 
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
