@@ -42,7 +42,7 @@ from typing import Any
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
 from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
@@ -70,7 +70,7 @@ class _Session:
 
     session: str
     under_way: int = 0  # batches that the clock's thread has posted
-    waiting: deque[Flight] = field(default_factory=deque)  # for these to end
+    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end
 
 
 MOONCAKE = Library(
@@ -160,14 +160,15 @@ class MooncakeEndpoint(RealEndpoint):
         ),
     )
 
-    def _attach(self) -> str:
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
         self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._sessions: dict[str, _Session] = {}
-        self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
+        self._queues: dict[PeerState, queue.SimpleQueue[PostedTransfer | None]] = {}
         self._workers: list[threading.Thread] = []
-        self._tickets: dict[Flight, int] = {}  # what the clock's thread has posted
+        self._tickets: dict[PostedTransfer, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
         if self._transport.name == "tcp":  # which has no device to choose
             device = ""
@@ -200,9 +201,9 @@ class MooncakeEndpoint(RealEndpoint):
         devices = found if self._transport.name == "rdma" else []
         return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
-        return self._transport.proves_quiescence and super()._drained()
+        return self._transport.proves_quiescence and super().inbound_drained()
 
     def _library(self) -> Any:
         """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
@@ -218,7 +219,8 @@ class MooncakeEndpoint(RealEndpoint):
             )
         return engine
 
-    def _pin(self, buffer: RealBuffer) -> None:
+    def pin(self, buffer: RealBuffer) -> None:
+        """Register memory with the engine; see `EngineHooks.pin`."""
         if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
@@ -230,72 +232,78 @@ class MooncakeEndpoint(RealEndpoint):
         if code:
             raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`; see `EngineHooks.unpin`."""
         code = self._native.unregister_memory(entry.buffer.address)
         if code:
             raise RegistrationError(f"Mooncake refused to unregister {entry.region.name!r} (code {code})")
 
-    def _describe(self) -> bytes:
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
         return self._session.encode()
 
-    def _meet(self, description: bytes) -> _Session:
+    def connect_engine(self, description: bytes) -> _Session:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         session = description.decode()
         return self._sessions.setdefault(session, _Session(session))
 
-    def _post(self, flight: Flight) -> None:
-        batch = flight.batch
-        flight.handle = flight.blocks()
-        flight.prepared = self.clock.now
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        batch = transfer.batch
+        transfer.handle = transfer.blocks()
+        transfer.prepared = self.clock.now
         if not self._transport.gpu_only:
-            self._queue(flight.peer).put(flight)
+            self._queue(transfer.peer).put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
-            self._at_once(flight)
+            self._at_once(transfer)
         else:
-            flight.peer.handle.waiting.append(flight)
-            self._go_on(flight.peer.handle)
+            transfer.peer.handle.waiting.append(transfer)
+            self._go_on(transfer.peer.handle)
 
     # --- over NVLink: on the clock's thread -------------------------------------------------------------------------
 
-    def _at_once(self, flight: Flight) -> None:
+    def _at_once(self, transfer: PostedTransfer) -> None:
         """Do what is over sooner than the clock would have come to ask for it."""
-        code = self._sync[flight.operation](flight.peer.handle.session, *flight.handle)
-        self._finish(flight, code, flight.prepared, self.clock.now)
+        code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+        self._finish(transfer, code, transfer.prepared, self.clock.now)
 
     def _go_on(self, session: _Session) -> None:
         """Post what waits for *session*, as far as it may be under way at once."""
         while session.waiting and session.under_way < self._threads:
-            flight = session.waiting.popleft()
-            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self._stopped(flight)
+            transfer = session.waiting.popleft()
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.quiesce(transfer)
                 continue
-            ticket = self._async[flight.operation](session.session, *flight.handle)
-            flight.posted = self.clock.now
+            ticket = self._async[transfer.operation](session.session, *transfer.handle)
+            transfer.posted = self.clock.now
             if ticket:
-                self._tickets[flight] = ticket
+                self._tickets[transfer] = ticket
                 session.under_way += 1
             else:
-                self._finish(flight, None, flight.posted, flight.posted)
+                self._finish(transfer, None, transfer.posted, transfer.posted)
 
     def poll(self) -> bool:
         """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
-        codes: dict[Flight, int] = {}
+        codes: dict[PostedTransfer, int] = {}
         while self._tickets and (ended := self._ended()):
             codes |= ended
         if not codes:
             return False
-        for flight, code in codes.items():
-            flight.peer.handle.under_way -= 1
-            self._finish(flight, 0 if code == _MOVED else code, flight.posted, self.clock.now)
-        for session in {flight.peer.handle for flight in codes}:
+        for transfer, code in codes.items():
+            transfer.peer.handle.under_way -= 1
+            self._finish(transfer, 0 if code == _MOVED else code, transfer.posted, self.clock.now)
+        for session in {transfer.peer.handle for transfer in codes}:
             self._go_on(session)
         return True
 
-    def _ended(self) -> dict[Flight, int]:
+    def _ended(self) -> dict[PostedTransfer, int]:
         """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
         ask = self._ask
-        ended = {flight: code for flight, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)}
-        for flight in ended:
-            del self._tickets[flight]
+        ended = {
+            transfer: code for transfer, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)
+        }
+        for transfer in ended:
+            del self._tickets[transfer]
         return ended
 
     def fileno(self) -> None:
@@ -308,9 +316,9 @@ class MooncakeEndpoint(RealEndpoint):
 
     # --- over a network: in threads ---------------------------------------------------------------------------------
 
-    def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
+    def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
         if peer not in self._queues:
-            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
             for number in range(self._threads):
                 name = f"mooncake {peer.name} {number}"
@@ -319,30 +327,33 @@ class MooncakeEndpoint(RealEndpoint):
                 worker.start()
         return self._queues[peer]
 
-    def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
+    def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
         """Post batches and wait for them, one after the other; runs in a thread of its own."""
         self.device.enter()
         keep_for(SLICE)
-        while (flight := work.get()) is not None:
-            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self._stopped, flight))
+        while (transfer := work.get()) is not None:
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self.quiesce, transfer))
                 continue
-            ticket = self._async[flight.operation](flight.peer.handle.session, *flight.handle)
+            ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
             posted = self.clock.now
             code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-            self.clock.call(partial(self._finish, flight, code, posted, self.clock.now))
+            self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
 
-    def _finish(self, flight: Flight, code: int | None, posted: float, at: float) -> None:
-        """Take what the engine said of *flight* at the time *at*; *code* is None if it was not even taken."""
-        flight.handle = None
-        flight.posted = posted
+    def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
+        """Take what the engine said of *transfer* at the time *at*; *code* is None if it was not even taken."""
+        transfer.handle = None
+        transfer.posted = posted
         if code == 0:
-            self._complete(flight, at)
+            self.complete(transfer, at)
         else:
             what = "did not take" if code is None else "failed"
-            self._refused(flight, f"Mooncake {what} a {flight.operation} of {flight.batch.nbytes} bytes (code {code})")
+            self.engine_failed(
+                transfer, f"Mooncake {what} a {transfer.operation} of {transfer.batch.nbytes} bytes (code {code})"
+            )
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
             for _ in range(self._threads):

@@ -40,7 +40,7 @@ from backends.base.control import Line
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
 from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaDevice
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
@@ -117,7 +117,8 @@ class NixlEndpoint(RealEndpoint):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> str:
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
         on_gpu = isinstance(self.device, CudaDevice)
         # host memory goes over RDMA where there is any, and GPU memory between GPUs
         ways = declared(self.variants, self.settings.name)
@@ -134,10 +135,10 @@ class NixlEndpoint(RealEndpoint):
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
             allowed = allowed | {"cuda_copy"}
         prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
-        self._posted: dict[Flight, None] = {}
+        self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[Line] = set()  # peers that we poll for
-        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
+        self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
         self._agent, log = self._start_agent(way.error_handling)
         transports = _transports(log)
         if self._gpus_only:
@@ -148,7 +149,7 @@ class NixlEndpoint(RealEndpoint):
                 f"means {', '.join(sorted(allowed))} only"
             )
         self.clock.watch(self)
-        self._call_at(self.clock.now + BEAT, self._beat)
+        self.call_at(self.clock.now + BEAT, self._beat)
         self._memory, self._number = ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
         return _name(transports)
 
@@ -162,27 +163,29 @@ class NixlEndpoint(RealEndpoint):
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             with captured_stderr() as log:
-                agent = _api.nixl_agent(f"{self.rank}/{self.link.card.token.hex()}", config)
+                agent = _api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
                 agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
         except Exception as error:
             raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
         return agent, log()
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         if idle:
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
             del self._agent
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
-        return self._way.proves_quiescence and super()._drained()
+        return self._way.proves_quiescence and super().inbound_drained()
 
     # --- memory and peers -------------------------------------------------------------------------------------------
 
-    def _pin(self, buffer: RealBuffer) -> Any:
+    def pin(self, buffer: RealBuffer) -> Any:
+        """Register memory with the engine; see `EngineHooks.pin`."""
         if self._gpus_only and self._memory != "VRAM":
             raise RegistrationError(
                 f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place it "
@@ -193,13 +196,16 @@ class NixlEndpoint(RealEndpoint):
         except Exception as error:
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`; see `EngineHooks.unpin`."""
         self._agent.deregister_memory(entry.handle)
 
-    def _describe(self) -> bytes:
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
         return bytes(self._agent.get_agent_metadata())
 
-    def _meet(self, description: bytes) -> str:
+    def connect_engine(self, description: bytes) -> str:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         try:
             name: bytes = self._agent.add_remote_agent(description)
         except Exception as error:
@@ -208,30 +214,33 @@ class NixlEndpoint(RealEndpoint):
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _post(self, flight: Flight) -> None:
-        peer, batch = flight.peer, flight.batch
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        peer, batch = transfer.peer, transfer.batch
         if peer not in self._announced:
-            self.link.send(peer.line, _ACTIVE)
-        self._announced[peer] = flight.submitted
+            self.control.send(peer.line, _ACTIVE)
+        self._announced[peer] = transfer.submitted
         near, far = batch.source_offset, batch.target_offset
-        if flight.operation == "read":
+        if transfer.operation == "read":
             near, far = far, near
         try:
-            flight.handle = self._agent.initialize_xfer(
-                flight.operation.upper(),
-                self._descriptors(near, batch.size, flight.local.region),
-                self._descriptors(far, batch.size, flight.remote),
+            transfer.handle = self._agent.initialize_xfer(
+                transfer.operation.upper(),
+                self._descriptors(near, batch.size, transfer.local.region),
+                self._descriptors(far, batch.size, transfer.remote),
                 peer.handle,
-                flight.notify,
+                transfer.notify,
             )
         except Exception as error:
-            raise TransferFailed(f"NIXL did not take a {flight.operation} of {batch.nbytes} bytes: {error}") from error
-        flight.prepared = flight.posted = self.clock.now
-        self._posted[flight] = None
-        state = self._ask(self._agent.transfer, flight)
-        flight.posted = self.clock.now
+            raise TransferFailed(
+                f"NIXL did not take a {transfer.operation} of {batch.nbytes} bytes: {error}"
+            ) from error
+        transfer.prepared = transfer.posted = self.clock.now
+        self._posted[transfer] = None
+        state = self._ask(self._agent.transfer, transfer)
+        transfer.posted = self.clock.now
         if state != "PROC":
-            self._ended(flight, state)
+            self._ended(transfer, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
         memory, number = _place(region.device)
@@ -239,17 +248,19 @@ class NixlEndpoint(RealEndpoint):
             return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
         return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
 
-    def _ended(self, flight: Flight, state: str) -> None:
-        del self._posted[flight]
-        self._announced[flight.peer] = self.clock.now
-        self._agent.release_xfer_handle(flight.handle)
-        flight.handle = None
+    def _ended(self, transfer: PostedTransfer, state: str) -> None:
+        del self._posted[transfer]
+        self._announced[transfer.peer] = self.clock.now
+        self._agent.release_xfer_handle(transfer.handle)
+        transfer.handle = None
         if self._log is not None:
             self._read_log(self._log)
         if state == "DONE":
-            self._complete(flight)
+            self.complete(transfer)
         else:
-            self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
+            self.engine_failed(
+                transfer, f"NIXL failed a {transfer.operation} of {transfer.batch.nbytes} bytes ({state})"
+            )
 
     def _read_log(self, log: int) -> None:
         """Learn what UCX chose for GPU memory, once it has said so."""
@@ -258,11 +269,11 @@ class NixlEndpoint(RealEndpoint):
         if size == self._logged:
             return
         self._logged = size
-        if transports := _carriers(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
+        if transports := _transports_between_gpus(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
             self.engine = _name(transports)
             self._log = None  # the descriptor stays open, for UCX writes on
 
-    def _announce(self, flight: Flight) -> None:
+    def notify(self, transfer: PostedTransfer) -> None:
         """Do nothing: the engine has delivered the notification."""
 
     # --- Source -----------------------------------------------------------------------------------------------------
@@ -282,47 +293,48 @@ class NixlEndpoint(RealEndpoint):
     def _progress(self, listen: bool) -> bool:
         """Look after what was posted and, to *listen*, for notifications: who sends none has said nothing either."""
         found = False
-        for flight in tuple(self._posted):
-            state = self._ask(self._agent.check_xfer_state, flight)
+        for transfer in tuple(self._posted):
+            state = self._ask(self._agent.check_xfer_state, transfer)
             if state != "PROC":
-                self._ended(flight, state)
+                self._ended(transfer, state)
                 found = True
-            elif flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
-                del self._posted[flight]
-                self._stuck[flight] = None
+            elif transfer.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[transfer]
+                self._stuck[transfer] = None
         for agent, payloads in self._agent.get_new_notifs().items() if listen else ():
             for payload in payloads:
                 self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
                 found = True
         return found
 
-    def _ask(self, question: Callable[[Any], str], flight: Flight) -> str:
+    def _ask(self, question: Callable[[Any], str], transfer: PostedTransfer) -> str:
         """Return "DONE", "PROC" or what went wrong."""
         try:
-            return question(flight.handle)
+            return question(transfer.handle)
         except self._errors.nixlRemoteDisconnectError as error:
-            self._break(flight, PeerLost(f"{flight.peer.name} is gone: {error}"), moving=True)
+            self.fail(transfer, PeerLost(f"{transfer.peer.name} is gone: {error}"), moving=True)
             return "ERR"
         except Exception as error:
             return f"ERR {error}"
 
     def _beat(self, _: Event) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._posted.update(self._stuck)
         self._stuck.clear()
         self._progress(listen=True)
-        moving = {flight.peer for flight in self._posted}
+        moving = {transfer.peer for transfer in self._posted}
         for peer, used in tuple(self._announced.items()):
             if peer not in moving and self.clock.now - used > BEAT:
                 del self._announced[peer]
-                self.link.send(peer.line, _IDLE)
-        self._call_at(self.clock.now + BEAT, self._beat)
+                self.control.send(peer.line, _IDLE)
+        self.call_at(self.clock.now + BEAT, self._beat)
 
     # --- what peers say ---------------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[bytes, Any]:
-        return {**super()._handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
+    def handlers(self) -> dict[bytes, Any]:
+        """Return handlers of notes, with those of this engine; see `RealEndpoint.handlers`."""
+        return {**super().handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
 
     def _on_active(self, line: Line, _: list[bytes]) -> None:
         self._inbound.add(line)
@@ -330,9 +342,10 @@ class NixlEndpoint(RealEndpoint):
     def _on_idle(self, line: Line, _: list[bytes]) -> None:
         self._inbound.discard(line)
 
-    def _on_lost(self, line: Line) -> None:
+    def on_lost(self, line: Line) -> None:
+        """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         self._inbound.discard(line)
-        super()._on_lost(line)
+        super().on_lost(line)
 
 
 @cache
@@ -360,7 +373,7 @@ def _name(transports: set[str]) -> str:
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
 
 
-def _carriers(log: str) -> set[str]:
+def _transports_between_gpus(log: str) -> set[str]:
     """Return the transports that UCX's tables name for writes and reads between GPUs.
 
     Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like

@@ -118,13 +118,13 @@ def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
     )
 
 
-def test_a_carrier_that_has_died_is_an_error():
-    with joined(LINK, 2) as testbed:
+def test_a_packet_forwarder_that_has_died_is_an_error():
+    with joined(LINK, 2) as network:
         children = psutil.Process().children()
-        (carrier,) = [child for child in children if "packet_forwarder.py" in " ".join(child.cmdline())]
-        carrier.kill()
-        with pytest.raises(TransferError, match="the link's carrier ended with exit code -9"):
-            testbed.lateness()
+        (forwarder,) = [child for child in children if "packet_forwarder.py" in " ".join(child.cmdline())]
+        forwarder.kill()
+        with pytest.raises(TransferError, match="the packet forwarder ended with exit code -9"):
+            network.lateness()
 
 
 def test_nothing_is_left_when_all_goes_well(mooncake):
@@ -140,10 +140,10 @@ def test_nothing_is_left_when_a_rank_fails(mooncake):
     assert state() == before
 
 
-def test_nothing_is_left_when_the_carrier_cannot_be_made(monkeypatch):
+def test_nothing_is_left_when_the_packet_forwarder_cannot_be_made(monkeypatch):
     before = state()
-    monkeypatch.setattr("backends.emulation.link.emulated_link.CARRIER", Path("/nowhere.py"))
-    with pytest.raises(BackendUnavailable, match="carrier did not start: exit code 2"), joined(LINK, 2):
+    monkeypatch.setattr("backends.emulation.link.emulated_link.FORWARDER", Path("/nowhere.py"))
+    with pytest.raises(BackendUnavailable, match="packet forwarder did not start: exit code 2"), joined(LINK, 2):
         pass
     assert state() == before
 
@@ -157,7 +157,7 @@ def test_nothing_is_left_when_the_supervisor_is_signalled(mooncake, number):
         while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in children) < 2:
             children = psutil.Process(supervisor.pid).children()
             time.sleep(0.1)
-        assert len(children) == 3  # two ranks and the carrier
+        assert len(children) == 3  # two ranks and the packet forwarder
         made = spaces(child.pid for child in children) - spaces([os.getpid()])
         assert len(made) == 2
         supervisor.send_signal(number)
