@@ -52,8 +52,12 @@ ROOMS = {
     "sweep": Room(("pdsim.sweep",), ("results", "records", "config", "waist")),
     "cli": Room(("pdsim.cli",), ("face", "registry", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
-    "registry": Room(("backends.registry", "backends.jobs"), ("backends", "waist")),  # backends without their names
+    "registry": Room(  # backends without their names
+        tuple(f"backends.{name}" for name in ("registry", "capabilities", "diagnosis", "jobs", "emulation")),
+        ("backends", "waist"),
+    ),
     "backends": Room(("backends",), ("registry", "waist")),
+    "testing": Room(("pdsim.testing",), ("registry", "kv", "fabric", "waist")),  # the conformance suite
     "experiments": Room(("experiments",), _ALL),
 }
 """Rooms of the house, from the ground up.  A room imports only those that it names."""

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from backends.registry import gpu_count
 from pdsim.costs import Engine, EngineModel
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Batch, Peer, Program, Region

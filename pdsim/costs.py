@@ -244,7 +244,7 @@ class Collective:
     """
 
     name: str
-    implementation: str  # what `target=real` loads: "nccl", "symm_mem" or "gloo"
+    implementation: str  # the entry point that `target=real` loads
     plain: CollectiveModel
     symmetric: CollectiveModel
     pool: Size = 4 << 30  # of each rank's symmetric pool, reserved before the first use
@@ -257,6 +257,5 @@ class Collective:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("collective", ("nccl", "symm_mem", "gloo"), implementation=self.implementation)
         positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
         not_negative("collective", grow_latency=self.grow_latency)

@@ -12,10 +12,14 @@ from typing import Any
 from pdsim.errors import BackendUnavailable, ConfigError
 from pdsim.guards import instead
 
-__all__ = ["BACKENDS", "EXPERIMENTS", "names", "provider", "resolve"]
+__all__ = ["BACKENDS", "COLLECTIVES", "CONF", "EXPERIMENTS", "names", "provider", "resolve"]
 
 BACKENDS = "pdsim.backends"
 """Endpoint classes of real engines."""
+COLLECTIVES = "pdsim.collectives"
+"""Classes of libraries that real ranks gather with."""
+CONF = "pdsim.conf"
+"""Packages that hold configuration groups, as pdsim's own ``conf`` does."""
 EXPERIMENTS = "pdsim.experiments"
 """Modules with ``Options``, ``run`` and, where needed, ``check``."""
 

@@ -342,7 +342,7 @@ class Endpoint(Protocol):
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
 
-    def severed(self, peer: str) -> Event:
+    def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
 
         It is about every life of that rank that has connected to this endpoint: each has ended, or has closed its

@@ -198,7 +198,7 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=rdma_guest", "backend=nixl_shm"),
-        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, nixl, mori,",
+        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, mori, mori_inline,",
     ),
     (
         ("run", "experiment=transfer", "experiment.ranks=9"),

@@ -12,17 +12,12 @@ from benchmarks.house import FIGURES, HEAVY, LONGEST_FILE, LONGEST_LINE, PACKAGE
 from benchmarks.source_figures import Room, read
 
 CIRCLES = {
-    ("backends.collectives.libraries", "backends.collectives.nccl"): "as of 6db8051",
     ("pdsim.fabric.connections", "pdsim.fabric.endpoint"): "as of 6db8051",
     ("pdsim.fabric.flows.links", "pdsim.fabric.flows.network", "pdsim.fabric.flows.waterfill"): "as of 6db8051",
 }
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 
 ARROWS_UP = {
-    ("pdsim.cli.checks", "backends.emulation.guest.engines"): "as of 6db8051",
-    ("pdsim.cli.checks", "backends.emulation.link.emulated_link"): "as of 6db8051",
-    ("pdsim.cli.doctor", "backends.emulation.link.emulated_link"): "as of 6db8051",
-    ("pdsim.cli.run", "backends.emulation.guest.engines"): "as of 6db8051",
     ("pdsim.results.terminal", "pdsim.sweep.collect"): "since the tree has a room for sweeps",
 }
 
@@ -31,7 +26,7 @@ PRIVATE = {
         3,
         "it steps through all ranks' events, and SimPy does not say publicly that one failed",
     ),
-    "backends.collectives.libraries": (3, "PyTorch: options of Gloo, and an all-gather into one tensor"),
+    "backends.collectives.gloo": (3, "PyTorch: options of Gloo, and an all-gather into one tensor"),
     "backends.collectives.nccl": (2, "PyTorch: an all-gather into one tensor of a group that is not the default one"),
     "backends.engines.nixl": (2, "NIXL's classes are in modules with private names"),
     "backends.jobs.worker": (1, "SimPy's counter of events, as of 6db8051"),

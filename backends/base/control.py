@@ -25,7 +25,7 @@ from backends.base.process_identity import myself
 from pdsim.clock import WallClock
 from pdsim.errors import MessageError, PeerLost
 
-__all__ = ["Card", "Line", "Link", "fields"]
+__all__ = ["Card", "Control", "Line", "fields"]
 
 _Kind = TypeVar("_Kind", str, int)
 
@@ -71,7 +71,7 @@ def fields(body: list[bytes], *kinds: type[_Kind]) -> list[_Kind]:
         raise MessageError(f"a field of a note: {error}") from None
 
 
-class Link:
+class Control:
     """All lines of one endpoint, as a `Source`.
 
     *handlers* are called with notes by kind; *on_lost* with a line whose other end has gone, once.

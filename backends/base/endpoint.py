@@ -17,7 +17,6 @@ The rules:
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +24,14 @@ import msgspec
 from simpy.events import Event
 
 from backends.base.authentication import Keys
-from backends.base.control import Line, Link, fields
+from backends.base.control import Control, Line, fields
 from backends.base.deadlines import Deadlines
 from backends.base.device import RealBuffer, RealDevice
+from backends.base.hooks import EngineHooks
 from backends.base.process_identity import is_dead
-from backends.base.state import FORMAT, Address, Entry, Flight, PeerState
+from backends.base.state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.tcp_drain import half_open
-from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Lending, give_back, withdrawn
+from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal, return_regions, withdrawn
 from pdsim.clock import Mailbox, WallClock
 from pdsim.costs import Engine
 from pdsim.errors import (
@@ -58,22 +58,33 @@ GRACE = 0.25
 engine's connections and ours at the same time, but they are looked at by different threads."""
 
 WATCH = 0.02
-"""Seconds between two looks for the proof that a peer is severed."""
+"""Seconds between two looks for the proof that a peer is quiesced."""
 
 _NOTIFY = b"notify"
 
 
-class RealEndpoint(ABC):
-    """The engine-independent part of an `Endpoint`.
+class RealEndpoint(EngineHooks):
+    """What an `Endpoint` of a real engine derives from, in pdsim and in other packages.
 
-    An engine implements `_attach`, `_pin`, `_unpin`, `_describe`, `_meet`, `_post` and `_detach`, and calls
-    `_complete`, `_break`, `_refused` and `_stopped` as its transfers end, on the clock's thread.  Its constructor takes
-    what this class takes.  *keys* say which rank this is and who may speak to it, *device* is the memory that buffers
-    come from, *bind* the address that sockets listen on.
+    An engine implements the methods of `EngineHooks`.  Its constructor takes what this class takes.  *keys* say which
+    rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the address that sockets
+    listen on.  The life of a transfer, and the method that an engine calls as it passes from state to state::
+
+                         post() raises
+        prepared ───────────────────────────────┐
+            │ post()                            │
+            ▼          fail(), engine_failed()  ▼
+         posted ────────────────────────────► failed
+            │         deadline, peer lost       │
+            │ complete()                        ├─ bytes may still move ──► quarantined
+            ▼                                   │                                │
+        completed                               │ nothing moves                  │ quiesce(), complete()
+            │                                   ▼                                ▼
+            └──────────────────────────────► quiesced ◄──────────────────────────┘
+
+    `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.  The
+    methods are called on the clock's thread.
     """
-
-    kind = ""  # endpoints of different kinds cannot connect
-    options: tuple[str, ...] = ()  # of `Engine.options`, those that are no environment variables
 
     def __init__(
         self,
@@ -92,66 +103,36 @@ class RealEndpoint(ABC):
         self.recorder = recorder
         self.bind = bind
         self.notifications = Mailbox(clock)
-        self._entries: dict[str, Entry] = {}
-        self._peers: dict[bytes, PeerState] = {}  # by token
-        self._flights: dict[Flight, None] = {}  # neither complete nor failed
-        self._quarantine: dict[Flight, None] = {}  # failed and moving
-        self._deadlines = Deadlines(clock, self._flights, self._expire)
+        self.entries: dict[str, Entry] = {}
+        self.peers: dict[bytes, PeerState] = {}  # by token
+        self._transfers: dict[PostedTransfer, None] = {}  # neither complete nor failed
+        self._quarantine: dict[PostedTransfer, None] = {}  # failed and moving
+        self._deadlines = Deadlines(clock, self._transfers, self._time_out)
         self._epoch = 0
-        self._lending = Lending(device)
-        self._closed = False
+        self._withdrawal = Withdrawal(device)
+        self.closed = False
         self._pid = os.getpid()
-        self.link = Link(clock, keys, bind, self._handlers(), self._on_lost)
+        self.control = Control(clock, keys, bind, self.handlers(), self.on_lost)
         try:
-            self.engine = self._attach()
+            self.engine = self.start_engine()
         except BaseException:
-            self.link.close(clean=True)
+            self.control.close(clean=True)
             raise
 
-    # --- for engines ------------------------------------------------------------------------------------------------
+    # --- what some engines do otherwise -----------------------------------------------------------------------------
 
-    @abstractmethod
-    def _attach(self) -> str:
-        """Start the engine; return what it is, as it reports itself.  Raise `BackendUnavailable` if it cannot work."""
-
-    @abstractmethod
-    def _pin(self, buffer: RealBuffer) -> Any:
-        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`."""
-
-    @abstractmethod
-    def _unpin(self, entry: Entry) -> None:
-        """Undo `_pin`."""
-
-    @abstractmethod
-    def _describe(self) -> bytes:
-        """Return what the engine's side of a peer needs to know of this one."""
-
-    @abstractmethod
-    def _meet(self, description: bytes) -> Any:
-        """Return the engine's handle of the peer that *description* describes, whether it was met before or not."""
-
-    @abstractmethod
-    def _post(self, flight: Flight) -> None:
-        """Hand *flight* to the engine.  Raise a `TransferError` if it was not taken and nothing moves."""
-
-    @abstractmethod
-    def _detach(self, idle: bool) -> None:
-        """Stop the engine.  Unless *idle*, transfers are moving and what they use must be left alone."""
-
-    def _forget(self, peer: PeerState, region: str) -> None:  # noqa: B027 most engines keep nothing of it
-        """Give up what the engine keeps of *region*, which *peer* has withdrawn and nothing of ours moves in."""
-
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
         return not half_open()
 
-    def _handlers(self) -> dict[bytes, Any]:
+    def handlers(self) -> dict[bytes, Any]:
+        """Return what is called with notes of peers, by their kind; an engine may add its own."""
         return {
             _NOTIFY: self._on_notify,
             MEET: self._on_meet,
             WELCOME: self._on_welcome,
             WITHDRAW: self._on_withdraw,
-            RETURN: self._lending.on_return,
+            RETURN: self._withdrawal.on_return,
         }
 
     # --- Endpoint: memory -------------------------------------------------------------------------------------------
@@ -164,14 +145,14 @@ class RealEndpoint(ABC):
     def register(self, buffer: Buffer, name: str) -> Region:
         """Make *buffer* known to the engine; see `pdsim.transfer.Endpoint.register`."""
         self._check_open()
-        if name in self._entries:
+        if name in self.entries:
             raise RegistrationError(f"region name {name!r} is taken on {self.rank}; deregister it or choose another")
         if not isinstance(buffer, RealBuffer) or buffer.freed:
             raise RegistrationError(f"region {name!r}: {buffer!r} is not allocated memory of {self.rank}")
         if buffer.registered:
             raise RegistrationError(f"region {name!r}: the buffer is registered already under another name")
         region = Region(self.rank, name, buffer.size, buffer.address, self.device.name)
-        self._entries[name] = Entry(region, buffer, handle=self._pin(buffer))
+        self.entries[name] = Entry(region, buffer, handle=self.pin(buffer))
         buffer.registered = True
         self._epoch += 1
         return region
@@ -185,20 +166,20 @@ class RealEndpoint(ABC):
                 f"region {region.name!r} of {self.rank}: {entry.moving} transfers over it have not settled; "
                 f"wait for Transfer.settled"
             )
-        self._unpin(entry)
-        del self._entries[region.name]
+        self.unpin(entry)
+        del self.entries[region.name]
         entry.buffer.registered = False
         self._epoch += 1
-        self._lending.withdraw(self.link, region.name, self._epoch, entry.buffer)
+        self._withdrawal.withdraw(self.control, region.name, self._epoch, entry.buffer)
 
     def _own(self, region: Region) -> Entry:
-        entry = self._entries.get(region.name)
+        entry = self.entries.get(region.name)
         if entry is None or (entry.region is not region and entry.region != region):
             raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self.rank}")
         return entry
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise RegistrationError(f"the endpoint of {self.rank} is closed")
         if os.getpid() != self._pid:
             raise RegistrationError(
@@ -211,9 +192,11 @@ class RealEndpoint(ABC):
     def address(self) -> bytes:
         """Return what a peer needs to reach this endpoint and the regions registered so far."""
         self._check_open()
-        regions = [entry.region for entry in self._entries.values()]
+        regions = [entry.region for entry in self.entries.values()]
         rows = [(region.name, region.size, region.address, region.device) for region in regions]
-        return msgspec.msgpack.encode(Address(FORMAT, self.kind, self.link.card, self._epoch, rows, self._describe()))
+        return msgspec.msgpack.encode(
+            Address(FORMAT, self.kind, self.control.card, self._epoch, rows, self.engine_address())
+        )
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
@@ -226,12 +209,12 @@ class RealEndpoint(ABC):
             raise TransferFailed(
                 f"the address is of a {where.format} {where.kind} endpoint; this one is {FORMAT} {self.kind}"
             )
-        line = self.link.reach(where.card, CONNECT_TIMEOUT)
-        state = self._peers.get(where.card.token)
+        line = self.control.reach(where.card, CONNECT_TIMEOUT)
+        state = self.peers.get(where.card.token)
         if state is None:
             state = PeerState(line, self._handle(where.engine), where.epoch)
-            self._peers[where.card.token] = state
-            self.link.send(line, MEET, str(where.epoch).encode())
+            self.peers[where.card.token] = state
+            self.control.send(line, MEET, str(where.epoch).encode())
         elif where.epoch > state.epoch:
             state.handle, state.epoch = self._handle(where.engine), where.epoch
             state.withdrawn.difference_update(name for name, *_ in where.regions)
@@ -239,9 +222,9 @@ class RealEndpoint(ABC):
         return Peer(state.name, MappingProxyType(regions), state)
 
     def _handle(self, description: bytes) -> Any:
-        """Do as `_meet` does, with one error for a description that the engine cannot read."""
+        """Do as `connect_engine` does, with one error for a description that the engine cannot read."""
         try:
-            return self._meet(description)
+            return self.connect_engine(description)
         except (msgspec.MsgspecError, ValueError) as error:
             raise TransferFailed(f"no description of a {self.kind} endpoint: {error}") from None
 
@@ -267,41 +250,41 @@ class RealEndpoint(ABC):
         notify: bytes,
         timeout: float | None,
         label: str,
-    ) -> Flight:
+    ) -> PostedTransfer:
         self._check_open()
         state, entry = self._checked(operation, peer, local, remote), self._own(local)
         seconds = self.settings.timeout if timeout is None else timeout
         if seconds <= 0:
             raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
-        flight = Flight(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
-        self._flights[flight] = None
-        flight.local.moving += 1
+        transfer = PostedTransfer(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
+        self._transfers[transfer] = None
+        transfer.local.moving += 1
         state.moving[remote.name] += 1
-        state.waiting.append(flight)
-        self.link.poll()  # a withdrawal or a loss that is known already must not be missed
+        state.waiting.append(transfer)
+        self.control.poll()  # a withdrawal or a loss that is known already must not be missed
         self._dispatch(state)
-        if not flight.triggered:
-            self._deadlines.watch(flight)  # last, for the engine is at work by now
-        return flight
+        if not transfer.triggered:
+            self._deadlines.watch(transfer)  # last, for the engine is at work by now
+        return transfer
 
     def _dispatch(self, state: PeerState) -> None:
         """Hand the transfers that wait for *state* to the engine, or fail them."""
         while state.waiting and (state.welcome or state.line.lost):
-            flight = state.waiting.popleft()
+            transfer = state.waiting.popleft()
             try:
                 if state.line.lost:
                     raise PeerLost(f"{state.name} {state.line.lost}")
-                if flight.remote.name in state.withdrawn:
+                if transfer.remote.name in state.withdrawn:
                     raise TransferFailed(
-                        f"{state.name} has withdrawn region {flight.remote.name!r}; connect to a newer address"
+                        f"{state.name} has withdrawn region {transfer.remote.name!r}; connect to a newer address"
                     )
-                self._post(flight)
+                self.post(transfer)
             except TransferError as error:
-                self._break(flight, error, moving=False)
+                self.fail(transfer, error, moving=False)
 
     def _checked(self, operation: str, peer: Peer, local: Region, remote: Region) -> PeerState:
         state = peer.handle
-        if not isinstance(state, PeerState) or self._peers.get(state.line.card.token) is not state:
+        if not isinstance(state, PeerState) or self.peers.get(state.line.card.token) is not state:
             raise InvalidBatch(f"{peer.name} was not connected by this endpoint of {self.rank}")
         if local.owner != self.rank:
             side = "source" if operation == "write" else "target"
@@ -314,8 +297,8 @@ class RealEndpoint(ABC):
             )
         return state
 
-    def severed(self, peer: str) -> Event:
-        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.severed`.
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.quiesced`.
 
         A dead process starts nothing; what the kernel still has of it has been taken in once none of this process's
         connections has a dead end.
@@ -325,119 +308,122 @@ class RealEndpoint(ABC):
         return event
 
     def _look(self, peer: str, event: Event) -> None:
-        if self._closed:
+        if self.closed:
             return
-        if self._is_severed(peer):
+        if self._is_quiesced(peer):
             event.succeed()
         else:
-            self._call_at(self.clock.now + WATCH, lambda _: self._look(peer, event))
+            self.call_at(self.clock.now + WATCH, lambda _: self._look(peer, event))
 
-    def _is_severed(self, peer: str) -> bool:
-        self.link.poll()
-        unclean = [line for line in self.link.known(peer) if not line.closed]
-        return not unclean or (all(line.lost and is_dead(line.card.process) for line in unclean) and self._drained())
+    def _is_quiesced(self, peer: str) -> bool:
+        self.control.poll()
+        unclean = [line for line in self.control.known(peer) if not line.closed]
+        return not unclean or (
+            all(line.lost and is_dead(line.card.process) for line in unclean) and self.inbound_drained()
+        )
 
     # --- how transfers end ------------------------------------------------------------------------------------------
 
-    def _complete(self, flight: Flight, at: float | None = None) -> None:
-        """Note that the engine reported *flight* complete, at the time *at* or, if it was asked for, now."""
+    def complete(self, transfer: PostedTransfer, at: float | None = None) -> None:
+        """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now."""
         seen = self.clock.now
         at = seen if at is None else at
-        if flight.triggered:
-            self._stopped(flight)
-        elif at > flight.deadline:
-            self._break(flight, self._too_late(flight), moving=False, at=at)
+        if transfer.triggered:
+            self.quiesce(transfer)
+        elif at > transfer.deadline:
+            self.fail(transfer, self._too_late(transfer), moving=False, at=at)
         else:
-            self._end(flight, "ok", at, seen)
-            if flight.notify:
-                self._announce(flight)
-            self._settle(flight)
+            self._conclude(transfer, "ok", at, seen)
+            if transfer.notify:
+                self.notify(transfer)
+            self._let_go(transfer)
 
-    def _break(self, flight: Flight, error: TransferError, *, moving: bool, at: float | None = None) -> None:
-        """Fail *flight* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
-        if not flight.triggered:
+    def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool, at: float | None = None) -> None:
+        """Fail *transfer* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
+        if not transfer.triggered:
             seen = self.clock.now
-            self._end(flight, error, seen if at is None else at, seen)
-            self._quarantine[flight] = None
+            self._conclude(transfer, error, seen if at is None else at, seen)
+            self._quarantine[transfer] = None
         if not moving:
-            self._stopped(flight)
+            self.quiesce(transfer)
 
-    def _refused(self, flight: Flight, text: str, *, moving: bool = True) -> None:
-        """Note that the engine has let go of *flight*, failed for whatever reason, and may still be *moving* bytes."""
-        line = flight.peer.line
+    def engine_failed(self, transfer: PostedTransfer, text: str, *, moving: bool = True) -> None:
+        """Fail *transfer*, which the engine has let go of with *text*; *moving* says whether bytes may still move."""
+        line = transfer.peer.line
 
         def decide(_: Event) -> None:
             error = PeerLost(f"{line.name} {line.lost}; {text}") if line.lost else TransferFailed(text)
-            gone = bool(line.lost) and flight.operation == "write" and is_dead(line.card.process)
-            self._break(flight, error, moving=moving and not gone)
+            gone = bool(line.lost) and transfer.operation == "write" and is_dead(line.card.process)
+            self.fail(transfer, error, moving=moving and not gone)
 
         if line.lost:
-            decide(flight)
+            decide(transfer)
         else:
-            self._call_at(self.clock.now + GRACE, decide)
+            self.call_at(self.clock.now + GRACE, decide)
 
-    def _stopped(self, flight: Flight) -> None:
-        """Note that no byte of a failed *flight* moves any more."""
-        if flight in self._quarantine:
-            del self._quarantine[flight]
-            self._settle(flight)
+    def quiesce(self, transfer: PostedTransfer) -> None:
+        """Note that no byte of a failed *transfer* moves any more."""
+        if transfer in self._quarantine:
+            del self._quarantine[transfer]
+            self._let_go(transfer)
 
-    def _end(self, flight: Flight, result: str | TransferError, at: float, seen: float) -> None:
-        del self._flights[flight]
+    def _conclude(self, transfer: PostedTransfer, result: str | TransferError, at: float, seen: float) -> None:
+        del self._transfers[transfer]
         status = result if isinstance(result, str) else type(result).__name__
-        batch = flight.batch
+        batch = transfer.batch
         record = TransferRecord(  # by position: by name it takes three times as long
             self.engine,
-            flight.operation,
+            transfer.operation,
             batch.source.owner,
             batch.target.owner,
             batch.nbytes,
             len(batch.size),
-            flight.submitted,
-            flight.prepared,
-            flight.posted,
-            max(at, flight.posted),  # completed
+            transfer.submitted,
+            transfer.prepared,
+            transfer.posted,
+            max(at, transfer.posted),  # completed
             max(seen, at),
             status,
-            flight.label,
+            transfer.label,
         )
         self.recorder.transfer(record)
         if isinstance(result, str):
-            flight.succeed(record)
+            transfer.succeed(record)
         else:
-            flight.fail(result)
+            transfer.fail(result)
 
-    def _settle(self, flight: Flight) -> None:
-        flight.settle()
-        flight.local.moving -= 1
-        peer = flight.peer
-        peer.moving[flight.remote.name] -= 1
+    def _let_go(self, transfer: PostedTransfer) -> None:
+        transfer.settle()
+        transfer.local.moving -= 1
+        peer = transfer.peer
+        peer.moving[transfer.remote.name] -= 1
         if peer.owed:
-            give_back(self.link, peer, self._forget)
+            return_regions(self.control, peer, self.forget_region)
 
-    def _announce(self, flight: Flight) -> None:
+    def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
-        self.link.send(flight.peer.line, _NOTIFY, flight.notify)
+        self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
 
     # --- deadlines --------------------------------------------------------------------------------------------------
 
-    def _expire(self, flight: Flight) -> None:
-        self._break(flight, self._too_late(flight), moving=not self._recalled(flight))
+    def _time_out(self, transfer: PostedTransfer) -> None:
+        self.fail(transfer, self._too_late(transfer), moving=not self._take_from_queue(transfer))
 
-    def _recalled(self, flight: Flight) -> bool:
-        """Return whether *flight* was still waiting, and take it out of the queue."""
-        if flight not in flight.peer.waiting:
+    def _take_from_queue(self, transfer: PostedTransfer) -> bool:
+        """Return whether *transfer* was still waiting, and take it out of the queue."""
+        if transfer not in transfer.peer.waiting:
             return False
-        flight.peer.waiting.remove(flight)
+        transfer.peer.waiting.remove(transfer)
         return True
 
-    def _too_late(self, flight: Flight) -> TransferTimeout:
+    def _too_late(self, transfer: PostedTransfer) -> TransferTimeout:
         return TransferTimeout(
-            f"{flight.operation} of {flight.batch.nbytes} bytes with {flight.peer.name}: not complete after "
-            f"{flight.timeout:g} s; bytes may still move until Transfer.settled"
+            f"{transfer.operation} of {transfer.batch.nbytes} bytes with {transfer.peer.name}: not complete after "
+            f"{transfer.timeout:g} s; bytes may still move until Transfer.settled"
         )
 
-    def _call_at(self, at: float, function: Any) -> None:
+    def call_at(self, at: float, function: Any) -> None:
+        """Call *function* with an event at the time *at*."""
         event = self.clock.at(at)
         assert event.callbacks is not None
         event.callbacks.append(function)
@@ -450,10 +436,10 @@ class RealEndpoint(ABC):
         self.notifications.put(Notification(line.name, body[0]))
 
     def _on_meet(self, line: Line, body: list[bytes]) -> None:
-        self.link.send(line, WELCOME, *self._lending.since(*fields(body, int)))
+        self.control.send(line, WELCOME, *self._withdrawal.since(*fields(body, int)))
 
     def _on_welcome(self, line: Line, body: list[bytes]) -> None:
-        state = self._peers.get(line.card.token)
+        state = self.peers.get(line.card.token)
         if state is None:
             raise MessageError("a welcome that nobody asked for")
         state.welcome = True
@@ -462,20 +448,21 @@ class RealEndpoint(ABC):
 
     def _on_withdraw(self, line: Line, body: list[bytes]) -> None:
         name, epoch = withdrawn(body)
-        state = self._peers.get(line.card.token)
+        state = self.peers.get(line.card.token)
         if state is None:
-            self.link.send(line, RETURN, *body)
+            self.control.send(line, RETURN, *body)
             return
         if epoch > state.epoch:
             state.withdrawn.add(name)
         state.owed.append((name, epoch))
-        give_back(self.link, state, self._forget)
+        return_regions(self.control, state, self.forget_region)
 
-    def _on_lost(self, line: Line) -> None:
-        self._lending.on_lost(line)
-        for flight in tuple(self._flights):
-            if flight.peer.line is line:
-                self._break(flight, PeerLost(f"{line.name} {line.lost}"), moving=not self._recalled(flight))
+    def on_lost(self, line: Line) -> None:
+        """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
+        self._withdrawal.on_lost(line)
+        for transfer in tuple(self._transfers):
+            if transfer.peer.line is line:
+                self.fail(transfer, PeerLost(f"{line.name} {line.lost}"), moving=not self._take_from_queue(transfer))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -484,23 +471,23 @@ class RealEndpoint(ABC):
 
         Memory of transfers that have not settled is never given back: the engine may still use it.
         """
-        if self._closed:
+        if self.closed:
             return
-        for flight in tuple(self._flights):
+        for transfer in tuple(self._transfers):
             error = TransferFailed(f"the endpoint of {self.rank} was closed")
-            self._break(flight, error, moving=not self._recalled(flight))
+            self.fail(transfer, error, moving=not self._take_from_queue(transfer))
         idle = not self._quarantine
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             if entry.moving:
                 self.device.hold(entry.buffer)
             else:
-                self._unpin(entry)
+                self.unpin(entry)
             entry.buffer.registered = False
-        self._closed = True
-        self._entries.clear()
-        self._detach(idle)
+        self.closed = True
+        self.entries.clear()
+        self.stop_engine(idle)
         if not idle:
             _ABANDONED.append(self)
-        self.link.close(clean=idle)
+        self.control.close(clean=idle)
         if idle:
-            self._lending.close()
+            self._withdrawal.close()

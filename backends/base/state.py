@@ -13,7 +13,7 @@ from backends.base.device import RealBuffer
 from pdsim.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
 
-__all__ = ["FORMAT", "Address", "Entry", "Flight", "PeerState"]
+__all__ = ["FORMAT", "Address", "Entry", "PeerState", "PostedTransfer"]
 
 FORMAT = "pdsim/1"
 
@@ -50,7 +50,7 @@ class PeerState:
     moving: Counter[str] = field(default_factory=Counter)  # transfers that have not settled, by region
     owed: list[tuple[str, int]] = field(default_factory=list)  # withdrawn regions to be returned: name, epoch
     welcome: bool = False  # whether the peer has said what it withdrew since the address that we have
-    waiting: deque[Flight] = field(default_factory=deque)  # transfers that were started before
+    waiting: deque[PostedTransfer] = field(default_factory=deque)  # transfers that were started before
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class PeerState:
         return self.line.name
 
 
-class Flight(Transfer):
+class PostedTransfer(Transfer):
     """A transfer and where it stands."""
 
     def __init__(

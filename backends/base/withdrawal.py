@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends.base.control import Line, Link, fields
+from backends.base.control import Control, Line, fields
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.state import PeerState
 
-__all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Lending", "give_back", "withdrawn"]
+__all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Withdrawal", "return_regions", "withdrawn"]
 
 WITHDRAW, RETURN, MEET, WELCOME = b"withdraw", b"return", b"meet", b"welcome"
 
 
-class Lending:
+class Withdrawal:
     """The owner's side: who may still write to what was withdrawn."""
 
     def __init__(self, device: RealDevice) -> None:
@@ -25,16 +25,16 @@ class Lending:
         self._withdrawn: dict[str, int] = {}  # the epoch in which a region was last withdrawn, by name
         self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
 
-    def withdraw(self, link: Link, name: str, epoch: int, buffer: RealBuffer) -> None:
+    def withdraw(self, control: Control, name: str, epoch: int, buffer: RealBuffer) -> None:
         """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it."""
         self._withdrawn[name] = epoch
-        lines = link.lines
+        lines = control.lines
         if not lines:
             return
         self._lent[name, epoch] = (buffer, {line.card.token for line in lines})
         self._device.hold(buffer)
         for line in lines:
-            link.send(line, WITHDRAW, name.encode(), str(epoch).encode())
+            control.send(line, WITHDRAW, name.encode(), str(epoch).encode())
 
     def since(self, epoch: int) -> list[bytes]:
         """Return the names of the regions that were withdrawn after *epoch*."""
@@ -69,7 +69,7 @@ def withdrawn(body: list[bytes]) -> tuple[str, int]:
     return name[0], epoch[0]
 
 
-def give_back(link: Link, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:
+def return_regions(control: Control, state: PeerState, forget: Callable[[PeerState, str], None]) -> None:
     """Return to *state*'s endpoint what it has withdrawn and nothing of ours moves in; the borrower's side.
 
     *forget* is called before, with each region that goes back.
@@ -78,4 +78,4 @@ def give_back(link: Link, state: PeerState, forget: Callable[[PeerState, str], N
         if not state.moving[name]:
             state.owed.remove((name, epoch))
             forget(state, name)
-            link.send(state.line, RETURN, name.encode(), str(epoch).encode())
+            control.send(state.line, RETURN, name.encode(), str(epoch).encode())

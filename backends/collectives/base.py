@@ -47,6 +47,17 @@ class Library(ABC):
     """What moves the bytes of one group.  Raises `TransferError`s."""
 
     engine: str  # as it reports itself
+    memory: str  # that it gathers: "host" or "gpu"
+
+    def __init__(self, device: Any, timeout: float) -> None:
+        """Gather memory of *device*; nothing takes more than *timeout* seconds."""
+        self._device = device
+        self._timeout = timeout
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return what it needs and this machine lacks, and what would help, in a few words; or nothing."""
+        return ""
 
     @abstractmethod
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from backends.collectives.base import Library
-from backends.collectives.libraries import store, translated
+from backends.collectives.pytorch import missing, store, translated
 from pdsim.errors import BackendUnavailable
 from pdsim.group import SYMMETRIC
 
@@ -50,12 +50,18 @@ class _View:
 class _OnGpu(Library):
     """What both have in common: a stream, events around each gather, and views of buffers."""
 
+    memory = "gpu"
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return what to install; see `Library.missing`."""
+        return missing()
+
     def __init__(self, device: Any, timeout: float) -> None:
+        super().__init__(device, timeout)
         for name, value in SWITCHES.items():
             if os.environ.setdefault(name, value) != value:
                 raise BackendUnavailable(f"{name}={os.environ[name]} switches NVLink multicast on; set it to {value}")
-        self._device = device
-        self._timeout = timeout
         self._stream: Any = None
         self._group: Any = None
         self._count = self._index = 0

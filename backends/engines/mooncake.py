@@ -29,22 +29,24 @@ What it does about the engine's ways:
 from __future__ import annotations
 
 import math
+import os
 import queue
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
+from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
-from backends.registry import MOONCAKE, MOONCAKE_CUDA
+from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
 
 __all__ = ["MooncakeEndpoint"]
@@ -68,10 +70,37 @@ class _Session:
 
     session: str
     under_way: int = 0  # batches that the clock's thread has posted
-    waiting: deque[Flight] = field(default_factory=deque)  # for these to end
+    waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end
 
 
-class _Way(NamedTuple):
+MOONCAKE = Library(
+    "import mooncake.engine",
+    ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
+    "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
+)
+MOONCAKE_CUDA = Library(
+    "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
+    MOONCAKE.distributions,
+    "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "
+    "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
+)
+
+
+def _not_forced(engine: Engine) -> Iterator[str]:
+    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
+    for where, value in (
+        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
+        ("backend.options", engine.options.get("MC_FORCE_TCP", "1")),
+    ):
+        if value != "1":
+            yield (
+                f"backend={engine.name} needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
+                "use backend=mooncake for RDMA"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transport(Variant):
     """How one transport is asked for, and what proves that it was chosen."""
 
     name: str
@@ -79,21 +108,10 @@ class _Way(NamedTuple):
     environment: Mapping[str, str]
     witness: str  # what the engine's log says of it, or of each device that it uses
     flag: str = ""  # of the module: whether it was built with it
-    gpu_only: bool = False
 
-
-_WAYS = {
-    "mooncake_tcp": _Way("tcp", "tcp", {"MC_FORCE_TCP": "1"}, r"TcpTransport: (listen)"),
-    "mooncake": _Way("rdma", "rdma", {}, r"RDMA device: (\w+)"),
-    "mooncake_nvlink": _Way(
-        "nvlink",
-        "rdma",
-        {"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, is not looked at, and leaves one on TCP
-        r"Using (Intra-Node NVLink) transport",
-        "SUPPORT_INTRA_NVLINK",
-        gpu_only=True,
-    ),
-}
+    @property
+    def gpu_only(self) -> bool:
+        return self.memory == ("gpu",)
 
 
 class MooncakeEndpoint(RealEndpoint):
@@ -105,20 +123,55 @@ class MooncakeEndpoint(RealEndpoint):
 
     kind = "mooncake"
     options = ("threads", "device")
+    variants = (
+        _Transport(
+            backend="mooncake_tcp",
+            requires=MOONCAKE,
+            memory=("host", "gpu"),
+            check=_not_forced,
+            name="tcp",
+            protocol="tcp",
+            environment={"MC_FORCE_TCP": "1"},
+            witness=r"TcpTransport: (listen)",
+        ),
+        _Transport(
+            backend="mooncake_nvlink",
+            requires=MOONCAKE_CUDA,
+            device="gpu",
+            memory=("gpu",),
+            one_sided=True,
+            name="nvlink",
+            protocol="rdma",
+            environment={"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, leaves one on TCP
+            witness=r"Using (Intra-Node NVLink) transport",
+            flag="SUPPORT_INTRA_NVLINK",
+        ),
+        _Transport(
+            backend="mooncake",
+            requires=MOONCAKE,
+            device="rdma",
+            one_sided=True,
+            proves_quiescence=False,
+            guest="backends.emulation.guest.mooncake:RECIPE",
+            name="rdma",
+            protocol="rdma",
+            environment={},
+            witness=r"RDMA device: (\w+)",
+        ),
+    )
 
-    def _attach(self) -> str:
-        if self.settings.name not in _WAYS:
-            raise BackendUnavailable(
-                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_WAYS)}"
-            )
-        self._way = _WAYS[self.settings.name]
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
+        self._transport = declared(self.variants, self.settings.name)[0]
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._sessions: dict[str, _Session] = {}
-        self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
+        self._queues: dict[PeerState, queue.SimpleQueue[PostedTransfer | None]] = {}
         self._workers: list[threading.Thread] = []
-        self._tickets: dict[Flight, int] = {}  # what the clock's thread has posted
+        self._tickets: dict[PostedTransfer, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
+        if self._transport.name == "tcp":  # which has no device to choose
+            device = ""
         patience = max(5, math.ceil(self.settings.timeout + PATIENCE))
         defaults = {
             "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # 0.3.13 refuses a batch of more than 1024 otherwise
@@ -126,30 +179,31 @@ class MooncakeEndpoint(RealEndpoint):
             "MC_TCP_PROGRESS_TIMEOUT_SEC": str(patience),
             "MC_LOG_LEVEL": "INFO",
         }
-        prepare(self.settings.name, {**self._way.environment, **options}, defaults)
+        prepare(self.settings.name, {**self._transport.environment, **options}, defaults)
         native = self._native = self._library().TransferEngine()
         self._sync = {"write": native.batch_transfer_sync_write, "read": native.batch_transfer_sync_read}
         self._async = {"write": native.batch_transfer_async_write, "read": native.batch_transfer_async_read}
         self._ask = native.transfer_check_status
         with captured_stderr() as log:
-            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._way.protocol, device)
+            code = self._native.initialize(self.bind, "P2PHANDSHAKE", self._transport.protocol, device)
         text = log()
         if code:
             raise BackendUnavailable(f"Mooncake did not start (code {code}): {text.strip()[-300:]}")
-        found = sorted(set(re.findall(self._way.witness, text)))
+        found = sorted(set(re.findall(self._transport.witness, text)))
         if not found:
             raise BackendUnavailable(
-                f"Mooncake did not report a transport over {self._way.name}, so it chose another: {text.strip()[-300:]}"
+                f"Mooncake did not report a transport over {self._transport.name}, so it chose another: "
+                f"{text.strip()[-300:]}"
             )
         self._session = f"{self.bind}:{self._native.get_rpc_port()}"
-        if self._way.gpu_only:
+        if self._transport.gpu_only:
             self.clock.watch(self)
-        devices = found if self._way.name == "rdma" else []
-        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._way.name, *devices])
+        devices = found if self._transport.name == "rdma" else []
+        return " ".join(["mooncake", installed(*MOONCAKE.distributions), self._transport.name, *devices])
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """As for any engine over TCP; a GPU's copies end with their process; nobody can see into an RDMA device."""
-        return self._way.name != "rdma" and super()._drained()
+        return self._transport.proves_quiescence and super().inbound_drained()
 
     def _library(self) -> Any:
         """Return ``mooncake.engine``.  Raise `BackendUnavailable` if it is not there, or lacks what is needed."""
@@ -157,7 +211,7 @@ class MooncakeEndpoint(RealEndpoint):
             from mooncake import engine
         except ImportError as error:
             raise BackendUnavailable(f"Mooncake cannot be imported ({error}): {MOONCAKE.install}") from error
-        flag = self._way.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
+        flag = self._transport.flag or ("SUPPORT_CUDA" if isinstance(self.device, CudaDevice) else "")
         if flag and not getattr(engine, flag, False):
             raise BackendUnavailable(
                 f"backend {self.settings.name!r} on a GPU needs Mooncake built with CUDA, and "
@@ -165,8 +219,9 @@ class MooncakeEndpoint(RealEndpoint):
             )
         return engine
 
-    def _pin(self, buffer: RealBuffer) -> None:
-        if self._way.gpu_only:
+    def pin(self, buffer: RealBuffer) -> None:
+        """Register memory with the engine; see `EngineHooks.pin`."""
+        if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
                     f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it on "
@@ -177,72 +232,78 @@ class MooncakeEndpoint(RealEndpoint):
         if code:
             raise RegistrationError(f"Mooncake refused to register {buffer.size} bytes (code {code})")
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`; see `EngineHooks.unpin`."""
         code = self._native.unregister_memory(entry.buffer.address)
         if code:
             raise RegistrationError(f"Mooncake refused to unregister {entry.region.name!r} (code {code})")
 
-    def _describe(self) -> bytes:
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
         return self._session.encode()
 
-    def _meet(self, description: bytes) -> _Session:
+    def connect_engine(self, description: bytes) -> _Session:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         session = description.decode()
         return self._sessions.setdefault(session, _Session(session))
 
-    def _post(self, flight: Flight) -> None:
-        batch = flight.batch
-        flight.handle = flight.blocks()
-        flight.prepared = self.clock.now
-        if not self._way.gpu_only:
-            self._queue(flight.peer).put(flight)
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        batch = transfer.batch
+        transfer.handle = transfer.blocks()
+        transfer.prepared = self.clock.now
+        if not self._transport.gpu_only:
+            self._queue(transfer.peer).put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
-            self._at_once(flight)
+            self._at_once(transfer)
         else:
-            flight.peer.handle.waiting.append(flight)
-            self._go_on(flight.peer.handle)
+            transfer.peer.handle.waiting.append(transfer)
+            self._go_on(transfer.peer.handle)
 
     # --- over NVLink: on the clock's thread -------------------------------------------------------------------------
 
-    def _at_once(self, flight: Flight) -> None:
+    def _at_once(self, transfer: PostedTransfer) -> None:
         """Do what is over sooner than the clock would have come to ask for it."""
-        code = self._sync[flight.operation](flight.peer.handle.session, *flight.handle)
-        self._finish(flight, code, flight.prepared, self.clock.now)
+        code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+        self._finish(transfer, code, transfer.prepared, self.clock.now)
 
     def _go_on(self, session: _Session) -> None:
         """Post what waits for *session*, as far as it may be under way at once."""
         while session.waiting and session.under_way < self._threads:
-            flight = session.waiting.popleft()
-            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self._stopped(flight)
+            transfer = session.waiting.popleft()
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.quiesce(transfer)
                 continue
-            ticket = self._async[flight.operation](session.session, *flight.handle)
-            flight.posted = self.clock.now
+            ticket = self._async[transfer.operation](session.session, *transfer.handle)
+            transfer.posted = self.clock.now
             if ticket:
-                self._tickets[flight] = ticket
+                self._tickets[transfer] = ticket
                 session.under_way += 1
             else:
-                self._finish(flight, None, flight.posted, flight.posted)
+                self._finish(transfer, None, transfer.posted, transfer.posted)
 
     def poll(self) -> bool:
         """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
-        codes: dict[Flight, int] = {}
+        codes: dict[PostedTransfer, int] = {}
         while self._tickets and (ended := self._ended()):
             codes |= ended
         if not codes:
             return False
-        for flight, code in codes.items():
-            flight.peer.handle.under_way -= 1
-            self._finish(flight, 0 if code == _MOVED else code, flight.posted, self.clock.now)
-        for session in {flight.peer.handle for flight in codes}:
+        for transfer, code in codes.items():
+            transfer.peer.handle.under_way -= 1
+            self._finish(transfer, 0 if code == _MOVED else code, transfer.posted, self.clock.now)
+        for session in {transfer.peer.handle for transfer in codes}:
             self._go_on(session)
         return True
 
-    def _ended(self) -> dict[Flight, int]:
+    def _ended(self) -> dict[PostedTransfer, int]:
         """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
         ask = self._ask
-        ended = {flight: code for flight, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)}
-        for flight in ended:
-            del self._tickets[flight]
+        ended = {
+            transfer: code for transfer, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)
+        }
+        for transfer in ended:
+            del self._tickets[transfer]
         return ended
 
     def fileno(self) -> None:
@@ -255,9 +316,9 @@ class MooncakeEndpoint(RealEndpoint):
 
     # --- over a network: in threads ---------------------------------------------------------------------------------
 
-    def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
+    def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
         if peer not in self._queues:
-            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
             for number in range(self._threads):
                 name = f"mooncake {peer.name} {number}"
@@ -266,30 +327,33 @@ class MooncakeEndpoint(RealEndpoint):
                 worker.start()
         return self._queues[peer]
 
-    def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
+    def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
         """Post batches and wait for them, one after the other; runs in a thread of its own."""
         self.device.enter()
         keep_for(SLICE)
-        while (flight := work.get()) is not None:
-            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self._stopped, flight))
+        while (transfer := work.get()) is not None:
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self.quiesce, transfer))
                 continue
-            ticket = self._async[flight.operation](flight.peer.handle.session, *flight.handle)
+            ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
             posted = self.clock.now
             code = self._native.get_batch_transfer_status([ticket]) if ticket else None
-            self.clock.call(partial(self._finish, flight, code, posted, self.clock.now))
+            self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
 
-    def _finish(self, flight: Flight, code: int | None, posted: float, at: float) -> None:
-        """Take what the engine said of *flight* at the time *at*; *code* is None if it was not even taken."""
-        flight.handle = None
-        flight.posted = posted
+    def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
+        """Take what the engine said of *transfer* at the time *at*; *code* is None if it was not even taken."""
+        transfer.handle = None
+        transfer.posted = posted
         if code == 0:
-            self._complete(flight, at)
+            self.complete(transfer, at)
         else:
             what = "did not take" if code is None else "failed"
-            self._refused(flight, f"Mooncake {what} a {flight.operation} of {flight.batch.nbytes} bytes (code {code})")
+            self.engine_failed(
+                transfer, f"Mooncake {what} a {transfer.operation} of {transfer.batch.nbytes} bytes (code {code})"
+            )
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
             for _ in range(self._threads):

@@ -17,7 +17,7 @@ What it does about the engine's ways:
   miscounted when their ring wraps.  They are off; ours go over `backends.base.control` after the bytes are
   acknowledged.
 - The network card writes whether or not the process that owns the memory runs: a write to a stopped peer completes.
-- What a card has taken from a dead process nobody can see, so nothing is ever proven of it (`severed`).
+- What a card has taken from a dead process nobody can see, so nothing is ever proven of it (`quiesced`).
 - Its completion thread spins on a core from the first connection on, in both of its modes.
 """
 
@@ -27,6 +27,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,9 +37,9 @@ from simpy.events import Event
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import prepare
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
+from backends.capabilities import Library, Variant
 from backends.engines.rocm import missing
-from backends.registry import MORI
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
 __all__ = ["MoriEndpoint"]
@@ -52,6 +53,20 @@ CHUNK = 4 << 20
 """Bytes of a message: far above a page, and below what any port carries (soft-RoCE: 8 MiB)."""
 BEAT = 0.02
 """Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
+
+
+MORI = Library(
+    "from backends.engines.rocm import missing; (found := '; '.join(missing())) and exit(found); import mori.io",
+    ("amd-mori", "amd-mori-nightly"),
+    "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",
+)
+_OVER_RDMA = Variant(
+    backend="mori",
+    requires=MORI,  # whose probe looks for the RDMA device, too
+    one_sided=True,
+    proves_quiescence=False,  # what lies in the queues of network cards nobody can see
+    guest="backends.emulation.guest.mori.serving:RECIPE",
+)
 
 
 class _Pair(NamedTuple):
@@ -77,25 +92,27 @@ class MoriEndpoint(RealEndpoint):
 
     kind = "mori"
     options = ("transport",)
+    variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> str:
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
         options = dict(self.settings.options)
         transport = options.pop("transport", "rdma")
         if transport not in TRANSPORTS:
             raise ConfigError(f"backend.options.transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
         # alone, RDMA without a device would be replaced by xGMI without a word
         prepare(self.settings.name, {"MORI_DISABLE_AUTO_XGMI": "1", **options}, {"MORI_IO_LOG_LEVEL": "error"})
-        self._queues: dict[PeerState, queue.SimpleQueue[Flight | None]] = {}
+        self._queues: dict[PeerState, queue.SimpleQueue[PostedTransfer | None]] = {}
         self._workers: list[threading.Thread] = []
         self._sessions: dict[_Pair, Any] = {}
-        self._posted: dict[Flight, None] = {}  # to be polled
-        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost: polled with the beat
+        self._posted: dict[PostedTransfer, None] = {}  # to be polled
+        self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost: polled with the beat
         self._failed: list[Any] = []  # statuses that the engine may still write to
         self._engine = self._start_engine(TRANSPORTS[transport])
         self.clock.watch(self)
-        self._call_at(self.clock.now + BEAT, self._beat)
+        self.call_at(self.clock.now + BEAT, self._beat)
         return f"mori {self._version} {transport}"
 
     def _start_engine(self, backends: tuple[str, ...]) -> Any:
@@ -103,12 +120,12 @@ class MoriEndpoint(RealEndpoint):
             from mori import __version__, io
 
             self._io, self._version = io, __version__
-            engine = io.IOEngine(f"{self.rank}/{self.link.card.token.hex()}", io.IOEngineConfig(self.bind, 0))
+            engine = io.IOEngine(f"{self.rank}/{self.control.card.token.hex()}", io.IOEngineConfig(self.bind, 0))
             for name in backends:
                 engine.create_backend(getattr(io.BackendType, name), self._settings_of(name))
         except (ImportError, OSError, RuntimeError) as error:
-            lacking = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
-            raise BackendUnavailable(f"MORI does not work here ({error}): {lacking}; {MORI.install}") from error
+            absent = "; ".join(missing("RDMA" in backends)) or "nothing that pdsim knows of is missing"
+            raise BackendUnavailable(f"MORI does not work here ({error}): {absent}; {MORI.install}") from error
         return engine
 
     def _settings_of(self, backend: str) -> Any:
@@ -122,7 +139,8 @@ class MoriEndpoint(RealEndpoint):
             chunk_bytes=CHUNK,
         )
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
             work.put(None)
@@ -132,13 +150,14 @@ class MoriEndpoint(RealEndpoint):
             self._sessions.clear()
             del self._engine
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """Return False: what lies in the queues of network cards nobody can see, so nothing is ever proven."""
         return False
 
     # --- memory and peers -------------------------------------------------------------------------------------------
 
-    def _pin(self, buffer: RealBuffer) -> Any:
+    def pin(self, buffer: RealBuffer) -> Any:
+        """Register memory with the engine; see `EngineHooks.pin`."""
         kinds, gpu = self._io.MemoryLocationType, getattr(self.device, "gpu", None)
         place = (-1, kinds.CPU) if gpu is None else (gpu, kinds.GPU)
         try:
@@ -146,11 +165,13 @@ class MoriEndpoint(RealEndpoint):
         except RuntimeError as error:
             raise RegistrationError(f"MORI refused to register {buffer.size} bytes: {error}") from error
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`; see `EngineHooks.unpin`."""
         self._drop(lambda pair: pair.near == entry.handle.id)
         self._engine.deregister_memory(entry.handle)
 
-    def _forget(self, peer: PeerState, region: str) -> None:
+    def forget_region(self, peer: PeerState, region: str) -> None:
+        """Give up what is kept of a region; see `EngineHooks.forget_region`."""
         memory = peer.handle.memories.get(region)
         if memory is not None and region in peer.withdrawn:
             self._drop(lambda pair: pair.peer is peer and pair.far == memory.id)
@@ -159,11 +180,13 @@ class MoriEndpoint(RealEndpoint):
         for pair in filter(stale, tuple(self._sessions)):
             self._sessions.pop(pair, None)
 
-    def _describe(self) -> bytes:
-        memories = {entry.region.name: entry.handle.pack() for entry in self._entries.values()}
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        memories = {entry.region.name: entry.handle.pack() for entry in self.entries.values()}
         return msgspec.msgpack.encode((self._engine.get_engine_desc().pack(), memories))
 
-    def _meet(self, description: bytes) -> _Remote:
+    def connect_engine(self, description: bytes) -> _Remote:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         try:
             engine, memories = msgspec.msgpack.decode(description, type=tuple[bytes, dict[str, bytes]])
             desc = self._io.EngineDesc.unpack(engine)
@@ -177,72 +200,75 @@ class MoriEndpoint(RealEndpoint):
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _post(self, flight: Flight) -> None:
-        batch, memory = flight.batch, flight.peer.handle.memories.get(flight.remote.name)
-        if memory is None or (memory.data, memory.size) != (flight.remote.address, flight.remote.size):
-            raise TransferFailed(f"{flight.peer.name} registered {flight.remote.name!r} anew; use its newer address")
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        batch, memory = transfer.batch, transfer.peer.handle.memories.get(transfer.remote.name)
+        if memory is None or (memory.data, memory.size) != (transfer.remote.address, transfer.remote.size):
+            raise TransferFailed(
+                f"{transfer.peer.name} registered {transfer.remote.name!r} anew; use its newer address"
+            )
         near, far = (
             (batch.source_offset, batch.target_offset)
-            if flight.operation == "write"
+            if transfer.operation == "write"
             else (batch.target_offset, batch.source_offset)
         )
-        flight.handle = (memory, near.tolist(), far.tolist(), batch.size.tolist())
-        flight.prepared = self.clock.now
-        self._queue(flight.peer).put(flight)
+        transfer.handle = (memory, near.tolist(), far.tolist(), batch.size.tolist())
+        transfer.prepared = self.clock.now
+        self._queue(transfer.peer).put(transfer)
 
-    def _queue(self, peer: PeerState) -> queue.SimpleQueue[Flight | None]:
+    def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
         if peer not in self._queues:
-            work: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+            work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
             worker = threading.Thread(target=self._serve, args=(work,), name=f"mori {peer.name}", daemon=True)
             self._workers.append(worker)
             worker.start()
         return self._queues[peer]
 
-    def _serve(self, work: queue.SimpleQueue[Flight | None]) -> None:
+    def _serve(self, work: queue.SimpleQueue[PostedTransfer | None]) -> None:
         """Post batches to one peer, one after the other; runs in a thread of its own."""
-        while (flight := work.get()) is not None:
-            if flight.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self._stopped, flight))
+        while (transfer := work.get()) is not None:
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self.quiesce, transfer))
                 continue
-            memory, *blocks = flight.handle
+            memory, *blocks = transfer.handle
             try:
-                session = self._session(flight, memory)
+                session = self._session(transfer, memory)
             except RuntimeError as error:
-                self.clock.call(partial(self._unreached, flight, str(error)))
+                self.clock.call(partial(self._unreached, transfer, str(error)))
                 continue
-            post = getattr(session, "batch_" + flight.operation)
-            flight.handle = post(*blocks, self._engine.allocate_transfer_uid())
-            self.clock.call(partial(self._taken, flight, time.monotonic()))
+            post = getattr(session, "batch_" + transfer.operation)
+            transfer.handle = post(*blocks, self._engine.allocate_transfer_uid())
+            self.clock.call(partial(self._taken, transfer, time.monotonic()))
 
-    def _session(self, flight: Flight, memory: Any) -> Any:
-        """Return the session between *flight*'s regions; raise a `RuntimeError` if there can be none."""
-        pair = _Pair(flight.peer, flight.local.handle.id, memory.id)
+    def _session(self, transfer: PostedTransfer, memory: Any) -> Any:
+        """Return the session between *transfer*'s regions; raise a `RuntimeError` if there can be none."""
+        pair = _Pair(transfer.peer, transfer.local.handle.id, memory.id)
         if pair not in self._sessions:
-            session = self._engine.create_session(flight.local.handle, memory)
+            session = self._engine.create_session(transfer.local.handle, memory)
             if session is None:
                 raise RuntimeError("none of the engine's backends reaches from here to there")
             self._sessions[pair] = session
         return self._sessions[pair]
 
-    def _taken(self, flight: Flight, posted: float) -> None:
-        """Note that the engine has taken *flight*, on the clock's thread; its handle is now the status."""
-        flight.posted = posted - self.clock.origin
-        self._posted[flight] = None
-        self._look_at(flight)
+    def _taken(self, transfer: PostedTransfer, posted: float) -> None:
+        """Note that the engine has taken *transfer*, on the clock's thread; its handle is now the status."""
+        transfer.posted = posted - self.clock.origin
+        self._posted[transfer] = None
+        self._look_at(transfer)
 
-    def _unreached(self, flight: Flight, reason: str) -> None:
-        """Note that there is no session for *flight*, on the clock's thread: nothing has moved."""
-        flight.handle = None
-        self._refused(flight, f"MORI made no session for a {flight.operation}: {reason}", moving=False)
+    def _unreached(self, transfer: PostedTransfer, reason: str) -> None:
+        """Note that there is no session for *transfer*, on the clock's thread: nothing has moved."""
+        transfer.handle = None
+        self.engine_failed(transfer, f"MORI made no session for a {transfer.operation}: {reason}", moving=False)
 
     # --- Source -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Look at the statuses of what was posted."""
         found = False
-        for flight in tuple(self._posted):
-            found |= self._look_at(flight)
+        for transfer in tuple(self._posted):
+            found |= self._look_at(transfer)
         return found
 
     def fileno(self) -> None:
@@ -253,27 +279,27 @@ class MoriEndpoint(RealEndpoint):
         """Return whether transfers are under way that may end at any moment."""
         return bool(self._posted)
 
-    def _look_at(self, flight: Flight) -> bool:
-        """Return whether *flight* has ended."""
-        status = flight.handle
+    def _look_at(self, transfer: PostedTransfer) -> bool:
+        """Return whether *transfer* has ended."""
+        status = transfer.handle
         if status.InProgress():
-            if flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
-                del self._posted[flight]
-                self._stuck[flight] = None
+            if transfer.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[transfer]
+                self._stuck[transfer] = None
             return False
-        del self._posted[flight]
-        flight.handle = None
+        del self._posted[transfer]
+        transfer.handle = None
         if status.Succeeded():
-            self._complete(flight)
+            self.complete(transfer)
         else:
             self._failed.append(status)
-            code, what = status.Code(), f"MORI failed a {flight.operation} of {flight.batch.nbytes} bytes"
+            code, what = status.Code(), f"MORI failed a {transfer.operation} of {transfer.batch.nbytes} bytes"
             posted = code != self._io.StatusCode.ERR_INVALID_ARGS  # which it says before it posts anything
-            self._refused(flight, f"{what} ({code.name}: {status.Message()})", moving=posted)
+            self.engine_failed(transfer, f"{what} ({code.name}: {status.Message()})", moving=posted)
         return True
 
     def _beat(self, _: Event) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._posted.update(self._stuck)
         self._stuck.clear()
@@ -281,10 +307,10 @@ class MoriEndpoint(RealEndpoint):
         while (failure := self._engine.pop_peer_failure()) is not None:
             if failure.reason == self._io.PeerFailureReason.PEER_UNREACHABLE:
                 self._lose(failure.remote_engine_key, failure.detail)
-        self._call_at(self.clock.now + BEAT, self._beat)
+        self.call_at(self.clock.now + BEAT, self._beat)
 
     def _lose(self, key: str, detail: str) -> None:
         """Fail what is under way to the engine *key*: its card has not answered for as long as ours has tried."""
-        for flight in tuple(self._posted):
-            if flight.peer.handle.key == key:
-                self._break(flight, PeerLost(f"{flight.peer.name} cannot be reached: {detail}"), moving=True)
+        for transfer in tuple(self._posted):
+            if transfer.peer.handle.key == key:
+                self.fail(transfer, PeerLost(f"{transfer.peer.name} cannot be reached: {detail}"), moving=True)

@@ -27,6 +27,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from backends.base.control import Line
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
+from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaDevice
-from backends.registry import NIXL
 from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -55,31 +56,76 @@ _Int64s = npt.NDArray[np.int64]
 _ACTIVE, _IDLE = b"active", b"idle"
 _LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
 _NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
-_VARIANTS: Mapping[str, tuple[dict[str, str], dict[str, str], str, set[str]]] = {
-    # environment, and what of it may be set otherwise; error handling of UCX; transports that may be reported
-    "nixl_tcp": ({"UCX_TLS": "tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
-    "nixl_shm": ({"UCX_TLS": "posix,cma"}, _NO_IB, "none", {"posix", "cma"}),
-    "nixl": ({"UCX_TLS": "rc_verbs,ud_verbs,self"}, {}, "peer", {"rc_verbs", "ud_verbs", "self"}),
-    "nixl between GPUs": ({"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}, {**_LO, **_NO_IB}, "peer", {"tcp", "self"}),
-}
+NIXL = Library("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transports(Variant):
+    """How UCX is told what to go over, and what it may then report."""
+
+    requires: Library | None = NIXL
+    environment: Mapping[str, str]
+    defaults: Mapping[str, str]  # of the environment, which may be set otherwise
+    error_handling: str  # of UCX: "peer" or "none"
+    allowed: frozenset[str]
 
 
 class NixlEndpoint(RealEndpoint):
     """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`."""
 
     kind = "nixl"
+    variants = (
+        _Transports(
+            backend="nixl_tcp",
+            memory=("host", "gpu"),
+            environment={"UCX_TLS": "tcp,self"},
+            defaults={**_LO, **_NO_IB},
+            error_handling="peer",
+            allowed=frozenset({"tcp", "self"}),
+        ),
+        _Transports(
+            backend="nixl_shm",
+            device="shm",
+            one_sided=True,
+            proves_quiescence=False,  # nobody can see what lies in shared memory
+            environment={"UCX_TLS": "posix,cma"},
+            defaults=_NO_IB,
+            error_handling="none",
+            allowed=frozenset({"posix", "cma"}),
+        ),
+        _Transports(
+            backend="nixl",
+            device="gpu",
+            memory=("gpu",),
+            environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"},
+            defaults={**_LO, **_NO_IB},
+            error_handling="peer",
+            allowed=frozenset({"tcp", "self"}),
+        ),
+        _Transports(
+            backend="nixl",
+            device="rdma",
+            one_sided=True,
+            proves_quiescence=False,
+            guest="backends.emulation.guest.nixl:RECIPE",
+            environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
+            defaults={},
+            error_handling="peer",
+            allowed=frozenset({"rc_verbs", "ud_verbs", "self"}),
+        ),
+    )
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> str:
-        if self.settings.name not in _VARIANTS:
-            raise BackendUnavailable(
-                f"backend {self.settings.name!r} is not one that target=real knows; use {' or '.join(_VARIANTS)}"
-            )
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
         on_gpu = isinstance(self.device, CudaDevice)
-        self._gpus_only = self.settings.name == "nixl" and (on_gpu or not _has_rdma())
-        variant, more, error_handling, allowed = _VARIANTS[self.settings.name + " between GPUs" * self._gpus_only]
-        defaults = {**more, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
+        # host memory goes over RDMA where there is any, and GPU memory between GPUs
+        ways = declared(self.variants, self.settings.name)
+        way = next((way for way in ways if way.device == ("rdma" if _has_rdma() and not on_gpu else "gpu")), ways[0])
+        self._way, self._gpus_only = way, way.device == "gpu"
+        variant, allowed = way.environment, way.allowed
+        defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
         self._log, self._logged = None, 0  # a descriptor, and how many bytes of it have been read
         if on_gpu and self._gpus_only:
             self._log = os.memfd_create("ucx")
@@ -89,11 +135,11 @@ class NixlEndpoint(RealEndpoint):
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
             allowed = allowed | {"cuda_copy"}
         prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
-        self._posted: dict[Flight, None] = {}
+        self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[Line] = set()  # peers that we poll for
-        self._stuck: dict[Flight, None] = {}  # posted to peers that are lost
-        self._agent, log = self._start_agent(error_handling)
+        self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
+        self._agent, log = self._start_agent(way.error_handling)
         transports = _transports(log)
         if self._gpus_only:
             transports = set()  # of GPU memory UCX says nothing yet
@@ -103,7 +149,7 @@ class NixlEndpoint(RealEndpoint):
                 f"means {', '.join(sorted(allowed))} only"
             )
         self.clock.watch(self)
-        self._call_at(self.clock.now + BEAT, self._beat)
+        self.call_at(self.clock.now + BEAT, self._beat)
         self._memory, self._number = ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
         return _name(transports)
 
@@ -117,27 +163,29 @@ class NixlEndpoint(RealEndpoint):
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
         try:
             with captured_stderr() as log:
-                agent = _api.nixl_agent(f"{self.rank}/{self.link.card.token.hex()}", config)
+                agent = _api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
                 agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
         except Exception as error:
             raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
         return agent, log()
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         if idle:
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
             del self._agent
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
-        return (self.settings.name == "nixl_tcp" or self._gpus_only) and super()._drained()
+        return self._way.proves_quiescence and super().inbound_drained()
 
     # --- memory and peers -------------------------------------------------------------------------------------------
 
-    def _pin(self, buffer: RealBuffer) -> Any:
+    def pin(self, buffer: RealBuffer) -> Any:
+        """Register memory with the engine; see `EngineHooks.pin`."""
         if self._gpus_only and self._memory != "VRAM":
             raise RegistrationError(
                 f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place it "
@@ -148,13 +196,16 @@ class NixlEndpoint(RealEndpoint):
         except Exception as error:
             raise RegistrationError(f"NIXL refused to register {buffer.size} bytes: {error}") from error
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
+        """Undo `pin`; see `EngineHooks.unpin`."""
         self._agent.deregister_memory(entry.handle)
 
-    def _describe(self) -> bytes:
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
         return bytes(self._agent.get_agent_metadata())
 
-    def _meet(self, description: bytes) -> str:
+    def connect_engine(self, description: bytes) -> str:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         try:
             name: bytes = self._agent.add_remote_agent(description)
         except Exception as error:
@@ -163,30 +214,33 @@ class NixlEndpoint(RealEndpoint):
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _post(self, flight: Flight) -> None:
-        peer, batch = flight.peer, flight.batch
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        peer, batch = transfer.peer, transfer.batch
         if peer not in self._announced:
-            self.link.send(peer.line, _ACTIVE)
-        self._announced[peer] = flight.submitted
+            self.control.send(peer.line, _ACTIVE)
+        self._announced[peer] = transfer.submitted
         near, far = batch.source_offset, batch.target_offset
-        if flight.operation == "read":
+        if transfer.operation == "read":
             near, far = far, near
         try:
-            flight.handle = self._agent.initialize_xfer(
-                flight.operation.upper(),
-                self._descriptors(near, batch.size, flight.local.region),
-                self._descriptors(far, batch.size, flight.remote),
+            transfer.handle = self._agent.initialize_xfer(
+                transfer.operation.upper(),
+                self._descriptors(near, batch.size, transfer.local.region),
+                self._descriptors(far, batch.size, transfer.remote),
                 peer.handle,
-                flight.notify,
+                transfer.notify,
             )
         except Exception as error:
-            raise TransferFailed(f"NIXL did not take a {flight.operation} of {batch.nbytes} bytes: {error}") from error
-        flight.prepared = flight.posted = self.clock.now
-        self._posted[flight] = None
-        state = self._ask(self._agent.transfer, flight)
-        flight.posted = self.clock.now
+            raise TransferFailed(
+                f"NIXL did not take a {transfer.operation} of {batch.nbytes} bytes: {error}"
+            ) from error
+        transfer.prepared = transfer.posted = self.clock.now
+        self._posted[transfer] = None
+        state = self._ask(self._agent.transfer, transfer)
+        transfer.posted = self.clock.now
         if state != "PROC":
-            self._ended(flight, state)
+            self._ended(transfer, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
         memory, number = _place(region.device)
@@ -194,17 +248,19 @@ class NixlEndpoint(RealEndpoint):
             return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
         return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
 
-    def _ended(self, flight: Flight, state: str) -> None:
-        del self._posted[flight]
-        self._announced[flight.peer] = self.clock.now
-        self._agent.release_xfer_handle(flight.handle)
-        flight.handle = None
+    def _ended(self, transfer: PostedTransfer, state: str) -> None:
+        del self._posted[transfer]
+        self._announced[transfer.peer] = self.clock.now
+        self._agent.release_xfer_handle(transfer.handle)
+        transfer.handle = None
         if self._log is not None:
             self._read_log(self._log)
         if state == "DONE":
-            self._complete(flight)
+            self.complete(transfer)
         else:
-            self._refused(flight, f"NIXL failed a {flight.operation} of {flight.batch.nbytes} bytes ({state})")
+            self.engine_failed(
+                transfer, f"NIXL failed a {transfer.operation} of {transfer.batch.nbytes} bytes ({state})"
+            )
 
     def _read_log(self, log: int) -> None:
         """Learn what UCX chose for GPU memory, once it has said so."""
@@ -213,11 +269,11 @@ class NixlEndpoint(RealEndpoint):
         if size == self._logged:
             return
         self._logged = size
-        if transports := _carriers(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
+        if transports := _transports_between_gpus(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
             self.engine = _name(transports)
             self._log = None  # the descriptor stays open, for UCX writes on
 
-    def _announce(self, flight: Flight) -> None:
+    def notify(self, transfer: PostedTransfer) -> None:
         """Do nothing: the engine has delivered the notification."""
 
     # --- Source -----------------------------------------------------------------------------------------------------
@@ -237,47 +293,48 @@ class NixlEndpoint(RealEndpoint):
     def _progress(self, listen: bool) -> bool:
         """Look after what was posted and, to *listen*, for notifications: who sends none has said nothing either."""
         found = False
-        for flight in tuple(self._posted):
-            state = self._ask(self._agent.check_xfer_state, flight)
+        for transfer in tuple(self._posted):
+            state = self._ask(self._agent.check_xfer_state, transfer)
             if state != "PROC":
-                self._ended(flight, state)
+                self._ended(transfer, state)
                 found = True
-            elif flight.peer.line.lost:  # it may never end: only the beat looks at it from now on
-                del self._posted[flight]
-                self._stuck[flight] = None
+            elif transfer.peer.line.lost:  # it may never end: only the beat looks at it from now on
+                del self._posted[transfer]
+                self._stuck[transfer] = None
         for agent, payloads in self._agent.get_new_notifs().items() if listen else ():
             for payload in payloads:
                 self.notifications.put(Notification(agent.rpartition("/")[0], bytes(payload)))
                 found = True
         return found
 
-    def _ask(self, question: Callable[[Any], str], flight: Flight) -> str:
+    def _ask(self, question: Callable[[Any], str], transfer: PostedTransfer) -> str:
         """Return "DONE", "PROC" or what went wrong."""
         try:
-            return question(flight.handle)
+            return question(transfer.handle)
         except self._errors.nixlRemoteDisconnectError as error:
-            self._break(flight, PeerLost(f"{flight.peer.name} is gone: {error}"), moving=True)
+            self.fail(transfer, PeerLost(f"{transfer.peer.name} is gone: {error}"), moving=True)
             return "ERR"
         except Exception as error:
             return f"ERR {error}"
 
     def _beat(self, _: Event) -> None:
-        if self._closed:
+        if self.closed:
             return
         self._posted.update(self._stuck)
         self._stuck.clear()
         self._progress(listen=True)
-        moving = {flight.peer for flight in self._posted}
+        moving = {transfer.peer for transfer in self._posted}
         for peer, used in tuple(self._announced.items()):
             if peer not in moving and self.clock.now - used > BEAT:
                 del self._announced[peer]
-                self.link.send(peer.line, _IDLE)
-        self._call_at(self.clock.now + BEAT, self._beat)
+                self.control.send(peer.line, _IDLE)
+        self.call_at(self.clock.now + BEAT, self._beat)
 
     # --- what peers say ---------------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[bytes, Any]:
-        return {**super()._handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
+    def handlers(self) -> dict[bytes, Any]:
+        """Return handlers of notes, with those of this engine; see `RealEndpoint.handlers`."""
+        return {**super().handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
 
     def _on_active(self, line: Line, _: list[bytes]) -> None:
         self._inbound.add(line)
@@ -285,9 +342,10 @@ class NixlEndpoint(RealEndpoint):
     def _on_idle(self, line: Line, _: list[bytes]) -> None:
         self._inbound.discard(line)
 
-    def _on_lost(self, line: Line) -> None:
+    def on_lost(self, line: Line) -> None:
+        """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         self._inbound.discard(line)
-        super()._on_lost(line)
+        super().on_lost(line)
 
 
 @cache
@@ -315,7 +373,7 @@ def _name(transports: set[str]) -> str:
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
 
 
-def _carriers(log: str) -> set[str]:
+def _transports_between_gpus(log: str) -> set[str]:
     """Return the transports that UCX's tables name for writes and reads between GPUs.
 
     Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like

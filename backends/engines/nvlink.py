@@ -25,13 +25,17 @@ from backends.base.control import Line
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.process_identity import myself
-from backends.base.state import Entry, Flight, PeerState
+from backends.base.state import Entry, PeerState, PostedTransfer
+from backends.capabilities import Library, Variant
 from backends.cuda.device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.errors import ConfigError, RegistrationError, TransferFailed
 from pdsim.guards import one_of
 
 __all__ = ["NvlinkEndpoint"]
+
+
+CUDA = Library("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -67,8 +71,19 @@ class NvlinkEndpoint(RealEndpoint):
 
     kind = "nvlink"
     options = ("copy",)
+    variants = (
+        Variant(
+            backend="nvlink",
+            requires=CUDA,
+            device="gpu",
+            memory=("gpu",),
+            one_sided=True,
+            tried_with={"kernel": {"copy": "kernel"}},
+        ),
+    )
 
-    def _attach(self) -> str:
+    def start_engine(self) -> str:
+        """Start the engine; see `EngineHooks.start_engine`."""
         options = dict(self.settings.options)
         how = options.pop("copy", "engine")
         if options:
@@ -90,7 +105,8 @@ class NvlinkEndpoint(RealEndpoint):
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _pin(self, buffer: RealBuffer) -> bytes:
+    def pin(self, buffer: RealBuffer) -> bytes:
+        """Register memory with the engine; see `EngineHooks.pin`."""
         if not isinstance(buffer, CudaBuffer):
             raise RegistrationError(
                 f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a GPU, "
@@ -101,14 +117,16 @@ class NvlinkEndpoint(RealEndpoint):
         except TransferFailed as error:
             raise RegistrationError(f"CUDA cannot share {buffer.size} bytes: {error}") from error
 
-    def _unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: Entry) -> None:
         """Do nothing: peers unmap it before they return it."""
 
-    def _describe(self) -> bytes:
-        handles = {name: entry.handle for name, entry in self._entries.items()}
-        return msgspec.msgpack.encode(_Shared(myself(), self.link.card.token, handles))
+    def engine_address(self) -> bytes:
+        """Return what the engine of a peer needs; see `EngineHooks.engine_address`."""
+        handles = {name: entry.handle for name, entry in self.entries.items()}
+        return msgspec.msgpack.encode(_Shared(myself(), self.control.card.token, handles))
 
-    def _meet(self, description: bytes) -> _Partner:
+    def connect_engine(self, description: bytes) -> _Partner:
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
         shared = msgspec.msgpack.decode(description, type=_Shared)
         partner = self._partners.get(shared.token)
         if partner is None:
@@ -127,7 +145,8 @@ class NvlinkEndpoint(RealEndpoint):
                 raise TransferFailed(f"region {what.region!r} of the peer cannot be mapped: {error}") from error
         return partner.mapped[what]
 
-    def _forget(self, peer: PeerState, region: str) -> None:
+    def forget_region(self, peer: PeerState, region: str) -> None:
+        """Give up what is kept of a region; see `EngineHooks.forget_region`."""
         partner: _Partner = peer.handle
         if region in peer.withdrawn:
             partner.handles.pop(region, None)
@@ -143,51 +162,56 @@ class NvlinkEndpoint(RealEndpoint):
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def _post(self, flight: Flight) -> None:
-        partner: _Partner = flight.peer.handle
-        region, batch = flight.remote, flight.batch
+    def post(self, transfer: PostedTransfer) -> None:
+        """Post to the engine; see `EngineHooks.post`."""
+        partner: _Partner = transfer.peer.handle
+        region, batch = transfer.remote, transfer.batch
         there = region.address if partner.here else partner.starts[region.name]
-        here = flight.local.region.address
-        source, target = (here, there) if flight.operation == "write" else (there, here)
+        here = transfer.local.region.address
+        source, target = (here, there) if transfer.operation == "write" else (there, here)
         try:
             if self._gather is not None:
-                flight.prepared = self.clock.now
+                transfer.prepared = self.clock.now
                 self._gather.copy(source, target, batch, partner.stream)
             elif len(batch.size) == 1:
                 source, target = source + batch.source_offset.item(), target + batch.target_offset.item()
-                flight.prepared = self.clock.now
+                transfer.prepared = self.clock.now
                 self._gpu.cuda.copy(target, source, batch.nbytes, partner.stream)
             else:
                 sources, targets = batch.source_offset + source, batch.target_offset + target
-                flight.prepared = self.clock.now
+                transfer.prepared = self.clock.now
                 self._gpu.cuda.copy_batch(targets, sources, batch.size, partner.stream)
         except TransferFailed as error:
-            self._break(flight, error, moving=True)  # of its descriptors some may have been taken
-        flight.posted = self.clock.now
+            self.fail(transfer, error, moving=True)  # of its descriptors some may have been taken
+        transfer.posted = self.clock.now
         partner.moving += 1
-        self._gpu.completions.when_done(partner.stream, partial(self._done, flight))
+        self._gpu.completions.when_done(partner.stream, partial(self._done, transfer))
 
-    def _done(self, flight: Flight, error: TransferFailed | None) -> None:
-        partner: _Partner = flight.peer.handle
+    def _done(self, transfer: PostedTransfer, error: TransferFailed | None) -> None:
+        partner: _Partner = transfer.peer.handle
         partner.moving -= 1
         if error is None:
-            self._complete(flight)
+            self.complete(transfer)
         else:
-            self._refused(flight, f"CUDA failed a {flight.operation} of {flight.batch.nbytes} bytes: {error}")
-        if flight.peer.line.lost and not partner.moving:
+            self.engine_failed(
+                transfer, f"CUDA failed a {transfer.operation} of {transfer.batch.nbytes} bytes: {error}"
+            )
+        if transfer.peer.line.lost and not partner.moving:
             self._unmap_all(partner)
 
-    def _on_lost(self, line: Line) -> None:
-        super()._on_lost(line)
+    def on_lost(self, line: Line) -> None:
+        """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
+        super().on_lost(line)
         partner = self._partners.get(line.card.token)
         if partner is not None and not partner.moving:
             self._unmap_all(partner)
 
-    def _drained(self) -> bool:
+    def inbound_drained(self) -> bool:
         """Nothing that a process had given its GPU outlives it."""
         return True
 
-    def _detach(self, idle: bool) -> None:
+    def stop_engine(self, idle: bool) -> None:
+        """Stop the engine; see `EngineHooks.stop_engine`."""
         if not idle or not isinstance(self.device, CudaDevice):
             return
         for partner in self._partners.values():

@@ -25,7 +25,7 @@ from typing import IO, Any
 from backends.base.authentication import Keys, job_keys
 from backends.collectives.base import Settings
 from backends.emulation.link import namespaces
-from backends.emulation.link.emulated_link import Lateness, Testbed, joined
+from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
 from backends.jobs import supervision
 from backends.jobs.affinity import shares
 from pdsim import errors
@@ -102,7 +102,7 @@ class Processes:
         self.gpu_capacity = gpu_capacity
         self.link = link
         self.nodes = nodes
-        self.lateness: list[Lateness] = []  # of the link's carrier, in each job so far
+        self.lateness: list[Lateness] = []  # of the packet forwarder, in each job so far
 
     @property
     def notes(self) -> list[str]:
@@ -139,10 +139,10 @@ class Processes:
                 self.lateness.append(network.lateness())
             return job.outcome()
 
-    def _network(self) -> AbstractContextManager[Testbed | None]:
+    def _network(self) -> AbstractContextManager[EmulatedLink | None]:
         return nullcontext() if self.link is None else joined(self.link, self.nodes)
 
-    def _spawn(self, spec: RankSpec, network: Testbed | None) -> Spawn:
+    def _spawn(self, spec: RankSpec, network: EmulatedLink | None) -> Spawn:
         """Return what starts the process of *spec*, in the namespace of its node if that has one."""
         if network is None:
             return self.spawn
@@ -160,7 +160,7 @@ class Processes:
         return other
 
     def _describe(
-        self, spec: RankSpec, keys: Keys, network: Testbed | None, processors: list[int]
+        self, spec: RankSpec, keys: Keys, network: EmulatedLink | None, processors: list[int]
     ) -> supervision.Start:
         return supervision.Start(
             name=spec.name,

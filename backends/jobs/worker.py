@@ -144,7 +144,7 @@ def _open(rank: Rank, uris: Mapping[str, str]) -> None:
     """Tell *rank* where others are, or are now that they were started again: what is held against them is over."""
     rank.channel.open(uris)  # type: ignore[attr-defined]
     for name in uris:
-        rank.endpoint.link.welcome(name)  # type: ignore[attr-defined]
+        rank.endpoint.control.welcome(name)  # type: ignore[attr-defined]
 
 
 def _die_with(parent: int) -> None:
@@ -231,7 +231,7 @@ def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: su
         value, error = None, f"{type(exception).__name__}: {exception}"
     device = rank.device
     pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}  # type: ignore[attr-defined]
-    refused = rank.channel.refused + rank.endpoint.link.refused  # type: ignore[attr-defined]
+    refused = rank.channel.refused + rank.endpoint.control.refused  # type: ignore[attr-defined]
     return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid), refused)
 
 

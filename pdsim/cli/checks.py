@@ -5,16 +5,16 @@ A rule is a function that yields one line for each violation: what was asked for
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from pdsim import plugins
 from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.costs import Engine
 from pdsim.errors import ConfigError
-from pdsim.guards import near
+from pdsim.guards import instead, near
 from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.serving.placement import places
@@ -49,6 +49,7 @@ def _general(config: Config) -> Iterator[str]:
     yield from _names(config)
     yield from _vendor(config)
     yield from _paths(config)
+    yield from _collective(config)
     if config.target == "real":
         yield from _real(config)
 
@@ -100,7 +101,10 @@ def _paths(config: Config) -> Iterator[str]:
 
 def _elsewhere(config: Config) -> str:
     if config.hw.vendor == "cpu":
-        return f"use backend=mooncake_tcp{', nixl_tcp or nixl_shm' if config.hw.nodes == 1 else ' or nixl_tcp'}"
+        from backends import registry
+
+        *others, last = registry.on_hosts(config.hw.nodes)
+        return f"use backend={' or '.join(filter(None, (', '.join(others), last)))}"
     return f"leave backend out for the one that suits hw={config.hw.name}"
 
 
@@ -108,7 +112,7 @@ def _real(config: Config) -> Iterator[str]:
     hw, backend = config.hw, config.backend
     if config.memory != "timing":
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
-    yield from _force_tcp(backend)
+    yield from _own_rules(backend)
     yield from _guest(config) if hw.guest else _engine(backend)
     yield from _options(backend)
     if hw.link is not None:
@@ -123,32 +127,35 @@ def _real(config: Config) -> Iterator[str]:
             )
 
 
-def _force_tcp(backend: Engine) -> Iterator[str]:
-    """Yield if the environment or an option forbids what ``mooncake_tcp`` is: Mooncake with ``MC_FORCE_TCP=1``."""
-    if backend.name != "mooncake_tcp":
-        return
-    for where, value in (
-        ("the environment", os.environ.get("MC_FORCE_TCP", "1")),
-        ("backend.options", backend.options.get("MC_FORCE_TCP", "1")),
-    ):
-        if value != "1":
-            yield (
-                f"backend=mooncake_tcp needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
-                "use backend=mooncake for RDMA"
-            )
-
-
 def _engine(backend: Engine) -> Iterator[str]:
     from backends import registry
 
-    if backend.name in registry.engines():
+    if backend.name in registry.backends():
         found = registry.diagnose(backend.name)
         if not found.works:
             yield f"backend={backend.name} does not work on this machine: {found.reason}; {found.remedy}"
     elif backend.implementation not in registry.names():
         yield (
             f"backend={backend.name} needs the engine {backend.implementation!r}, which no package provides; "
-            f"choose one of {', '.join(registry.engines())} (pdsim doctor)"
+            f"choose one of {', '.join(registry.backends())} (pdsim doctor)"
+        )
+
+
+def _own_rules(backend: Engine) -> Iterator[str]:
+    """Yield what the implementation itself finds wrong with its configuration."""
+    from backends import registry
+
+    if backend.implementation in registry.names():
+        yield from registry.check(backend)
+
+
+def _collective(config: Config) -> Iterator[str]:
+    """Yield if no package provides the library of the collective, which the model does not look at."""
+    known = plugins.names(plugins.COLLECTIVES)
+    if config.collective is not None and config.collective.implementation not in known:
+        yield (
+            f"collective.implementation={config.collective.implementation} is provided by no package; "
+            f"{instead(config.collective.implementation, known)}"
         )
 
 
@@ -169,23 +176,23 @@ def _options(backend: Engine) -> Iterator[str]:
 
 def _guest(config: Config) -> Iterator[str]:
     """Yield if this machine cannot emulate the one that is asked for."""
-    from backends.emulation.guest.engines import lacking
+    from backends.emulation.guest.engines import missing_requirements
 
-    if problem := lacking(config.backend.name):
+    if problem := missing_requirements(config.backend.name):
         yield f"target=real emulates hw={config.hw.name}: {problem}"
 
 
 def _link() -> Iterator[str]:
     """Yield if this process may not make the link between nodes."""
-    from backends.emulation.link.emulated_link import lacking
+    from backends.emulation.link.emulated_link import missing_requirements
 
-    if problem := lacking():
+    if problem := missing_requirements():
         yield problem
 
 
 def _gpus_here(vendor: str) -> int:
     if vendor == "nvidia":
-        from backends.registry import gpu_count
+        from backends.diagnosis import gpu_count
 
         return gpu_count()
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")

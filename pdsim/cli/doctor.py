@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from textwrap import indent
 
 from backends import registry
+from backends.diagnosis import Diagnosis, devices
 from backends.emulation.link import emulated_link
-from backends.registry import Diagnosis
 from pdsim import __version__
 from pdsim.units import format_size
 
@@ -30,12 +30,11 @@ def report() -> str:
     """Return the text of the report.  Probes every engine's library in a process of its own, which takes seconds."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
-    engines = [registry.diagnose(name) for name in registry.engines()]
+    engines = [registry.diagnose(name) for name in registry.backends()]
     usable = [engine.name for engine in engines if engine.works]
     real = (
         f"pdsim run target=real hw=loopback backend={usable[0]}" if usable else "none: install one of the engines above"
     )
-    others = sorted(set(registry.names()) - {"mooncake", "nixl", "nvlink", "mori"})
     return "\n".join(
         (
             f"pdsim {__version__} on {machine}",
@@ -43,11 +42,10 @@ def report() -> str:
             "the model (target=model): works, and needs nothing more",
             "",
             "devices",
-            indent(_table(registry.devices()), "  "),
+            indent(_table(devices()), "  "),
             "",
             "engines (target=real, backend=NAME)",
             indent(_table(engines), "  "),
-            *([f"  from other packages: {', '.join(others)}"] if others else []),
             "",
             "besides",
             indent(_table((*map(_package, _PACKAGES), _link())), "  "),
@@ -67,7 +65,7 @@ def _package(name: str) -> Diagnosis:
 
 def _link() -> Diagnosis:
     """Return whether nodes can be joined by a known link here, of which the reason says what would help."""
-    problem = emulated_link.lacking()
+    problem = emulated_link.missing_requirements()
     reason, _, remedy = problem.partition("; ")
     return Diagnosis("hw=link", works=not problem, reason=reason, remedy=remedy)
 

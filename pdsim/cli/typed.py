@@ -47,7 +47,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values)
     new = calibrated | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
-    backend = _on_hardware(_alias(config.backend), config.hw)
+    backend = _on_hardware(config.backend, config.hw)
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
@@ -220,7 +220,7 @@ def _located(message: str, cls: type, at: str) -> str:
     return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
 
 
-# --- the experiment, the alias and the evidence ----------------------------------------------------------------------
+# --- the experiment and the evidence ---------------------------------------------------------------------------------
 
 
 def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,14 +231,6 @@ def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), experiments())}")
     options = build(plugins.resolve(plugins.EXPERIMENTS, name).Options, given, "experiment")
     return {"name": name} | {field.name: getattr(options, field.name) for field in fields(options)}
-
-
-def _alias(backend: Engine) -> Engine:
-    """Return *backend*; ``mooncake_tcp`` is Mooncake that is told to use TCP, which has no device to choose."""
-    if backend.name != "mooncake_tcp":
-        return backend
-    options = {name: value for name, value in backend.options.items() if name != "device"}
-    return replace(backend, options={"MC_FORCE_TCP": "1", **options})
 
 
 def _with_sources(part: Mapping[str, Any]) -> Mapping[str, Any]:

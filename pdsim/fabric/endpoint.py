@@ -98,7 +98,7 @@ class SimEndpoint:
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
         self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed
-        self._severed: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
+        self._quiesced: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
         self._flights: dict[int, Flight] = {}  # by number; those that have not settled
         self._number = 0
         self._quarantined = 0
@@ -198,10 +198,10 @@ class SimEndpoint:
         """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
         return self._start(peer, batch, False, b"", timeout, label)
 
-    def severed(self, peer: str) -> Event:
+    def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds `DETECTION` after the end of all lives of *peer* that have connected here."""
         event = Event(self._clock)
-        self._severed.setdefault(peer, []).append(event)
+        self._quiesced.setdefault(peer, []).append(event)
         self._part(peer)
         return event
 
@@ -444,7 +444,7 @@ class SimEndpoint:
         if lives:
             self._visitors[peer] = lives
             return
-        for event in self._severed.pop(peer, ()):
+        for event in self._quiesced.pop(peer, ()):
             event.succeed()
 
     def _disconnect(self, remote: SimEndpoint) -> None:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from backends.jobs.launcher import Processes
 from pdsim.costs import Engine
-from pdsim.job import RankSpec
-from tests.backends import programs
-from tests.conformance.conftest import engine, make_target
-
-ENGINES = ("mooncake_tcp", "nixl_tcp", "nixl_shm")
-MARKED = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in ENGINES]
-
-
-def spec(name: str, program: Any, **arguments: Any) -> RankSpec:
-    return RankSpec(name, f"{programs.__name__}:{program.__name__}", arguments=arguments)
+from tests.support.engines import MARKED, engine, make_target
 
 
 @pytest.fixture

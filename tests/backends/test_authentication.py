@@ -22,14 +22,14 @@ import zmq
 from backends.base import channel
 from backends.base.authentication import Keys, job_keys
 from backends.base.channel import ZmqChannel
-from backends.base.control import Link, fields
+from backends.base.control import Control, fields
 from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from pdsim.clock import WallClock
 from pdsim.errors import MessageError, PeerLost, TransferFailed
 from pdsim.kv.messages import VERSION, Prefilled, Stop, encode
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
 SEED = b"\x08\x93\xa1\x93"
 FORGED = [
@@ -256,7 +256,7 @@ def test_fields_of_a_note_are_what_they_must_be(body: list[bytes], kinds: list[t
 def test_what_is_no_note_loses_the_line_and_nothing_else(note: list[bytes]):
     clock, keys, lost = WallClock(), job_keys("ab"), []
     read: Any = {b"number": lambda _, body: fields(body, int)}
-    a, b = (Link(clock, keys[name], "127.0.0.1", read, lost.append) for name in "ab")
+    a, b = (Control(clock, keys[name], "127.0.0.1", read, lost.append) for name in "ab")
     line = a.reach(b.card, 5.0)
     clock.run(until=clock.now + 0.1)
     assert [other.name for other in b.lines] == ["a"]
@@ -274,8 +274,8 @@ def test_what_is_no_note_loses_the_line_and_nothing_else(note: list[bytes]):
 
 def test_an_endpoint_of_another_job_cannot_connect():
     clock, ours, theirs = WallClock(), job_keys("ab"), job_keys("ab")
-    b = Link(clock, ours["b"], "127.0.0.1", {}, lambda _: None)
-    a = Link(
+    b = Control(clock, ours["b"], "127.0.0.1", {}, lambda _: None)
+    a = Control(
         clock, Keys("a", theirs["a"].secret, {**theirs["a"].public, "b": ours["b"].public["b"]}), "127.0.0.1", {}, print
     )
     with pytest.raises(PeerLost, match="refused the connection"):

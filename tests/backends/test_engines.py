@@ -4,7 +4,7 @@ import pytest
 
 from backends.jobs.launcher import Processes
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
 
 def test_everything_listens_on_loopback_only_except_mooncake(any_engine):
@@ -49,7 +49,7 @@ def test_an_endpoint_refuses_to_work_in_a_forked_child(any_engine):
 
 @pytest.mark.parametrize("name", ["mooncake_tcp", "nixl_tcp"])
 def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine(name):
-    from tests.conformance.conftest import engine, make_target
+    from tests.support.engines import engine, make_target
 
     make_target(name)
     outcome = Processes(engine(name), deadline=60).run(

@@ -20,14 +20,14 @@ def bare(monkeypatch, tmp_path):
 
 
 def test_everything_to_install_is_named_at_once(bare):
-    found = engines.lacking("mori")
+    found = engines.missing_requirements("mori")
     for package in ("qemu-system-x86", "util-linux", "iproute2", "ibverbs-providers", "gcc", "binutils", "Python 3.12"):
         assert package in found
     assert "apt-get install -y --no-install-recommends qemu-system-x86" in found
 
 
 def test_gcc_and_a_second_python_are_for_mori_only(bare):
-    assert "gcc" not in engines.lacking("mooncake")
+    assert "gcc" not in engines.missing_requirements("mooncake")
 
 
 def test_a_guest_that_lacks_something_is_not_started(bare):
@@ -38,10 +38,11 @@ def test_a_guest_that_lacks_something_is_not_started(bare):
 
 def test_a_library_that_is_missing_is_named(bare, monkeypatch):
     monkeypatch.setattr(engines.registry, "diagnose_library", lambda name: f"no {name}: pip install it")
-    assert engines.lacking("nixl").endswith("; no nixl: pip install it")
+    assert engines.missing_requirements("nixl").endswith("; no nixl: pip install it")
 
 
 def test_an_engine_that_does_not_go_over_rdma_has_no_guest():
-    assert "backend=mooncake, nixl, mori, mori_inline; for backend=nixl_shm use hw=loopback" in engines.lacking(
-        "nixl_shm"
+    assert (
+        "backend=mooncake, mori, mori_inline, nixl; for backend=nixl_shm use hw=loopback"
+        in engines.missing_requirements("nixl_shm")
     )

@@ -5,7 +5,7 @@ import pytest
 from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
 pytestmark = pytest.mark.mooncake
 

@@ -11,14 +11,14 @@ import pytest
 
 from backends.jobs.launcher import Processes
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
 RUN = """
 import sys
 from backends.jobs.launcher import Processes
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 from tests.backends import programs
-from tests.conformance.conftest import engine
+from tests.support.engines import engine
 
 ranks = [spec("a", programs.sleep, seconds=600), spec("b", programs.sleep, seconds=600)]
 Processes(engine(sys.argv[1])).run(ranks)

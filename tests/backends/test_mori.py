@@ -12,8 +12,7 @@ from backends.engines import rocm
 from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, ConfigError
 from tests.backends import programs
-from tests.backends.conftest import spec
-from tests.conformance.conftest import engine
+from tests.support.engines import engine, spec
 
 LACKS = rocm.missing()
 lacking = pytest.mark.skipif(not LACKS, reason="this machine has all that MORI needs")

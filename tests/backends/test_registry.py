@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from backends import registry
+from backends.diagnosis import devices
 from pdsim import plugins
 from pdsim.errors import BackendUnavailable, ConfigError
 
@@ -40,18 +41,18 @@ def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
         registry.load("broken")
 
 
-@pytest.mark.parametrize("name", registry.engines())
+@pytest.mark.parametrize("name", registry.backends())
 def test_every_engine_works_or_says_why_not_and_what_to_do(name):
     found = registry.diagnose(name)
     assert found.works or (found.reason and found.remedy)
 
 
 def test_devices_work_or_say_why_not():
-    found = registry.devices()
+    found = devices()
     assert [device.name for device in found] == ["gpu", "rdma", "shm", "cma"]
     assert all(device.works or (device.reason and device.remedy) for device in found)
 
 
 def test_an_unknown_engine_is_a_configuration_error():
-    with pytest.raises(ConfigError, match="no engine 'fax' among mooncake_tcp"):
+    with pytest.raises(ConfigError, match="no installed package provides backend 'fax'; there are mooncake"):
         registry.diagnose("fax")

@@ -25,9 +25,8 @@ from pdsim.results.record import Result
 from pdsim.results.store import summary
 from pdsim.serving.deployment import ROUTER
 from tests.backends import programs
-from tests.backends.conftest import spec
 from tests.backends.test_authentication import FORGED, attack
-from tests.conformance.conftest import make_target
+from tests.support.engines import make_target, spec
 
 ENGINES = [
     pytest.param("mooncake_tcp", marks=pytest.mark.mooncake),

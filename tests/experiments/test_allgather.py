@@ -13,8 +13,8 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
-from tests.conformance.conftest import COLLECTIVE
 from tests.results.conftest import ENGINE, MACHINE, make_config
+from tests.support.engines import COLLECTIVE
 
 EIGHT = replace(MACHINE, gpus=8)
 SMALL = {"ranks": (2, 4), "size": (4096, 65536), "batches": ((9, 9), (3, 50)), "row": 16, "repeat": 3, "warmup": 1}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from experiments.allgather import run
-from tests.conformance.conftest import make_target
 from tests.experiments.test_allgather import LIBRARY, configured, rows
 from tests.experiments.test_transfer_real import LOOPBACK
+from tests.support.engines import gathering_target
 
 pytest.importorskip("torch", reason="groups of real ranks need PyTorch")
 
@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="groups of real ranks need PyTorch")
 def test_pieces_and_tokens_arrive_and_a_pool_grows_as_on_the_model():
     options = {"ranks": (2,), "size": (4096, 1 << 16), "batches": ((9, 9), (3, 50)), "repeat": 4}
     config = replace(configured(**options), target="real", hw=LOOPBACK)
-    target = make_target("gloo")
+    _, target = gathering_target("gloo")
     target.collective = replace(LIBRARY, timeout=60.0)
     real = run(config, target, lambda fraction, text: None)
     assert not real.failures

@@ -17,10 +17,10 @@ from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import EIGHT, GQA
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import ENGINE, make_config
+from tests.support.engines import REAL, engine, make_target
 
 QUEUES = Policy(queues=2, staging=True)
 

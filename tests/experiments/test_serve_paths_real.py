@@ -12,10 +12,10 @@ from pdsim.config import Config
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side
-from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import GENERATED, GQA, MLA
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import make_config
+from tests.support.engines import REAL, engine, make_target
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 STAGED = Policy(queues=4, staging=True)

@@ -10,11 +10,11 @@ import pytest
 from experiments.serve import run
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
-from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import EIGHT, serve
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import ENGINE, make_config
+from tests.support.engines import REAL, engine, make_target
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 

@@ -13,9 +13,9 @@ from experiments.transfer import run
 from pdsim.config import Config
 from pdsim.hardware import Host, Interconnect
 from pdsim.job import Outcome, RankSpec, Target
-from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_transfer import rows
 from tests.results.conftest import MACHINE, make_config
+from tests.support.engines import REAL, engine, make_target
 
 LOOPBACK = replace(
     MACHINE,

@@ -1,6 +1,6 @@
 """The simulated endpoint: what the waist promises, at exact times.
 
-What holds for every implementation is in `tests/conformance`; here is what only the model can say.
+What holds for every implementation is in `pdsim.testing`; here is what only the model can say.
 """
 
 from dataclasses import replace

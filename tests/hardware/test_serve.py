@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from backends.registry import gpu_count
 from experiments.serve import run
 from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
-from tests.conformance.conftest import engine
 from tests.experiments.test_serve import GQA
 from tests.experiments.test_serve_paths_real import FEW
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import make_config
+from tests.support.engines import engine
 
 ENGINES = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
 QUEUED = Policy(queues=2, pool="intra_node_nvlink", staging=True)

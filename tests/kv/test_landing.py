@@ -143,7 +143,7 @@ def test_a_late_arrival_in_a_returned_slot_is_ignored():
     assert value["reports"] == []
 
 
-def test_a_severed_rank_loses_its_slots_and_a_namesake_by_number_keeps_its_own():
+def test_a_quiesced_rank_loses_its_slots_and_a_namesake_by_number_keeps_its_own():
     kept, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "another"]], 1)
     assert (kept["used"], kept["left"]) == (PAGE, 1)
     freed, _ = run([[0.0, "ask", 1, 0, PAGE], [0.1, "sever", 0, "writer"]], 1)

@@ -140,7 +140,7 @@ def knows_rooms_only(original: Any, self: reader.Worker, *arguments: Any) -> Non
         self.handlers[Ask] = lambda sender_, message: ask(sender_, message) if message.room in rooms else None
 
 
-def severed_by_number(self: Landing, rank: str) -> None:
+def quiesced_by_number(self: Landing, rank: str) -> None:
     """Free what the writer of that number has, of whichever instance it is."""
     for key, question in list(self._questions.items()):
         if key[1] == index_of(rank) and not question.scattering:

@@ -12,11 +12,11 @@ from backends.emulation.guest.machine import PATIENCE
 from experiments.serve import run
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
-from tests.conformance.conftest import engine
+from pdsim.testing.guest import target
 from tests.experiments.test_serve_layouts import STATE
 from tests.experiments.test_transfer_real import LOOPBACK
-from tests.rdma.verbs import VERBS, target
 from tests.results.conftest import make_config
+from tests.support.engines import VERBS, engine
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ HEAVY = Llm(name="heavy", parameters=1e6, active=1e6, layers=7, hidden=128, head
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, verbs: Engines):
+def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(name: str, rdma_engines: Engines):
     config = make_config(
         Path("unused"),
         target="real",
@@ -42,7 +42,7 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         scheduler=Scheduler(chunk=512, decode_batch=2),
         compute=Compute(scale=0.1),
     )
-    result = run(config, target(verbs, config.backend), lambda fraction, text: None)
+    result = run(config, target(rdma_engines, config.backend), lambda fraction, text: None)
     assert result.failures == []
     assert result.requests["status"] == ["ok"]
     assert result.requests["path"] == ["staged"]

@@ -11,7 +11,7 @@ import pytest
 
 from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.mori import space
-from tests.rdma.verbs import unavailable
+from pdsim.testing.guest import unavailable
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 

@@ -1,36 +1,27 @@
-"""What each engine needs in the guest, and the target that runs jobs there."""
+"""The engines that run in the RDMA guest, and the target that runs jobs there."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 from backends import registry
 from backends.emulation.guest import machine
 from backends.emulation.guest.image import GuestUnavailable
-from backends.emulation.guest.machine import DEVICE, PATIENCE, Guest, boot
-from backends.emulation.guest.mori import serving
+from backends.emulation.guest.machine import PATIENCE, Guest, boot
+from backends.emulation.guest.recipe import Recipe
 from backends.emulation.guest.server import Server
 from backends.jobs.launcher import SILENCE
 from pdsim.costs import Engine
 from pdsim.job import Outcome, RankSpec
 
-__all__ = ["ENGINES", "Engines", "GuestTarget", "emulated", "lacking"]
-
-ENGINES = ("mooncake", "nixl", "mori", "mori_inline")
-"""Those that go over RDMA, as ``conf/backend`` names them."""
+__all__ = ["Engines", "GuestTarget", "backends", "emulated", "missing_requirements"]
 
 OWN = 1024
 """MiB of the guest's memory beside what ranks allocate: for its kernel, its files and their libraries; assumed."""
-
-_MODULES = {"mooncake": "mooncake.engine", "nixl": "nixl_cu13._api"}
-_ENVIRONMENT = {"mooncake": {}, "nixl": {"UCX_NET_DEVICES": f"{DEVICE}:1"}}
-_SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
-"""Libraries of which NIXL brings its own, which know no soft-RoCE, and their versions on Debian."""
 
 
 class Engines:
@@ -46,40 +37,11 @@ class Engines:
         Raise `GuestUnavailable` if this machine lacks what it is made of.
         """
         if name not in self._servers:
-            self._servers[name] = self._start(name)
+            recipes = [variant.guest for variant in registry.variants(name) if variant.guest]
+            if not recipes:
+                raise GuestUnavailable(f"{name} does not run in the guest; it takes backend={', '.join(backends())}")
+            self._servers[name] = _recipe(recipes[0]).server(self.guest)
         return self._servers[name]
-
-    def _start(self, name: str) -> Server:
-        if name == "mori":
-            return serving.server(self.guest)
-        if name == "nixl":
-            self._give_nixl_soft_roce()
-        return Server(self.guest, name, _MODULES[name], env=_ENVIRONMENT[name])
-
-    def _give_nixl_soft_roce(self) -> None:
-        """Replace NIXL's own RDMA libraries by the system's, in the guest only, whose files are copies."""
-        package = find_spec("nixl_cu13")
-        if package is None or package.origin is None:
-            raise GuestUnavailable("no package nixl-cu13: pip install 'pdsim[nixl]'")
-        bundled = Path(package.origin).parent.with_name("nixl_cu13.libs")
-        links = []
-        for name, version in _SYSTEM.items():
-            own = _only(bundled.glob(f"{name}-????????.so*"), f"{name} of NIXL in {bundled}")
-            system = _only(
-                Path("/usr/lib").glob(f"*/{name}.so.{version}"),
-                f"{name}.so.{version}: apt-get install ibverbs-providers",
-            )
-            links.append(f"ln -sf {system} {own}")
-        done = self.guest.run("bash", "-ec", "; ".join(links), timeout=60)
-        if done.status:
-            raise GuestUnavailable(f"NIXL's libraries in the guest: {done.output}")
-
-
-def _only(found: Iterator[Path], what: str) -> Path:
-    paths = list(found)
-    if len(paths) != 1:
-        raise GuestUnavailable(f"there must be one {what}, found {len(paths)}")
-    return paths[0]
 
 
 class GuestTarget:
@@ -119,10 +81,27 @@ def emulated(engine: Engine, memory: int, silence: float = SILENCE, **options: A
         yield GuestTarget(Engines(guest), engine, silence=silence * PATIENCE, **options)
 
 
-def lacking(name: str) -> str:
-    """Return what keeps engine *name* from running in a guest of this machine, all of it, or nothing."""
-    if name not in ENGINES:
-        return f"it takes engines that go over RDMA: backend={', '.join(ENGINES)}; for backend={name} use hw=loopback"
-    problems = [machine.lacking()]
-    problems += [serving.lacking()] if name in ("mori", "mori_inline") else [registry.diagnose_library(name)]
+def backends() -> tuple[str, ...]:
+    """Return the backends that run in the guest, as ``conf/backend`` names them."""
+    return tuple(name for name in registry.backends() if _recipes(name))
+
+
+def missing_requirements(backend: str) -> str:
+    """Return what keeps *backend* from running in a guest of this machine, all of it, or nothing."""
+    recipes = _recipes(backend) if backend in registry.backends() else []
+    if not recipes:
+        others = ", ".join(backends())
+        return f"it takes engines that go over RDMA: backend={others}; for backend={backend} use hw=loopback"
+    problems = [machine.missing_requirements(), _recipe(recipes[0]).missing(backend)]
     return "; ".join(filter(None, problems))
+
+
+def _recipes(backend: str) -> list[str]:
+    return [variant.guest for variant in registry.variants_of(backend) if variant.guest]
+
+
+def _recipe(reference: str) -> Recipe:
+    """Return the `Recipe` that *reference*, "module:object", names."""
+    module, _, name = reference.partition(":")
+    recipe: Recipe = getattr(import_module(module), name)
+    return recipe

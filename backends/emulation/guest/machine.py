@@ -31,7 +31,7 @@ from pathlib import Path
 from backends.emulation.guest.image import GuestUnavailable, Image, cached
 from pdsim.errors import TransferError
 
-__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "lacking"]
+__all__ = ["ADDRESS", "DEVICE", "PATIENCE", "Completed", "Guest", "GuestFailed", "boot", "missing_requirements"]
 
 ADDRESS = "10.8.0.1"
 DEVICE = "rxe0"
@@ -131,7 +131,7 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
 
     Raise `GuestUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
     """
-    if missing := lacking():
+    if missing := missing_requirements():
         raise GuestUnavailable(missing)
     image = image or cached()
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
         yield guest
 
 
-def lacking() -> str:
+def missing_requirements() -> str:
     """Return what to install for the guest, or nothing if all is there."""
     missing = [package for program, package in PROGRAMS.items() if not shutil.which(program)]
     if not any(Path("/usr/lib").glob(f"*/{PROVIDER}")):

@@ -20,22 +20,22 @@ from backends.emulation.link.packet_forwarder import ASKED, LATE
 from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.hardware import NetworkLink
 
-__all__ = ["Lateness", "Testbed", "joined", "lacking"]
+__all__ = ["EmulatedLink", "Lateness", "joined", "missing_requirements"]
 
 SETTINGS = {
     "ipv4/tcp_congestion_control": "reno",  # whose window, where nothing is lost, only grows
     "ipv4/tcp_no_metrics_save": "1",  # a connection learns nothing from an earlier one
 }
-CARRIER = Path(__file__).with_name("packet_forwarder.py")
+FORWARDER = Path(__file__).with_name("packet_forwarder.py")
 PATIENCE = 20.0
-"""Seconds for the carrier to start, and to answer."""
+"""Seconds for the packet forwarder to start, and to answer."""
 
 MANY = 0.01
 """Share of late packets from which on what was measured is not of the link that was asked for."""
 
 
 class Lateness(NamedTuple):
-    """What the carrier says of itself, over one job."""
+    """What the packet forwarder says of itself, over one job."""
 
     packets: int  # that it passed on, counted at every hop
     late: int  # of them, by more than `LATE`
@@ -53,15 +53,15 @@ class Lateness(NamedTuple):
         )
 
 
-class Testbed:
+class EmulatedLink:
     """The nodes and the process that carries packets between them.  Made by `joined`."""
 
-    __test__ = False  # no test, whatever its name tells pytest
-
-    def __init__(self, nodes: list[namespaces.Node], control: socket.socket, carrier: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, nodes: list[namespaces.Node], control: socket.socket, forwarder: subprocess.Popen[bytes]
+    ) -> None:
         self._nodes = nodes
         self._control = control
-        self._carrier = carrier
+        self._forwarder = forwarder
 
     def address(self, node: int) -> str:
         """Return the address of *node* on the link."""
@@ -76,41 +76,41 @@ class Testbed:
         self._control.sendall(repr(origin).encode())
 
     def lateness(self) -> Lateness:
-        """Return how punctual the carrier has been.  Raise a `TransferError` if nothing carries packets any more."""
+        """Return how punctual the packet forwarder has been.  Raise a `TransferError` if it has ended."""
         said = b""
         with suppress(OSError):
             self._control.sendall(ASKED)
             said = self._control.recv(256)
         if not said:
-            self._carrier.kill()
-            raise TransferError(f"the link's carrier ended with exit code {self._carrier.wait()}, or said nothing")
+            self._forwarder.kill()
+            raise TransferError(f"the packet forwarder ended with exit code {self._forwarder.wait()}, or said nothing")
         return Lateness(*json.loads(said))
 
 
 @contextmanager
-def joined(wire: NetworkLink, nodes: int) -> Iterator[Testbed]:
-    """Yield *nodes* nodes, joined in a chain by *wire*; nothing of them is left afterwards.
+def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
+    """Yield *nodes* nodes, joined in a chain by *link*; nothing of them is left afterwards.
 
     Raise `BackendUnavailable` if this process may not make them.
     """
     with ExitStack() as made:
         found = []
         for node in range(nodes):
-            settings = {**SETTINGS, "ipv4/tcp_wmem": f"4096 16384 {wire.window}"}
-            found.append(namespaces.make(_address(node), wire.mtu, settings))
+            settings = {**SETTINGS, "ipv4/tcp_wmem": f"4096 16384 {link.window}"}
+            found.append(namespaces.make(_address(node), link.mtu, settings))
             made.callback(found[-1].close)
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         made.enter_context(control)
         with other:
-            carrier = _start(wire, [node.tun for node in found], other)
-        made.callback(_stop, carrier)
+            forwarder = _start(link, [node.tun for node in found], other)
+        made.callback(_stop, forwarder)
         control.settimeout(PATIENCE)
         if control.recv(2) != b"up":
-            raise BackendUnavailable(f"the link's carrier did not start: exit code {carrier.wait()}")
-        yield Testbed(found, control, carrier)
+            raise BackendUnavailable(f"the packet forwarder did not start: exit code {forwarder.wait()}")
+        yield EmulatedLink(found, control, forwarder)
 
 
-def lacking() -> str:
+def missing_requirements() -> str:
     """Return why this process cannot make a link, or nothing if it can."""
     try:
         namespaces.make(_address(0), 1500, SETTINGS).close()
@@ -119,27 +119,27 @@ def lacking() -> str:
     return ""
 
 
-def _start(wire: NetworkLink, tuns: list[int], control: socket.socket) -> subprocess.Popen[bytes]:
+def _start(link: NetworkLink, tuns: list[int], control: socket.socket) -> subprocess.Popen[bytes]:
     order = {
         "control": control.fileno(),
         "tuns": tuns,
-        "up": [wire.forward(hop) for hop in range(len(tuns) - 1)],
-        "down": [wire.backward(hop) for hop in range(len(tuns) - 1)],
-        "delay": wire.delay,
-        "backlog": wire.backlog,
-        "changes": [(each.hop, each.kind, each.start, each.end, each.share) for each in wire.changes],
+        "up": [link.forward(hop) for hop in range(len(tuns) - 1)],
+        "down": [link.backward(hop) for hop in range(len(tuns) - 1)],
+        "delay": link.delay,
+        "backlog": link.backlog,
+        "changes": [(each.hop, each.kind, each.start, each.end, each.share) for each in link.changes],
     }
     return subprocess.Popen(
-        [sys.executable, "-I", str(CARRIER), json.dumps(order)],
+        [sys.executable, "-I", str(FORWARDER), json.dumps(order)],
         pass_fds=[*tuns, control.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
 
 
-def _stop(carrier: subprocess.Popen[bytes]) -> None:
-    carrier.kill()
-    carrier.wait()
+def _stop(forwarder: subprocess.Popen[bytes]) -> None:
+    forwarder.kill()
+    forwarder.wait()
 
 
 def _address(node: int) -> str:

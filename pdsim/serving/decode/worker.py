@@ -45,7 +45,7 @@ class Worker(EngineMember):
             job.staging,
             job.checked,
         )
-        self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
+        self._quiesced: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {
             Fence: self._fence,
             Reserve: self._reserve,
@@ -115,11 +115,11 @@ class Worker(EngineMember):
     def _part(self, instance: str, epoch: int) -> Program:
         """Wait for the proof that nothing of *instance* up to *epoch* moves here; there is none while it lives."""
         for writer in self.receiver.writers:
-            if self._severed.get(instance, 0) >= epoch:
+            if self._quiesced.get(instance, 0) >= epoch:
                 return
-            yield self.rank.endpoint.severed(rank_name(instance, writer))
-        if self._severed.get(instance, 0) < epoch:
-            self._severed[instance] = epoch
+            yield self.rank.endpoint.quiesced(rank_name(instance, writer))
+        if self._quiesced.get(instance, 0) < epoch:
+            self._quiesced[instance] = epoch
             for writer in self.receiver.writers:
                 self.receiver.sever(rank_name(instance, writer))
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from backends.emulation.guest.machine import DEVICE, Guest, GuestFailed
 from backends.emulation.guest.mori import shims, space
-from backends.emulation.guest.mori.space import lacking
 from backends.emulation.guest.server import Server
 
-__all__ = ["lacking", "server"]
+__all__ = ["RECIPE"]
 
 # MORI walks up from the device's folder until it comes to a PCI address, and never ends where there is none, as with
 # soft-RoCE: so the guest shows the device below the address of the card that it is on.
@@ -28,11 +27,21 @@ _ENVIRONMENT = {
 }
 
 
-def server(guest: Guest) -> Server:
-    """Return a server of jobs on MORI in *guest*."""
-    python, libraries = space.python()
-    environment = {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / shims.PAUSE)}
-    done = guest.run("bash", "-ec", _CARD, timeout=60)
-    if done.status:
-        raise GuestFailed(f"the guest's RDMA device was not given a place on a bus: {done.output}")
-    return Server(guest, "mori", "mori.io", [str(python)], environment)
+class _Mori:
+    """The `Recipe`: MORI runs on a Python of its own, with libraries that the guest's machine can do without."""
+
+    def server(self, guest: Guest) -> Server:
+        """Return a server of jobs on MORI in *guest*; see `Recipe.server`."""
+        python, libraries = space.python()
+        environment = {**_ENVIRONMENT, "LD_PRELOAD": str(libraries / shims.PAUSE)}
+        done = guest.run("bash", "-ec", _CARD, timeout=60)
+        if done.status:
+            raise GuestFailed(f"the guest's RDMA device was not given a place on a bus: {done.output}")
+        return Server(guest, "mori", "mori.io", [str(python)], environment)
+
+    def missing(self, backend: str) -> str:  # noqa: ARG002 all of its backends need the same
+        """Return what to install for MORI in the guest, or nothing."""
+        return space.missing_requirements()
+
+
+RECIPE = _Mori()

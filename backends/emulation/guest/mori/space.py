@@ -19,7 +19,7 @@ from pathlib import Path
 from backends.emulation.guest.image import GuestUnavailable, command
 from backends.emulation.guest.mori import shims
 
-__all__ = ["REPOSITORY", "lacking", "python"]
+__all__ = ["REPOSITORY", "missing_requirements", "python"]
 
 WHEEL = "amd-mori==1.2.4"
 PROGRAMS = {"gcc": "gcc", "readelf": "binutils"}
@@ -32,7 +32,7 @@ FROM_HERE = (
 ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
 LINKER = "ld-linux-x86-64.so.2"
 TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
-COMPILED = ("pdsim", "backends", "experiments", "tests/conformance/programs")
+COMPILED = ("pdsim", "backends", "experiments")
 REPOSITORY = Path(__file__).parents[4]
 
 
@@ -43,7 +43,7 @@ def python() -> tuple[Path, Path]:
     """
     folder = _folder()
     if not (folder / "complete").exists():
-        if problem := lacking():
+        if problem := missing_requirements():
             raise GuestUnavailable(problem)
         _make(folder)
     found = folder / "venv" / "bin" / "python"
@@ -52,7 +52,7 @@ def python() -> tuple[Path, Path]:
     return found, folder / "libraries"
 
 
-def lacking() -> str:
+def missing_requirements() -> str:
     """Return what to install for MORI in the guest, or nothing if all is there."""
     if not (REPOSITORY / "pyproject.toml").exists():
         return f"MORI in the guest needs a checkout of pdsim, and {REPOSITORY} is none: git clone, and pip install -e ."
@@ -127,7 +127,7 @@ def _apt(folder: Path) -> tuple[str, ...]:
 def _environment(folder: Path, libraries: Path) -> Path:
     """Make a virtual environment whose Python starts with the linker in *libraries*; return that Python."""
     base = _base()
-    assert base is not None, "lacking() says so"
+    assert base is not None, "missing_requirements() says so"
     _made(str(base), "-m", "venv", str(folder / "venv"))
     found = folder / "venv" / "bin" / "python"
     found.unlink()

@@ -1,9 +1,10 @@
 """Control messages keep their order from one rank to another, and their bytes."""
 
-from tests.conformance import programs
-from tests.conformance.conftest import without_verbs
+import pytest
 
-pytestmark = without_verbs
+from pdsim.testing import programs
+
+pytestmark = pytest.mark.not_in_guest
 
 
 def test_messages_of_each_sender_keep_their_order(job):

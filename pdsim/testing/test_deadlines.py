@@ -1,8 +1,7 @@
 """A deadline ends the wait, not the transfer: the memory stays in quarantine until nothing moves any more."""
 
-from tests.conformance import programs
-from tests.conformance.conftest import ONE_SIDED
-from tests.conformance.programs import MiB
+from pdsim.testing import programs
+from pdsim.testing.programs import MiB
 
 
 def test_a_transfer_past_its_deadline_settles_later(job):
@@ -22,7 +21,7 @@ def test_a_transfer_past_its_deadline_settles_later(job):
 
 
 def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
-    name, job = real
+    case, job = real
     outcome = job(
         {
             "writer": (programs.stop_peer, {"to": "stopped", "size": 8 * MiB, "resume": False}),
@@ -31,7 +30,7 @@ def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
         failing=["stopped"],
     )
     found = outcome.ranks["writer"].value
-    if name in ONE_SIDED:  # a call of the writer's own copies, or its GPU
+    if case.one_sided:  # a call of the writer's own copies, or its GPU
         assert (found["error"], found["settled"], found["quarantined"]) == ("ok", True, 0)
         return
     assert found == {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import programs
-from tests.conformance.programs import KiB, MiB
+from pdsim.testing import programs
+from pdsim.testing.programs import KiB, MiB
 
 NAMES = ["rank0", "rank1", "rank2"]
 SIZES = [1, 1000, 64 * KiB, 1 * MiB + 1]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.conformance import programs
-from tests.conformance.programs import KiB
+from pdsim.testing import programs
+from pdsim.testing.programs import KiB
 
 
 def run(job, payloads):

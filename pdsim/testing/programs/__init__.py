@@ -3,8 +3,8 @@
 Each returns plain data, which the tests compare.  A count of wrong bytes is None where the device keeps no contents.
 """
 
-from tests.conformance.programs.gathering import gather_everything, gather_late, gather_until_lost
-from tests.conformance.programs.living import (
+from pdsim.testing.programs.gathering import gather_everything, gather_late, gather_until_lost
+from pdsim.testing.programs.living import (
     be_reconnected,
     close_twice,
     compute_in_turn,
@@ -18,7 +18,7 @@ from tests.conformance.programs.living import (
     touch_outside,
     use_memory,
 )
-from tests.conformance.programs.losing import (
+from pdsim.testing.programs.losing import (
     be_late,
     be_lost,
     be_other,
@@ -34,7 +34,7 @@ from tests.conformance.programs.losing import (
     write_until_killed,
     write_until_lost,
 )
-from tests.conformance.programs.moving import (
+from pdsim.testing.programs.moving import (
     be_hub,
     be_notified,
     be_one_of_many,
@@ -49,7 +49,7 @@ from tests.conformance.programs.moving import (
     write_to_hub,
     write_to_many,
 )
-from tests.conformance.programs.refusals import (
+from pdsim.testing.programs.refusals import (
     be_spared,
     connect_to_garbage,
     register_late,
@@ -60,7 +60,7 @@ from tests.conformance.programs.refusals import (
     write_to_latecomer,
     write_to_withdrawn,
 )
-from tests.conformance.programs.tools import KiB, MiB
+from pdsim.testing.programs.tools import KiB, MiB
 
 __all__ = [
     "KiB",

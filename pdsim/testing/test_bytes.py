@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.conformance import programs
-from tests.conformance.programs import KiB, MiB
+from pdsim.testing import programs
+from pdsim.testing.programs import KiB, MiB
 
 SHAPES = [
     pytest.param({"count": 1, "size": 1, "region": 4096}, id="one byte"),

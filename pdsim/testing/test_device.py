@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.conformance import programs
-from tests.conformance.conftest import without_verbs
+from pdsim.testing import programs
 
-pytestmark = without_verbs
+pytestmark = pytest.mark.not_in_guest
 
 
 def test_memory_is_zeroed_limited_and_given_back(job):

@@ -12,8 +12,8 @@ from pdsim.errors import TransferError
 from pdsim.group import SYMMETRIC, Group
 from pdsim.job import Rank
 from pdsim.kv.allgather import PaddedAllGather, zigzag
+from pdsim.testing.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
 from pdsim.transfer import Program, Region
-from tests.conformance.programs.tools import GUARD, KiB, Steps, filled, pattern, refusal, wrong
 
 
 def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: list[list[int]]) -> Program:
@@ -97,7 +97,7 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
 
 def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int) -> Steps:
     """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens."""
-    found = []
+    found: list[Any] = []
     for batch in batches:
         split = zigzag(batch, len(group.names))
         gather = PaddedAllGather(rank, group, row, split.longest)
@@ -108,7 +108,7 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
             rows = [tokens[first * row : (first + n) * row] for first, n in split.pieces[group.index]]
             mine.write(0, b"".join(piece.tobytes() for piece in rows))
         regions = [Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole)]
-        yield from gather.gather(split, *regions)
+        yield from gather.gather(split, regions[0], regions[1])
         found.append(wrong(rank, whole, tokens))
         gather.close()
         rank.device.free(mine)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pdsim.job import Rank
-from pdsim.transfer import Batch, Program, Region, Transfer
-from tests.conformance.programs.tools import (
+from pdsim.testing.programs.tools import (
     GUARD,
     PATIENCE,
     Mail,
@@ -20,6 +20,7 @@ from tests.conformance.programs.tools import (
     refusal,
     wrong,
 )
+from pdsim.transfer import Batch, Program, Region, Transfer
 
 
 def write_nonsense(rank: Rank, to: str) -> Program:
@@ -72,7 +73,7 @@ def connect_to_garbage(rank: Rank) -> Program:
     yield rank.clock.timeout(0)
     address = rank.endpoint.address()
     garbage = {"nothing": b"", "text": b"not an address", "bytes": bytes(range(256)), "truncated": address[:-5]}
-    return {name: refusal(lambda value=value: rank.endpoint.connect(value)) for name, value in garbage.items()}
+    return {name: refusal(partial(rank.endpoint.connect, value)) for name, value in garbage.items()}
 
 
 def register_oddly(rank: Rank) -> Program:

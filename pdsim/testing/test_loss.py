@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.conformance import programs
-from tests.conformance.programs import MiB
+from pdsim.testing import programs
+from pdsim.testing.programs import MiB
 
 KILL = 2.0  # seconds after the start: long after everyone has met
 

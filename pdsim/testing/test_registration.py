@@ -1,6 +1,6 @@
 """Only registered memory takes part in transfers."""
 
-from tests.conformance import programs
+from pdsim.testing import programs
 
 
 def test_names_and_buffers_are_registered_once(job):

@@ -1,7 +1,7 @@
 """A transfer's record says what it was, and its times are in order."""
 
-from tests.conformance import programs
-from tests.conformance.programs import KiB
+from pdsim.testing import programs
+from pdsim.testing.programs import KiB
 
 
 def test_the_record_describes_the_transfer(job):

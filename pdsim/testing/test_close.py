@@ -1,6 +1,6 @@
 """`close` gives everything back, and may be called twice."""
 
-from tests.conformance import programs
+from pdsim.testing import programs
 
 
 def test_closing_twice_releases_everything(job):

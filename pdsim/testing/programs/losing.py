@@ -7,8 +7,7 @@ import signal
 from collections import deque
 
 from pdsim.job import Rank
-from pdsim.transfer import Program, Transfer
-from tests.conformance.programs.tools import (
+from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
     filled,
@@ -16,6 +15,7 @@ from tests.conformance.programs.tools import (
     outcome_of,
     refusal,
 )
+from pdsim.transfer import Program, Transfer
 
 
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
@@ -188,15 +188,15 @@ def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
 
 
 def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
-    """Wait for the proof that *writer* is severed; then look whether bytes still change."""
+    """Wait for the proof that *writer* is quiesced; then look whether bytes still change."""
     mail = Mail(rank)
     buffer = filled(rank, size, None)
     rank.endpoint.register(buffer, "sink")
-    stranger = rank.endpoint.severed(writer)
+    stranger = rank.endpoint.quiesced(writer)
     yield stranger
     yield from mail.meet(writer)
     yield rank.clock.timeout(PATIENCE)
-    event = rank.endpoint.severed(writer)
+    event = rank.endpoint.quiesced(writer)
     yield rank.clock.timeout(0.1 * PATIENCE)
     early = event.triggered
     yield event | rank.clock.timeout(within * PATIENCE)

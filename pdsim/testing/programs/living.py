@@ -6,8 +6,7 @@ from typing import Any
 
 from pdsim.errors import PdsimError
 from pdsim.job import Rank
-from pdsim.transfer import Batch, Program
-from tests.conformance.programs.tools import (
+from pdsim.testing.programs.tools import (
     Mail,
     filled,
     moved,
@@ -17,6 +16,7 @@ from tests.conformance.programs.tools import (
     scattered,
     wrong,
 )
+from pdsim.transfer import Batch, Program
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:

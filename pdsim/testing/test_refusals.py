@@ -1,6 +1,6 @@
 """A batch that breaks a rule is refused before anything moves."""
 
-from tests.conformance import programs
+from pdsim.testing import programs
 
 
 def test_bad_batches_are_refused_and_nothing_is_written(job):

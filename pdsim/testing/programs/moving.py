@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pdsim.job import Rank
-from pdsim.transfer import Batch, Notification, Program
-from tests.conformance.programs.tools import (
+from pdsim.testing.programs.tools import (
     PATIENCE,
     Mail,
     filled,
@@ -16,6 +15,7 @@ from tests.conformance.programs.tools import (
     scattered,
     wrong,
 )
+from pdsim.transfer import Batch, Notification, Program
 
 
 def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:

@@ -1,7 +1,7 @@
 """Several peers at once, and connecting again."""
 
-from tests.conformance import programs
-from tests.conformance.programs import KiB
+from pdsim.testing import programs
+from pdsim.testing.programs import KiB
 
 
 def test_one_rank_writes_to_several_at_once(job):

@@ -12,16 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backends.emulation.link.emulated_link import Lateness, joined, lacking
+from backends.emulation.link.emulated_link import Lateness, joined, missing_requirements
 from backends.emulation.link.namespaces import DEVICE
 from backends.jobs.launcher import Processes
 from pdsim.errors import BackendUnavailable, TransferError
 from pdsim.hardware import LinkChange, NetworkLink
 from pdsim.job import Place
 from tests.backends import programs
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=f"needs network namespaces: {lacking()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_requirements()), reason=f"needs network namespaces: {missing_requirements()}"
+)
 
 LINK = NetworkLink(rate=1e8, delay=1e-3)
 
@@ -30,9 +32,9 @@ from backends.jobs.launcher import Processes
 from dataclasses import replace
 from pdsim.hardware import NetworkLink
 from pdsim.job import Place
-from tests.backends.conftest import spec
+from tests.support.engines import spec
 from tests.backends import programs
-from tests.conformance.conftest import engine
+from tests.support.engines import engine
 
 ranks = [replace(spec(name, programs.sleep, seconds=600), place=Place(node)) for node, name in enumerate("ab")]
 Processes(engine("mooncake_tcp"), link=NetworkLink(rate=1e8, delay=1e-3), nodes=2).run(ranks)
@@ -116,13 +118,13 @@ def test_more_than_one_late_packet_in_a_hundred_is_a_complaint():
     )
 
 
-def test_a_carrier_that_has_died_is_an_error():
-    with joined(LINK, 2) as testbed:
+def test_a_packet_forwarder_that_has_died_is_an_error():
+    with joined(LINK, 2) as network:
         children = psutil.Process().children()
-        (carrier,) = [child for child in children if "packet_forwarder.py" in " ".join(child.cmdline())]
-        carrier.kill()
-        with pytest.raises(TransferError, match="the link's carrier ended with exit code -9"):
-            testbed.lateness()
+        (forwarder,) = [child for child in children if "packet_forwarder.py" in " ".join(child.cmdline())]
+        forwarder.kill()
+        with pytest.raises(TransferError, match="the packet forwarder ended with exit code -9"):
+            network.lateness()
 
 
 def test_nothing_is_left_when_all_goes_well(mooncake):
@@ -138,10 +140,10 @@ def test_nothing_is_left_when_a_rank_fails(mooncake):
     assert state() == before
 
 
-def test_nothing_is_left_when_the_carrier_cannot_be_made(monkeypatch):
+def test_nothing_is_left_when_the_packet_forwarder_cannot_be_made(monkeypatch):
     before = state()
-    monkeypatch.setattr("backends.emulation.link.emulated_link.CARRIER", Path("/nowhere.py"))
-    with pytest.raises(BackendUnavailable, match="carrier did not start: exit code 2"), joined(LINK, 2):
+    monkeypatch.setattr("backends.emulation.link.emulated_link.FORWARDER", Path("/nowhere.py"))
+    with pytest.raises(BackendUnavailable, match="packet forwarder did not start: exit code 2"), joined(LINK, 2):
         pass
     assert state() == before
 
@@ -155,7 +157,7 @@ def test_nothing_is_left_when_the_supervisor_is_signalled(mooncake, number):
         while time.monotonic() < deadline and sum(p.num_threads() > 1 for p in children) < 2:
             children = psutil.Process(supervisor.pid).children()
             time.sleep(0.1)
-        assert len(children) == 3  # two ranks and the carrier
+        assert len(children) == 3  # two ranks and the packet forwarder
         made = spaces(child.pid for child in children) - spaces([os.getpid()])
         assert len(made) == 2
         supervisor.send_signal(number)
@@ -173,7 +175,7 @@ def test_who_may_not_make_namespaces_is_told_what_it_takes():
     child = os.fork()
     if not child:
         os.setuid(65534)
-        os.write(writer, lacking().encode())
+        os.write(writer, missing_requirements().encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)

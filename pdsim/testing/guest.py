@@ -1,4 +1,4 @@
-"""The engines that go over RDMA verbs, as tests name them and run them in the guest."""
+"""The engines that go over RDMA verbs, as tests run them in the guest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import PATIENCE
 from pdsim.costs import Engine
 
-__all__ = ["VERBS", "target", "unavailable"]
-
-VERBS = ("mooncake_verbs", "nixl_verbs", "mori_verbs")
-"""What tests call the backends ``mooncake``, ``nixl`` and ``mori`` on host memory in the guest."""
+__all__ = ["target", "unavailable"]
 
 JOB = 90.0
 """Seconds of a job on the host, after which its ranks are killed; the guest's are `PATIENCE` times as many."""

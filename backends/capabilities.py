@@ -1,0 +1,75 @@
+"""What a backend declares of itself: what it needs of a machine, and what its transfers can do.
+
+An endpoint class lists a `Variant` for each backend (``conf/backend``) that it implements.  Nothing else in pdsim knows
+an engine by name: `pdsim doctor`, the checks of ``target=real``, the conformance suite and the RDMA guest read these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pdsim.costs import Engine
+from pdsim.errors import BackendUnavailable
+from pdsim.guards import one_of
+
+__all__ = ["DEVICES", "Library", "Variant", "declared"]
+
+DEVICES = ("gpu", "rdma", "shm", "cma")
+"""What a variant may need, as `backends.diagnosis.devices` names it: GPUs, RDMA devices, shared memory, cross-memory
+attach."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """What an engine's library is called and how it is installed.
+
+    It is probed in a process of its own, for native libraries do not always fail politely.
+    """
+
+    probe: str  # a statement that works if the library does
+    distributions: tuple[str, ...]
+    install: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way in which an endpoint class moves bytes; a backend with several works if one of them does.
+
+    Raise a `ValueError` for a device or a kind of memory that pdsim does not know.
+    """
+
+    backend: str  # as `conf/backend` names it
+    requires: Library | None = None  # None: its package is all it needs
+    device: str = ""  # one of `DEVICES`, without which it does not work
+    memory: tuple[str, ...] = ("host",)  # which buffers it moves: "host", "gpu"
+    one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
+    proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
+    guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.recipe`: it runs in the RDMA guest
+    same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
+    tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # more options for the suite, by suffix
+    check: Callable[[Engine], Iterable[str]] | None = None  # yields a line for each reason why a configuration is wrong
+
+    def __post_init__(self) -> None:
+        one_of("variant", ("", *DEVICES), device=self.device)
+        for memory in self.memory:
+            one_of("variant", ("host", "gpu"), memory=memory)
+
+    def on_hosts(self, nodes: int) -> bool:
+        """Return whether it moves host memory, of one machine or between *nodes*, without GPUs and RDMA devices."""
+        devices = ("", "shm", "cma") if nodes == 1 else ("",)
+        return "host" in self.memory and self.device in devices and not self.guest
+
+
+Declared = TypeVar("Declared", bound=Variant)
+
+
+def declared(variants: Iterable[Declared], backend: str) -> list[Declared]:
+    """Return those of *variants* that are *backend*, for endpoint classes.  Raise `BackendUnavailable` without any."""
+    every = list(variants)
+    found = [variant for variant in every if variant.backend == backend]
+    if not found:
+        known = " or ".join(dict.fromkeys(variant.backend for variant in every))
+        raise BackendUnavailable(f"backend {backend!r} is not one that target=real knows; use {known}")
+    return found

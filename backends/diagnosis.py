@@ -1,0 +1,128 @@
+"""What this machine has: GPUs, RDMA devices, shared memory, libraries; each with a remedy where it does not work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from backends.capabilities import Library
+
+__all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether an engine or a device works on this machine, and if not, why and what would help."""
+
+    name: str
+    works: bool
+    version: str = ""
+    reason: str = ""  # why not, in one line
+    remedy: str = ""  # what to install or do
+
+
+def devices() -> tuple[Diagnosis, ...]:
+    """Return what memory and networks this machine has: GPUs, RDMA devices, shared memory, cross-memory attach."""
+    return (_gpus(), _rdma(), _shm(), _cma())
+
+
+def gpu_count() -> int:
+    """Return how many NVIDIA GPUs a process of this machine sees."""
+    return len(_nvidia().splitlines())
+
+
+def installed(library: Library) -> str:
+    """Return the distribution that provides *library* here, and its version, or nothing."""
+    for distribution in library.distributions:
+        try:
+            return f"{distribution} {version(distribution)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _python(code: str) -> tuple[int, str, str]:
+    """Run *code* in a new interpreter; return its exit status and what it wrote."""
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
+    command = [sys.executable, "-c", f"{code}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return 1, "", f"{code.splitlines()[0]!r} did not end within 60 s"
+    return done.returncode, done.stdout, done.stderr
+
+
+@cache
+def error_of(statement: str) -> str:
+    """Return the last line of what *statement* says in a new process, or nothing if it works."""
+    status, _, said = _python(statement)
+    if not status:
+        return ""
+    lines = said.strip().splitlines()
+    return lines[-1] if lines else f"{statement!r} ended with exit code {status}"
+
+
+_LIST_GPUS = """
+from ctypes import CDLL, byref, c_int, create_string_buffer
+cuda, count, name = CDLL("libcuda.so.1"), c_int(), create_string_buffer(100)
+status = cuda.cuInit(0) or cuda.cuDeviceGetCount(byref(count))
+if status:
+    raise SystemExit(f"the NVIDIA driver does not work (CUDA error {status})")
+for number in range(count.value):
+    cuda.cuDeviceGetName(name, 100, number)
+    print(name.value.decode())
+"""
+
+
+@cache
+def _nvidia() -> str:
+    """Return the names of the NVIDIA GPUs, a line for each.  A process of its own asks, for CUDA does not fork."""
+    status, names, _ = _python(_LIST_GPUS)
+    return names if not status else ""
+
+
+def _gpus() -> Diagnosis:
+    if names := _nvidia().splitlines():
+        return Diagnosis("gpu", works=True, version=f"{len(names)} x {names[0]}")
+    if Path("/dev/kfd").exists():
+        return Diagnosis("gpu", works=True, version="AMD GPUs (/dev/kfd)")
+    why = "no NVIDIA driver and no /dev/kfd"
+    if Path("/proc/driver/nvidia/version").exists():
+        why = error_of(_LIST_GPUS) or "the NVIDIA driver finds no GPU"
+    return Diagnosis("gpu", works=False, reason=why, remedy="a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty")
+
+
+def _rdma() -> Diagnosis:
+    folder = Path("/sys/class/infiniband")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if found:
+        return Diagnosis("rdma", works=True, version=", ".join(found))
+    remedy = "a machine with RDMA NICs and their drivers, or an emulated one (hw=rdma_guest)"
+    return Diagnosis("rdma", works=False, reason=f"no device in {folder}", remedy=remedy)
+
+
+def _shm() -> Diagnosis:
+    folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Diagnosis(
+            "shm", works=False, reason=f"{folder} cannot be written to", remedy=f"mount a tmpfs at {folder}"
+        )
+    free = shutil.disk_usage(folder).free
+    return Diagnosis("shm", works=True, version=f"{free / 2**20:.0f} MiB free in {folder}")
+
+
+def _cma() -> Diagnosis:
+    """Say whether a process may read its sibling's memory, as UCX's cross-memory attach does."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    value = scope.read_text().strip() if scope.exists() else "0"
+    if value == "0" or os.geteuid() == 0:
+        return Diagnosis("cma", works=True, version=f"ptrace_scope {value}" if scope.exists() else "")
+    reason = f"{scope} is {value}: UCX copies through shared memory instead, which is slower"
+    return Diagnosis("cma", works=False, reason=reason, remedy="sysctl kernel.yama.ptrace_scope=0")

@@ -1,0 +1,186 @@
+"""The implementations of the waist that the suite runs against, and a target for each.
+
+Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a new backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+
+from backends import registry
+from backends.capabilities import Variant
+from backends.diagnosis import devices, gpu_count
+from pdsim import plugins
+from pdsim.costs import Collective, CollectiveModel, Engine, EngineModel
+from pdsim.errors import BackendUnavailable
+from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import Place, Target
+
+__all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target", "model"]
+
+MODELS = ("model-timing", "model-tracked")
+"""The model, without and with the contents of memory."""
+
+MEMBERS = 4
+"""Ranks of the largest job of groups."""
+
+MACHINE = Machine(
+    name="conformance",
+    vendor="nvidia",
+    nodes=1,
+    gpus=8,
+    gpu=Gpu(name="small", memory=1 << 30, memory_rate=1e12, compute=1e14, pcie=50e9),
+    interconnect=Interconnect(kind="switch", rate=10e9, latency=1e-6),
+    nic=Nic(count=0, rate=0.0),
+    host=Host(memory=1 << 34, memory_rate=1e11, tcp_rate=5e9, tcp_latency=20e-6),
+)
+ENGINE_MODEL = EngineModel(path="nvlink", call=5e-6, descriptor=1e-6, overlap=False, latency=5e-6, rate=8e9)
+
+GATHER = CollectiveModel(path="nvlink", pattern="ring", latency=10e-6, step=2e-6, rate=8e9)
+COLLECTIVE = Collective(
+    name="conformance",
+    implementation="gloo",
+    plain=GATHER,
+    symmetric=GATHER,
+    grow_latency=1e-3,
+    grow_rate=1e11,
+    timeout=60.0,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One implementation, on one kind of memory."""
+
+    name: str
+    backend: str = "conformance"
+    implementation: str = "conformance"
+    memory: str = "model"  # "model", "host" or "gpu"
+    guest: bool = False  # it runs in the emulated machine with an RDMA device
+    one_sided: bool = False
+    proves_quiescence: bool = True
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def engine(self) -> Engine:
+        """The backend with its own defaults; the model's costs are those of no engine in particular."""
+        return Engine(
+            name=self.backend,
+            implementation=self.implementation,
+            vendors=("nvidia", "cpu"),
+            intra=ENGINE_MODEL,
+            inter=ENGINE_MODEL,
+            options=self.options,
+        )
+
+    def place(self, index: int) -> Place:
+        """Return where rank *index* of a job runs: on GPU *index* modulo how many there are, or on the host."""
+        if self.memory == "host":
+            return Place(0)
+        return Place(0, index % (gpu_count() or 1) if self.memory == "gpu" else index)
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Return the models, and all that installed endpoint classes declare; a class that cannot be imported is left out.
+
+    A backend that moves host and GPU memory has two, ``NAME`` and ``NAME_gpu``; one that runs in the RDMA guest is
+    ``NAME_verbs``.
+    """
+    found = [Case(name) for name in MODELS]
+    for implementation in registry.names():
+        try:
+            variants = registry.variants(implementation)
+        except BackendUnavailable:
+            continue
+        found += [case for variant in variants if not variant.same_as for case in _of(implementation, variant)]
+    return tuple(found)
+
+
+def _of(implementation: str, variant: Variant) -> Iterator[Case]:
+    common = Case(
+        variant.backend,
+        variant.backend,
+        implementation,
+        "host",
+        one_sided=variant.one_sided,
+        proves_quiescence=variant.proves_quiescence,
+    )
+    if variant.guest:
+        yield replace(common, name=f"{variant.backend}_verbs", guest=True)
+        return
+    for memory in variant.memory:
+        name = f"{variant.backend}_gpu" if memory == "gpu" and len(variant.memory) > 1 else variant.backend
+        yield replace(common, name=name, memory=memory)
+        for suffix, options in variant.tried_with.items():
+            yield replace(common, name=f"{name}_{suffix}", memory=memory, options=options)
+
+
+def named(name: str) -> Case:
+    """Return the case called *name*, or the first of the backend of that name."""
+    exact = [case for case in cases() if case.name == name]
+    return (exact or [case for case in cases() if case.backend == name])[0]
+
+
+def engine(name: str) -> Engine:
+    """Return the engine of the case or the backend called *name*."""
+    if any(name in (case.name, case.backend) for case in cases()):
+        return named(name).engine
+    return Case(name, name, registry.implementation_of(name)).engine  # an alias
+
+
+def make_target(name: str, *, required: bool = False) -> Target:
+    """Return the target of the case called *name*, or skip the test if it does not work here.
+
+    With *required*, or where the environment variable ``PDSIM_REQUIRE_ENGINES`` is set, one that moves host memory must
+    work.
+    """
+    case = named(name)
+    if case.memory == "model":
+        return model(case)
+    from backends.jobs.launcher import Processes
+
+    diagnosis = registry.diagnose(case.backend)
+    if diagnosis.works and case.memory == "gpu":
+        diagnosis = devices()[0]
+    if not diagnosis.works:
+        everywhere = case.backend in registry.on_hosts() and case.memory == "host"
+        if required or (os.environ.get("PDSIM_REQUIRE_ENGINES") and everywhere):
+            pytest.fail(f"{name}: {diagnosis.reason}; {diagnosis.remedy}")
+        pytest.skip(f"{name}: {diagnosis.reason}")
+    return Processes(case.engine, deadline=90, device_capacity=1 << 30, gpu_capacity=1 << 30)
+
+
+def model(case: Case) -> Target:
+    """Return the model, with memory as *case* names it."""
+    from pdsim.fabric.job import Model
+
+    memory = case.name.removeprefix("model-")
+    return Model(MACHINE, case.engine, memory=memory, seed=1, collective=COLLECTIVE)
+
+
+def gathering_target(name: str) -> tuple[Case, Target]:
+    """Return a target whose groups gather with *name*, a model or a collective, and the case of its endpoints."""
+    if name in MODELS:
+        return named(name), make_target(name)
+    library = plugins.resolve(plugins.COLLECTIVES, name)
+    if problem := library.missing():
+        pytest.skip(f"{name}: {problem}")
+    if library.memory == "gpu" and gpu_count() < MEMBERS:
+        pytest.skip(f"{name}: a rank of a group takes a GPU, {MEMBERS} in all, and this machine has {gpu_count()}")
+    # any endpoint does, for a group makes no use of it
+    working = [case for case in cases() if case.memory == library.memory and not case.guest and _works(case)]
+    if not working:
+        pytest.skip(f"{name}: no backend works here on {library.memory} memory")
+    target = make_target(working[0].name)
+    target.collective = replace(COLLECTIVE, name=name, implementation=name)  # type: ignore[attr-defined]
+    return working[0], target
+
+
+def _works(case: Case) -> bool:
+    return registry.diagnose(case.backend).works
