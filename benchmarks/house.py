@@ -50,11 +50,12 @@ ROOMS = {
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
     "sweep": Room(("pdsim.sweep",), ("results", "records", "config", "waist")),
-    "cli": Room(("pdsim.cli",), ("face", "registry", *_ALL)),
+    "cli": Room(("pdsim.cli",), ("face", "registry", "live", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
     "registry": Room(("backends.registry", "backends.jobs"), ("backends", "waist")),  # backends without their names
     "backends": Room(("backends",), ("registry", "waist")),
-    "experiments": Room(("experiments",), _ALL),
+    "live": Room(("backends.live",), ("registry", "config", "serving", "waist")),  # servers that others wrote
+    "experiments": Room(("experiments",), ("live", *_ALL)),
 }
 """Rooms of the house, from the ground up.  A room imports only those that it names."""
 
