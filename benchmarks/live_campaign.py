@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ class Campaign:
             "notes": list(found.notes),
             "reported": _reported(served),
         }
-        self.samples += [{"load": name, **sample._asdict()} for sample in served.samples]
+        self.samples += [{"load": name, **asdict(sample)} for sample in served.samples]
         self.write()
 
     def write(self) -> None:

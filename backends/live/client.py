@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 from backends.live.formats import reason
-from backends.live.routes import Failed, Route, Row, Server
+from backends.live.routes import LiveServer, RequestFailed, RequestRoute, RequestRow
 from pdsim.serving.workload import Request
 
 __all__ = ["Http", "Limits", "replay", "session"]
@@ -61,16 +61,16 @@ class Http:
     def __init__(self, opened: Any) -> None:
         self._session = opened
 
-    async def answer(self, server: Server, path: str, body: bytes) -> bytes:
-        """Return the whole answer.  Raise a `Failed`."""
+    async def answer(self, server: LiveServer, path: str, body: bytes) -> bytes:
+        """Return the whole answer.  Raise a `RequestFailed`."""
         with _failures(server), _connection_failures(server):
             async with self._session.post(server.url + path, data=body) as response:
                 data: bytes = await response.read()
                 _check(response.status, server, data)
                 return data
 
-    async def events(self, server: Server, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
-        """Yield time and data of each server-sent event up to ``[DONE]``.  Raise a `Failed`."""
+    async def events(self, server: LiveServer, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+        """Yield time and data of each server-sent event up to ``[DONE]``.  Raise a `RequestFailed`."""
         clock = asyncio.get_running_loop().time
         with _failures(server), _connection_failures(server):
             async with self._session.post(server.url + path, data=body) as response:
@@ -79,7 +79,9 @@ class Http:
                 async for line in response.content:
                     if not line.startswith(b"data:"):
                         if line.startswith(b"error:"):  # llama.cpp
-                            raise Failed(f"Error: {server.name}: {line[6:].decode(errors='replace').strip()[:200]}")
+                            raise RequestFailed(
+                                f"Error: {server.name}: {line[6:].decode(errors='replace').strip()[:200]}"
+                            )
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
@@ -87,7 +89,7 @@ class Http:
                     yield clock(), data
 
 
-def _check(status: int, server: Server, data: bytes) -> None:
+def _check(status: int, server: LiveServer, data: bytes) -> None:
     if status == 200:
         return
     import msgspec
@@ -96,12 +98,12 @@ def _check(status: int, server: Server, data: bytes) -> None:
         said = msgspec.json.decode(data)
     except msgspec.MsgspecError:
         said = data.decode(errors="replace")
-    raise Failed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
+    raise RequestFailed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
 
 
 @contextmanager
-def _failures(server: Server) -> Iterator[None]:
-    """Turn what goes wrong on a connection that was made into a `Failed`."""
+def _failures(server: LiveServer) -> Iterator[None]:
+    """Turn what goes wrong on a connection that was made into a `RequestFailed`."""
     import aiohttp
 
     try:
@@ -109,18 +111,18 @@ def _failures(server: Server) -> Iterator[None]:
     except (aiohttp.ClientError, ConnectionError, OSError, ValueError) as error:
         if isinstance(error, TimeoutError):
             raise
-        raise Failed(f"ServerLost: {server.name} broke the connection: {_told(error)}") from error
+        raise RequestFailed(f"ServerLost: {server.name} broke the connection: {_told(error)}") from error
 
 
 @contextmanager
-def _connection_failures(server: Server) -> Iterator[None]:
-    """Turn a connection that cannot be made into a `Failed`."""
+def _connection_failures(server: LiveServer) -> Iterator[None]:
+    """Turn a connection that cannot be made into a `RequestFailed`."""
     import aiohttp
 
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise Failed(f"Refused: {server.name} cannot be reached: {_told(error)}") from error
+        raise RequestFailed(f"Refused: {server.name} cannot be reached: {_told(error)}") from error
 
 
 def _told(error: BaseException) -> str:
@@ -129,12 +131,12 @@ def _told(error: BaseException) -> str:
 
 async def replay(
     requests: Sequence[Request],
-    route: Route,
+    route: RequestRoute,
     http: Http,
     prompt: Prompt,
     limits: Limits,
     progress: Callable[[int], None] = lambda _: None,
-) -> tuple[float, list[Row]]:
+) -> tuple[float, list[RequestRow]]:
     """Send *requests* as they arrive; return the time at which the first could arrive, and a row for each.
 
     A request that finds all connections taken waits, and its latencies count from its arrival all the same.
@@ -142,7 +144,7 @@ async def replay(
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max(1, limits.connections // route.connections))
-    rows = [Row() for _ in requests]
+    rows = [RequestRow() for _ in requests]
     ahead = _Ahead(requests, prompt)
     tasks: list[asyncio.Task[None]] = []
     ended = itertools.count(1)
@@ -165,8 +167,8 @@ async def replay(
 
 async def _one(
     request: Request,
-    row: Row,
-    route: Route,
+    row: RequestRow,
+    route: RequestRoute,
     http: Http,
     body: bytes,
     slots: asyncio.Semaphore,
@@ -186,7 +188,7 @@ async def _one(
             row.status = f"Aborted: the user left after {patience:g} s"
         else:
             row.status = f"Timeout: {row.tokens} of {request.output} tokens within {timeout:g} s"
-    except Failed as error:
+    except RequestFailed as error:
         row.status = str(error)
 
 

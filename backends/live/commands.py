@@ -16,7 +16,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.serving.settings import Side
 
-__all__ = ["MODULES", "Launch", "gpus_needed", "launches"]
+__all__ = ["MODULES", "ServerLaunch", "gpus_needed", "launches"]
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """The module of each engine that is its HTTP server."""
@@ -34,7 +34,7 @@ BOOTSTRAP = 900
 
 
 @dataclass(frozen=True)
-class Launch:
+class ServerLaunch:
     """One server to start."""
 
     name: str
@@ -58,7 +58,7 @@ def gpus_needed(config: Config) -> int:
     return 1 + max(gpu for _, _, gpus in _places(config) for gpu in gpus)
 
 
-def launches(config: Config, engine: str, model: Path) -> list[Launch]:
+def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
     """Return the servers of *config*, which load the configuration in the folder *model*.
 
     Raise a `ConfigError` if the layout, or the backend, is not one that *engine* has.
@@ -80,7 +80,7 @@ def launches(config: Config, engine: str, model: Path) -> list[Launch]:
         if config.hw.gpus:
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, visible))}
         environment |= config.live.environment
-        found.append(Launch(name, role, port, bootstrap, tuple(gpus), command, environment))
+        found.append(ServerLaunch(name, role, port, bootstrap, tuple(gpus), command, environment))
     return found
 
 

@@ -8,16 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from backends.live import model_folder
 from backends.live.commands import MODULES, gpus_needed, launches
-from backends.live.metrics import Page, Sample
-from backends.live.routes import Direct, Route, Row, Server, SglangPair, VllmPair
+from backends.live.metrics import MetricSample, Page
+from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError
 from pdsim.serving.workload import Request
@@ -33,10 +33,10 @@ class Served:
     """What became of a workload."""
 
     start: float  # at which the first request could arrive, on the client's clock
-    rows: Sequence[Row]
+    rows: Sequence[RequestRow]
     servers: Mapping[str, str]  # name: engine and version as it reports itself
     reported: Mapping[str, Page]  # what each server counted meanwhile
-    samples: Sequence[Sample] = ()  # what they reported while it ran; times from the start
+    samples: Sequence[MetricSample] = ()  # what they reported while it ran; times from the start
     notes: Sequence[str] = ()
 
 
@@ -118,19 +118,19 @@ def deployed(config: Config, folder: Path, progress: Callable[[float, str], None
     found = launches(config, engine, model)
     try:
         with started(found, folder, live.ready, lambda text: progress(0.0, text)):
-            servers = [(one.role, Server(one.name, one.url)) for one in found]
+            servers = [(one.role, LiveServer(one.name, one.url)) for one in found]
             ports = {one.name: one.bootstrap_port for one in found}
             yield Deployment(config, engine, servers, folder, ports)
     finally:
         (model / "tokenizer.json").unlink(missing_ok=True)  # megabytes that say nothing
 
 
-def _named(config: Config) -> list[tuple[str, Server]]:
+def _named(config: Config) -> list[tuple[str, LiveServer]]:
     """Return role and server for each address in *config*."""
     live = config.live
     roles = (("server", live.url), ("prefill", live.prefill), ("decode", live.decode))
     return [
-        (role, Server(f"{role}{number}", url.rstrip("/").removesuffix("/v1")))
+        (role, LiveServer(f"{role}{number}", url.rstrip("/").removesuffix("/v1")))
         for role, urls in roles
         for number, url in enumerate(urls)
     ]
@@ -142,7 +142,7 @@ class Deployment:
 
     config: Config
     engine: str
-    servers: Sequence[tuple[str, Server]]
+    servers: Sequence[tuple[str, LiveServer]]
     folder: Path
     bootstrap: Mapping[str, int] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Deployment:
         """
         return asyncio.run(self._serve(requests, progress, policy))
 
-    def role(self, role: str) -> list[Server]:
+    def role(self, role: str) -> list[LiveServer]:
         """Return the servers of *role*."""
         return [server for name, server in self.servers if name == role]
 
@@ -189,21 +189,21 @@ class Deployment:
             sampler = Sampler(opened, [server for _, server in self.servers], live.sample_every)
             async with sampler:
                 start, rows = await replay(requests, route, http, prompt, limits, count)
-        samples = [sample._replace(time=sample.time - start) for sample in sampler.samples]
+        samples = [replace(sample, time=sample.time - start) for sample in sampler.samples]
         _write_samples(self.folder / METRICS, samples)
         notes += [f"{name} was started again while it was measured" for name in sampler.restarted]
         return Served(start, rows, names, sampler.reported(), samples, notes)
 
-    def _route(self, model: str, policy: str) -> Route:
-        from backends.live.formats import Chat, Completions, Format, Generate
+    def _route(self, model: str, policy: str) -> RequestRoute:
+        from backends.live.formats import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
 
         live, engine = self.config.live, self.engine
         exact = live.ignore_eos
         form: Format
         if engine == "sglang":
-            form = Generate(ignore_eos=exact, prompts=live.prompts, request=live.request)
+            form = SglangGenerate(ignore_eos=exact, prompts=live.prompts, request=live.request)
         else:
-            kind = Chat if live.api == "chat" else Completions
+            kind = OpenAiChat if live.api == "chat" else OpenAiCompletions
             form = kind(model, ignore_eos=exact, continuous=engine == "vllm", request=live.request)
         if not (prefills := self.role("prefill")):
             return Direct(self.role("server"), form, policy=policy, exact=exact)
@@ -235,7 +235,7 @@ def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
     return [Request(0.0, one.input, min(one.output, 16)) for one in ends for _ in range(times)]
 
 
-async def _version(opened: Any, server: Server) -> str:
+async def _version(opened: Any, server: LiveServer) -> str:
     """Return engine and version as *server* reports them.  Raise a `BackendUnavailable` if nobody answers."""
     for path, name in (("/version", "vllm"), ("/server_info", "sglang"), ("/get_server_info", "sglang")):
         answer = await _json(opened, server, path, required=False)
@@ -245,7 +245,7 @@ async def _version(opened: Any, server: Server) -> str:
         return str(response.headers.get("Server", "unknown server"))
 
 
-async def _json(opened: Any, server: Server, path: str, *, required: bool = True) -> Any:
+async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = True) -> Any:
     """Return the JSON at *path*, None of what is not there unless it is *required*."""
     import aiohttp
 
@@ -268,16 +268,16 @@ async def _json(opened: Any, server: Server, path: str, *, required: bool = True
 
 def _shown(url: str) -> str:
     """Return *url* without a user and a password."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    scheme, where, path, query, fragment = urlsplit(url)
+    return urlunsplit((scheme, where.rpartition("@")[2], path, query, fragment))
 
 
-def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
+def _write_samples(path: Path, samples: Sequence[MetricSample]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = pa.schema(
         [("time", pa.float64()), ("server", pa.string()), ("metric", pa.string()), ("value", pa.float64())]
     )
-    rows = [sample._asdict() for sample in samples]
+    rows = [asdict(sample) for sample in samples]
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, compression="zstd")

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["Chat", "Chunk", "Completions", "Format", "Generate", "reason"]
+__all__ = ["Format", "OpenAiChat", "OpenAiCompletions", "SglangGenerate", "StreamChunk", "reason"]
 
 
-class Chunk(NamedTuple):
+class StreamChunk(NamedTuple):
     """What a chunk of a stream says."""
 
     new: int  # tokens in it, as far as it tells
@@ -32,7 +32,7 @@ class Format(Protocol):
     def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = ...) -> bytes:
         """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already."""
 
-    def chunk(self, data: bytes) -> Chunk:
+    def chunk(self, data: bytes) -> StreamChunk:
         """Return what the JSON *data* of one event of the stream says.  Raise a `msgspec.MsgspecError`."""
 
 
@@ -72,7 +72,7 @@ _decode_completion = msgspec.json.Decoder(_Completion).decode
 _decode_generated = msgspec.json.Decoder(_Generated).decode
 
 
-class Completions:
+class OpenAiCompletions:
     """OpenAI's ``/v1/completions``."""
 
     path = "/v1/completions"
@@ -89,11 +89,11 @@ class Completions:
         rest = {**self._common, "max_tokens": output, **(self._stream if stream else {}), **self._request, **extra}
         return b'{"%b":%b,%b' % (self.prompt.encode(), self._wrapped(prompt), msgspec.json.encode(rest)[1:])
 
-    def chunk(self, data: bytes) -> Chunk:
+    def chunk(self, data: bytes) -> StreamChunk:
         """Return what a chunk says.  Without a count or token ids, a chunk with text counts as one token."""
         found = _decode_completion(data)
         if found.error or (found.message and not found.choices):
-            return Chunk(0, error=reason(found.error or found.message))
+            return StreamChunk(0, error=reason(found.error or found.message))
         new, finish = 0, ""
         for choice in found.choices:
             if choice.token_ids is not None:
@@ -106,13 +106,13 @@ class Completions:
             total = found.usage.completion_tokens
             if found.usage.prompt_tokens is not None:
                 reported["prompt_tokens"] = found.usage.prompt_tokens
-        return Chunk(new, total, finish, reported)
+        return StreamChunk(new, total, finish, reported)
 
     def _wrapped(self, prompt: bytes) -> bytes:
         return prompt
 
 
-class Chat(Completions):
+class OpenAiChat(OpenAiCompletions):
     """OpenAI's ``/v1/chat/completions``; the prompt is the text of one message."""
 
     path = "/v1/chat/completions"
@@ -122,7 +122,7 @@ class Chat(Completions):
         return b'[{"role":"user","content":%b}]' % prompt
 
 
-class Generate:
+class SglangGenerate:
     """SGLang's ``/generate``, which takes token ids and says how many tokens there are so far."""
 
     path = "/generate"
@@ -138,18 +138,18 @@ class Generate:
         rest = {"sampling_params": sampling, "stream": stream, **self._request, **extra}
         return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])
 
-    def chunk(self, data: bytes) -> Chunk:
+    def chunk(self, data: bytes) -> StreamChunk:
         """Return what a chunk says; the last one carries the request's times, if the server keeps metrics."""
         found = _decode_generated(data)
         if found.error:
-            return Chunk(0, error=reason(found.error))
+            return StreamChunk(0, error=reason(found.error))
         about = found.meta_info
         finish = about.get("finish_reason")
         if isinstance(finish, Mapping) and finish.get("type") == "abort":
-            return Chunk(0, about.get("completion_tokens"), "abort", error=reason(finish))
+            return StreamChunk(0, about.get("completion_tokens"), "abort", error=reason(finish))
         reported = {name: value for name, value in about.items() if isinstance(value, int | float)} if finish else {}
         kind = finish.get("type", "") if isinstance(finish, Mapping) else finish or ""
-        return Chunk(0, about.get("completion_tokens"), str(kind), reported)
+        return StreamChunk(0, about.get("completion_tokens"), str(kind), reported)
 
 
 def reason(error: Any) -> str:

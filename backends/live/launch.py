@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from backends.live.commands import Launch
+from backends.live.commands import ServerLaunch
 from pdsim.errors import BackendUnavailable
 
 __all__ = ["started"]
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def started(
-    servers: Sequence[Launch], folder: Path, ready: float, say: Callable[[str], None] = lambda _: None
+    servers: Sequence[ServerLaunch], folder: Path, ready: float, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start *servers*, with a log each in *folder*, and yield their processes by name once all of them answer.
 
@@ -53,7 +53,7 @@ def started(
         _stop(list(processes.values()))
 
 
-def _start(server: Launch, folder: Path) -> subprocess.Popen[bytes]:
+def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
     with (folder / f"{server.name}.log").open("wb") as log:
         log.write(f"# {' '.join(server.command)}\n# {dict(server.environment)}\n".encode())
         log.flush()
@@ -76,7 +76,7 @@ def _die_with_parent() -> None:
 
 
 def _await(
-    servers: Sequence[Launch],
+    servers: Sequence[ServerLaunch],
     processes: dict[str, subprocess.Popen[bytes]],
     folder: Path,
     ready: float,

@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from backends.live.routes import Server
+from backends.live.routes import LiveServer
 
-__all__ = ["Histogram", "Page", "Sample", "Sampler", "difference", "parse"]
+__all__ = ["Histogram", "MetricSample", "Page", "Sampler", "difference", "parse"]
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _BOUND = re.compile(r'(?:^|,)le="([^"]*)"')
@@ -112,7 +112,8 @@ def difference(before: Page, after: Page) -> Page:
     return Page(after.gauges, counters, histograms)
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MetricSample:
     """One number that a server reported."""
 
     time: float  # seconds on the client's clock
@@ -124,8 +125,8 @@ class Sample(NamedTuple):
 class Sampler:
     """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends."""
 
-    def __init__(self, opened: Any, servers: Sequence[Server], every: float) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, opened: Any, servers: Sequence[LiveServer], every: float) -> None:
+        self.samples: list[MetricSample] = []
         self.first: dict[str, Page] = {}
         self.last: dict[str, Page] = {}
         self.restarted: list[str] = []  # servers of which a counter fell: they were started again meanwhile
@@ -159,7 +160,7 @@ class Sampler:
     async def _read(self) -> None:
         await asyncio.gather(*(self._read_one(server) for server in self._servers))
 
-    async def _read_one(self, server: Server) -> None:
+    async def _read_one(self, server: LiveServer) -> None:
         """Read the page of *server*; one that has none, or does not answer, is passed over."""
         import aiohttp
 
@@ -178,7 +179,7 @@ class Sampler:
         if server.name not in self.restarted and any(page.counters.get(key, 0.0) < was for key, was in before.items()):
             self.restarted.append(server.name)
         self.last[server.name] = page
-        self.samples += [Sample(now, server.name, *item) for item in _moving(page)]
+        self.samples += [MetricSample(now, server.name, *item) for item in _moving(page)]
 
 
 def _moving(page: Page) -> Iterator[tuple[str, float]]:

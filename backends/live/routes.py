@@ -19,15 +19,15 @@ import msgspec
 from backends.live.formats import Format, reason
 from pdsim.serving.workload import Request
 
-__all__ = ["Direct", "Failed", "Post", "Route", "Row", "Server", "SglangPair", "VllmPair"]
+__all__ = ["Direct", "LiveServer", "Post", "RequestFailed", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """A request that ended without all its tokens; the message is its status."""
 
 
 @dataclass(slots=True)
-class Row:
+class RequestRow:
     """What became of a request; times are seconds on the client's clock."""
 
     prefill: str = ""
@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Server:
+class LiveServer:
     """A server, and the tokens of the requests that it has."""
 
     name: str
@@ -55,31 +55,31 @@ class Server:
 
 
 class Post(Protocol):
-    """Sends a body to a server; every failure is a `Failed`."""
+    """Sends a body to a server; every failure is a `RequestFailed`."""
 
-    async def answer(self, server: Server, path: str, body: bytes) -> bytes:
+    async def answer(self, server: LiveServer, path: str, body: bytes) -> bytes:
         """Return the whole answer."""
 
-    def events(self, server: Server, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+    def events(self, server: LiveServer, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
         """Yield the data of each event of the stream that is the answer, with the time at which it was read."""
 
 
-class Route(Protocol):
+class RequestRoute(Protocol):
     """The way of a request."""
 
     connections: int  # that a request holds at a time
 
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: Row) -> None:
-        """Have *request* served and fill in *row*.  Raise a `Failed` if it does not get all its tokens."""
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Have *request* served and fill in *row*.  Raise a `RequestFailed` if it does not get all its tokens."""
 
 
 class _Pool:
     """Servers of one side, of which each request gets one."""
 
-    def __init__(self, servers: Sequence[Server], policy: str) -> None:
+    def __init__(self, servers: Sequence[LiveServer], policy: str) -> None:
         self._servers, self._policy = servers, policy
 
-    def choose(self) -> Server:
+    def choose(self) -> LiveServer:
         """Return the server with the fewest requests so far, or the fewest tokens outstanding."""
         if self._policy == "round_robin":
             return min(self._servers, key=lambda server: server.sent)
@@ -89,10 +89,10 @@ class _Pool:
 class _Visit:
     """A request's stay at a server, in its account of load."""
 
-    def __init__(self, server: Server, tokens: int) -> None:
+    def __init__(self, server: LiveServer, tokens: int) -> None:
         self.server, self._tokens = server, tokens
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> LiveServer:
         self.server.load += self._tokens
         self.server.sent += 1
         return self.server
@@ -101,8 +101,12 @@ class _Visit:
         self.server.load -= self._tokens
 
 
-async def _stream(post: Post, server: Server, form: Format, body: bytes, row: Row, output: int, *, exact: bool) -> None:
-    """Read the tokens of *row* from *server*.  Raise a `Failed` if there are fewer, or with *exact* not just *output*.
+async def _stream(
+    post: Post, server: LiveServer, form: Format, body: bytes, row: RequestRow, output: int, *, exact: bool
+) -> None:
+    """Read the tokens of *row* from *server*.
+
+    Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as many.
 
     A server that counts in its first chunk counts in all; of another one a final count corrects how many there were,
     not when they came.
@@ -113,9 +117,9 @@ async def _stream(post: Post, server: Server, form: Format, body: bytes, row: Ro
         try:
             chunk = form.chunk(data)
         except msgspec.MsgspecError as error:
-            raise Failed(f"Malformed: {server.name} sent {data[:80]!r}: {error}") from None
+            raise RequestFailed(f"Malformed: {server.name} sent {data[:80]!r}: {error}") from None
         if chunk.error:
-            raise Failed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
+            raise RequestFailed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
         if counts is None:
             counts = chunk.total is not None
         row.finish = chunk.finish or row.finish
@@ -128,10 +132,10 @@ async def _stream(post: Post, server: Server, form: Format, body: bytes, row: Ro
         row.first = row.last = now
     if row.tokens != output and (exact or not row.finish or not row.tokens):
         because = f" (finish_reason={row.finish})" if row.finish else ""
-        raise Failed(f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}")
+        raise RequestFailed(f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}")
 
 
-def _arrived(row: Row, now: float, new: int) -> None:
+def _arrived(row: RequestRow, now: float, new: int) -> None:
     """Enter *new* tokens that came at *now*."""
     if row.last is None:
         row.first = now
@@ -147,11 +151,11 @@ class Direct:
 
     connections = 1
 
-    def __init__(self, servers: Sequence[Server], form: Format, *, policy: str, exact: bool) -> None:
+    def __init__(self, servers: Sequence[LiveServer], form: Format, *, policy: str, exact: bool) -> None:
         self._pool, self._format, self._exact = _Pool(servers, policy), form, exact
 
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: Row) -> None:
-        """Stream from one server; see `Route`."""
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Stream from one server; see `RequestRoute`."""
         with _Visit(self._pool.choose(), request.input + request.output) as server:
             row.prefill = row.decode = server.name
             body = self._format.body(prompt, request.output, stream=True)
@@ -180,13 +184,13 @@ class VllmPair:
     connections = 1
 
     def __init__(
-        self, prefills: Sequence[Server], decodes: Sequence[Server], form: Format, *, policy: str, exact: bool
+        self, prefills: Sequence[LiveServer], decodes: Sequence[LiveServer], form: Format, *, policy: str, exact: bool
     ) -> None:
         self._prefills, self._decodes = _Pool(prefills, policy), _Pool(decodes, policy)
         self._format, self._exact = form, exact
 
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: Row) -> None:
-        """Ask prefill for one token, and decode for all with the parameters in its answer; see `Route`."""
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Ask prefill for one token, and decode for all with the parameters in its answer; see `RequestRoute`."""
         form, clock = self._format, asyncio.get_running_loop().time
         with _Visit(self._prefills.choose(), request.input) as server:
             row.prefill = server.name
@@ -200,15 +204,15 @@ class VllmPair:
             await _stream(post, server, form, body, row, request.output, exact=self._exact)
 
     @staticmethod
-    def _params(server: Server, data: bytes) -> dict[str, Any]:
+    def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
         try:
             answer = msgspec.json.decode(data, type=_Answer)
         except msgspec.MsgspecError as error:
-            raise Failed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
+            raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
         if answer.error:
-            raise Failed(f"Error: {server.name}: {reason(answer.error)}")
+            raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")
         if not answer.kv_transfer_params:
-            raise Failed(
+            raise RequestFailed(
                 f"Error: {server.name} answered without kv_transfer_params; start it with --kv-transfer-config"
             )
         return answer.kv_transfer_params
@@ -221,8 +225,8 @@ class SglangPair:
 
     def __init__(
         self,
-        prefills: Sequence[Server],
-        decodes: Sequence[Server],
+        prefills: Sequence[LiveServer],
+        decodes: Sequence[LiveServer],
         form: Format,
         bootstrap: Mapping[str, int],
         *,
@@ -233,8 +237,8 @@ class SglangPair:
         self._format, self._bootstrap, self._exact = form, bootstrap, exact
         self._rooms = random.SystemRandom()  # a room must not have been used before on these servers
 
-    async def serve(self, post: Post, prompt: bytes, request: Request, row: Row) -> None:
-        """Send to both sides and stream from decode; what fails first ends the request; see `Route`."""
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Send to both sides and stream from decode; what fails first ends the request; see `RequestRoute`."""
         prefill, decode = self._prefills.choose(), self._decodes.choose()
         row.prefill, row.decode = prefill.name, decode.name
         meeting = {
@@ -256,7 +260,13 @@ class SglangPair:
             await asyncio.gather(*sides, return_exceptions=True)
 
     async def _prefill(
-        self, post: Post, server: Server, prompt: bytes, request: Request, row: Row, meeting: Mapping[str, Any]
+        self,
+        post: Post,
+        server: LiveServer,
+        prompt: bytes,
+        request: Request,
+        row: RequestRow,
+        meeting: Mapping[str, Any],
     ) -> None:
         with _Visit(server, request.input):
             body = self._format.body(prompt, request.output, stream=False, extra=meeting)
@@ -265,13 +275,19 @@ class SglangPair:
             try:
                 chunk = self._format.chunk(data)
             except msgspec.MsgspecError as error:
-                raise Failed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
+                raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
             if chunk.error:
-                raise Failed(f"Error: {server.name}: {chunk.error}")
+                raise RequestFailed(f"Error: {server.name}: {chunk.error}")
             row.reported |= {f"prefill_{name}": value for name, value in chunk.reported.items()}
 
     async def _decode(
-        self, post: Post, server: Server, prompt: bytes, request: Request, row: Row, meeting: Mapping[str, Any]
+        self,
+        post: Post,
+        server: LiveServer,
+        prompt: bytes,
+        request: Request,
+        row: RequestRow,
+        meeting: Mapping[str, Any],
     ) -> None:
         with _Visit(server, request.input + request.output):
             body = self._format.body(prompt, request.output, stream=True, extra=meeting)

@@ -19,7 +19,7 @@ from pdsim.units import format_time
 if TYPE_CHECKING:
     from backends.live.deployment import Deployment, Served
     from backends.live.metrics import Histogram
-    from backends.live.routes import Row
+    from backends.live.routes import RequestRow
 
 __all__ = ["result", "run"]
 
@@ -92,7 +92,7 @@ def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _durations(arrival: float, row: Row) -> dict[str, float | None]:
+def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
     """Return the latencies of *row*, None those that it did not live to see."""
     found: dict[str, float | None] = dict.fromkeys(
         ("ttft", "tpot", "e2e", "queueing", "prefilled", "handoff", "itl_p50", "itl_p99", "itl_max")

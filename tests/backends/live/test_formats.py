@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from backends.live.formats import Chat, Completions, Generate, reason
+from backends.live.formats import OpenAiChat, OpenAiCompletions, SglangGenerate, reason
 
-VLLM = Completions("tiny", ignore_eos=True, continuous=True, request={"top_k": 1})
+VLLM = OpenAiCompletions("tiny", ignore_eos=True, continuous=True, request={"top_k": 1})
 
 
 def test_a_completion_asks_for_ids_counts_and_what_the_user_adds():
@@ -26,7 +26,7 @@ def test_a_completion_asks_for_ids_counts_and_what_the_user_adds():
 
 
 def test_a_chat_wraps_its_prompt_in_one_message():
-    form = Chat("m", ignore_eos=False, continuous=False, request={})
+    form = OpenAiChat("m", ignore_eos=False, continuous=False, request={})
     body = json.loads(form.body(b'"the of"', 3, stream=True))
     assert body["messages"] == [{"role": "user", "content": "the of"}]
     assert "ignore_eos" not in body
@@ -43,7 +43,7 @@ def test_a_count_of_vllm_is_of_all_tokens_so_far():
 
 
 def test_times_of_llama_cpp_are_kept():
-    chunk = Completions("m", ignore_eos=True, continuous=False, request={}).chunk(
+    chunk = OpenAiCompletions("m", ignore_eos=True, continuous=False, request={}).chunk(
         b'{"choices":[{"text":"","index":0,"finish_reason":"length"}],"usage":{"completion_tokens":3,'
         b'"prompt_tokens":4},"timings":{"prompt_ms":27.859,"predicted_ms":0.75}}'
     )
@@ -64,7 +64,7 @@ def test_an_error_in_a_stream_is_told(data, message):
 
 
 def test_sglang_takes_ids_and_meets_in_a_room():
-    form = Generate(ignore_eos=True, prompts="ids", request={})
+    form = SglangGenerate(ignore_eos=True, prompts="ids", request={})
     body = json.loads(form.body(b"[1,2]", 4, stream=True, extra={"bootstrap_room": 7}))
     assert body["input_ids"] == [1, 2]
     assert body["sampling_params"] == {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 4}
@@ -72,7 +72,7 @@ def test_sglang_takes_ids_and_meets_in_a_room():
 
 
 def test_sglang_counts_and_reports_its_times_at_the_end():
-    form = Generate(ignore_eos=True, prompts="ids", request={})
+    form = SglangGenerate(ignore_eos=True, prompts="ids", request={})
     under_way = form.chunk(b'{"output_ids":[7,8],"meta_info":{"id":"x","finish_reason":null,"completion_tokens":2}}')
     assert (under_way.total, under_way.finish, under_way.reported) == (2, "", {})
     last = form.chunk(
@@ -84,7 +84,7 @@ def test_sglang_counts_and_reports_its_times_at_the_end():
 
 
 def test_an_abort_of_sglang_is_an_error():
-    form = Generate(ignore_eos=True, prompts="ids", request={})
+    form = SglangGenerate(ignore_eos=True, prompts="ids", request={})
     chunk = form.chunk(
         b'{"meta_info":{"finish_reason":{"type":"abort","message":"KVTransferError(bootstrap_room=7): gone"}}}'
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.live.commands import Launch
+from backends.live.commands import ServerLaunch
 from backends.live.launch import started
 from pdsim.errors import BackendUnavailable
 from tests.backends.live import tiny_server
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.live
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 
 
-def launch(folder: Path, name: str, *before: str) -> Launch:
+def launch(folder: Path, name: str, *before: str) -> ServerLaunch:
     port = free_port()
     command = (sys.executable, tiny_server.__file__, str(folder), str(port))
     if before:
         command = ("/bin/sh", "-c", f"{' '.join(before)} exec {' '.join(command)}")
-    return Launch(name, "server", port, 0, (), command, {"TINY": "1"})
+    return ServerLaunch(name, "server", port, 0, (), command, {"TINY": "1"})
 
 
 def test_a_server_is_up_within_the_block_and_gone_after_it_with_its_children(tmp_path):
@@ -44,7 +44,7 @@ def test_a_server_is_up_within_the_block_and_gone_after_it_with_its_children(tmp
 
 def test_a_server_that_ends_by_itself_says_why(tmp_path):
     command = (sys.executable, "-c", "print('first'); raise RuntimeError('no such model')")
-    broken = Launch("prefill0", "prefill", free_port(), 0, (), command, {})
+    broken = ServerLaunch("prefill0", "prefill", free_port(), 0, (), command, {})
     with (
         pytest.raises(BackendUnavailable, match="prefill0 ended with status 1: RuntimeError: no such model"),
         started([broken], tmp_path, 30.0),
@@ -54,7 +54,7 @@ def test_a_server_that_ends_by_itself_says_why(tmp_path):
 
 def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path):
     command = (sys.executable, "-c", STUBBORN)
-    silent = Launch("decode0", "decode", free_port(), 0, (), command, {})
+    silent = ServerLaunch("decode0", "decode", free_port(), 0, (), command, {})
     found = []
     with (
         pytest.raises(BackendUnavailable, match=r"decode0 did not answer within live.ready=0.5 s"),
@@ -71,7 +71,7 @@ def test_servers_end_with_a_parent_that_is_killed(tmp_path):
     code = f"""
 import time
 from pathlib import Path
-from backends.live.commands import Launch
+from backends.live.commands import ServerLaunch
 from backends.live.launch import started
 with started([{server!r}], Path({str(tmp_path)!r}), 60.0) as processes:
     print(processes["server0"].pid, flush=True)
