@@ -50,7 +50,7 @@ ROOMS = {
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
     "sweep": Room(("pdsim.sweep",), ("results", "records", "config", "waist")),
-    "cli": Room(("pdsim.cli",), ("face", "registry", *_ALL)),
+    "cli": Room(("pdsim.cli",), ("face", "registry", "live", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
     "registry": Room(  # backends without their names
         tuple(f"backends.{name}" for name in ("registry", "capabilities", "diagnosis", "jobs", "emulation")),
@@ -58,7 +58,8 @@ ROOMS = {
     ),
     "backends": Room(("backends",), ("registry", "waist")),
     "testing": Room(("pdsim.testing",), ("registry", "kv", "fabric", "waist")),  # the conformance suite
-    "experiments": Room(("experiments",), _ALL),
+    "live": Room(("backends.live",), ("registry", "config", "serving", "waist")),  # servers that others wrote
+    "experiments": Room(("experiments",), ("live", *_ALL)),
 }
 """Rooms of the house, from the ground up.  A room imports only those that it names."""
 

@@ -11,6 +11,7 @@ from pdsim.calibration.definition import Calibration
 from pdsim.costs import Collective, Engine
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
+from pdsim.serving.live import Live
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
 from pdsim.units import Seconds
 
@@ -44,7 +45,7 @@ class Check:
 class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on."""
 
-    target: str  # "model" or "real"
+    target: str  # "model", "real" or "live"
     experiment: Mapping[str, Any]  # its name, and the options that `experiments.<name>.Options` types
     hw: Machine
     backend: Engine
@@ -60,13 +61,14 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     slo: Slo = field(default_factory=Slo)
     check: Check = field(default_factory=Check)
+    live: Live = field(default_factory=Live)  # the servers of target=live
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"
 
     def __post_init__(self) -> None:
-        if self.target not in ("model", "real"):
-            raise ValueError(f"target must be one of model, real, got {self.target!r}")
+        if self.target not in ("model", "real", "live"):
+            raise ValueError(f"target must be one of model, real, live, got {self.target!r}")
         if self.target == "model" and self.launch != Launch():
             raise ValueError("launch is about processes, which target=model has none of; set target=real or leave it")
         if self.memory not in ("timing", "tracked"):

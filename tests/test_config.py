@@ -173,7 +173,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
         ("parallel.prefill.tp", 0, "parallel.prefill.tp must be > 0, got 0"),
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
         ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
-        ("target", "rael", "target must be one of model, real, got 'rael'"),
+        ("target", "rael", "target must be one of model, real, live, got 'rael'"),
         ("seed", -1, "seed must be >= 0, got -1"),
     ],
 )

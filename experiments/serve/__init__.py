@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.serve import tables
 from experiments.serve.paths import Paths, notes
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.job import Outcome, Place, RankResult, RankSpec
 from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
@@ -23,7 +24,10 @@ from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request, load
 from pdsim.units import Seconds
 
-__all__ = ["Options", "check_fits", "job", "run", "specs"]
+__all__ = ["TARGETS", "Options", "check_fits", "job", "run", "specs"]
+
+TARGETS = ("model", "real", "live")
+"""Where the experiment can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +53,18 @@ class Options:
                 raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> Result:
     """Serve the workload and return what became of every request.
 
+    *target* is a `pdsim.job.Target`, or a `backends.live.deployment.Deployment` where ``config.target`` is live.
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
     requests = load(config.workload, config.seed, config.model.context, progress)
+    if config.target == "live":
+        from experiments.serve import live
+
+        return live.run(config, target, requests, options.router, progress)
     what = job(config, options)
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests")

@@ -16,7 +16,19 @@ from pdsim.serving.settings import Slo
 from pdsim.serving.workload import Request
 from pdsim.units import format_time
 
-__all__ = ["PHASES", "columns", "left", "metrics", "notes", "tables"]
+__all__ = [
+    "PHASES",
+    "columns",
+    "instances",
+    "left",
+    "makespan",
+    "metrics",
+    "notes",
+    "spread",
+    "tables",
+    "totals",
+    "values",
+]
 
 Columns = Mapping[str, Sequence[Any]]
 Floats = npt.NDArray[np.float64]
@@ -45,7 +57,7 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
     for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
         prefill, decode, nbytes, status, *times = row
         found["id"].append(number)
-        for name, item in zip(names[1:], (*request, prefill, decode, nbytes, status), strict=True):
+        for name, item in zip(names[1:], (*request[:4], prefill, decode, nbytes, status), strict=True):
             found[name].append(item)
         durations = _durations(start + request.arrival, request.output, times) if times[0] is not None else {}
         for name in LATENCIES_AND_PHASES:
@@ -75,12 +87,12 @@ def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str,
     }
 
 
-def _values(table: Columns, name: str) -> Floats:
+def values(table: Columns, name: str) -> Floats:
     """Return the column *name* of the requests that have a value in it."""
     return np.array([value for value in table[name] if value is not None], dtype=np.float64)
 
 
-def _makespan(table: Columns) -> float:
+def makespan(table: Columns) -> float:
     """Return the seconds from the start to the last token."""
     ends = [arrival + e2e for arrival, e2e in zip(table["arrival"], table["e2e"], strict=True) if e2e is not None]
     return max(ends, default=0.0)
@@ -93,7 +105,25 @@ def _good(table: Columns, slo: Slo) -> int:
 
 def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary."""
-    total, seconds = len(table["id"]), _makespan(table)
+    found = [*totals(table, slo), Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over")]
+    for name, definition in LATENCIES.items():
+        found += distribution(name, "s", values(table, name), definition, (50.0, 90.0, 99.0), tabled=True)
+    e2e = float(values(table, "e2e").sum())
+    for name, definition in PHASES.items():
+        share = float(values(table, name).sum()) / e2e if e2e else None
+        rule = f"share of the end-to-end time of all requests: {definition}"
+        found.append(Metric(f"share_{name}", share, rule, tabled=True))
+    if outcome.links:
+        name, busiest = max(outcome.links.items(), key=lambda item: item[1])
+        found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
+    if outcome.pools:
+        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool, of its limit"))
+    return found
+
+
+def totals(table: Columns, slo: Slo) -> list[Metric]:
+    """Return how many requests of *table* ended how, at which rate, and how many of them met *slo*."""
+    total, seconds = len(table["id"]), makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
     gone = sum(map(left, table["status"], table["patience"]))
     good = _good(table, slo)
@@ -101,7 +131,7 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     def rate(amount: float) -> float | None:
         return amount / seconds if seconds else None
 
-    found = [
+    return [
         Metric("requests", total, "requests of the workload"),
         Metric("requests_ok", len(done), "of them, those that got all their tokens"),
         Metric("requests_aborted", gone, "of them, those whose users left before, as workload.aborts says"),
@@ -114,41 +144,27 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
             "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
         ),
         Metric("slo_attainment", good / total, "share of all requests that meet both"),
-        Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over"),
     ]
-    for name, definition in LATENCIES.items():
-        found += distribution(name, "s", _values(table, name), definition, (50.0, 90.0, 99.0), tabled=True)
-    e2e = float(_values(table, "e2e").sum())
-    for name, definition in PHASES.items():
-        share = float(_values(table, name).sum()) / e2e if e2e else None
-        rule = f"share of the end-to-end time of all requests: {definition}"
-        found.append(Metric(f"share_{name}", share, rule, tabled=True))
-    if outcome.links:
-        name, busiest = max(outcome.links.items(), key=lambda item: item[1])
-        found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
-    if outcome.pools:
-        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool, of its limit"))
-    return found
 
 
 def tables(table: Columns, outcome: Outcome) -> list[Table]:
     """Return latencies, phases, instances and, of a model, links and pools."""
-    spread = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
-    latency = {"latency s": ""} | spread | {"from, to": ""}
-    latencies = [[name, *_spread(_values(table, name)), definition] for name, definition in LATENCIES.items()]
-    part = {"part s": ""} | spread | {"share": "of the end-to-end time of all requests", "what": ""}
-    e2e = float(_values(table, "e2e").sum())
+    heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
+    latency = {"latency s": ""} | heads | {"from, to": ""}
+    latencies = [[name, *spread(values(table, name)), definition] for name, definition in LATENCIES.items()]
+    part = {"part s": ""} | heads | {"share": "of the end-to-end time of all requests", "what": ""}
+    e2e = float(values(table, "e2e").sum())
     phases: list[list[Any]] = []
     for name, definition in PHASES.items():
-        values = _values(table, name)
-        phases.append([name, *_spread(values), float(values.sum()) / e2e if e2e else None, definition])
+        these = values(table, name)
+        phases.append([name, *spread(these), float(these.sum()) / e2e if e2e else None, definition])
     found = [
         Table("Latency", latency, latencies),
         Table("Where the time went", part, phases),
         Table(
             "Instances",
             {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},
-            _instances(table),
+            instances(table),
         ),
     ]
     for title, what, utilisation in (
@@ -172,11 +188,13 @@ def _pages(outcome: Outcome) -> dict[str, float]:
     return {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
 
 
-def _spread(values: Floats) -> list[float | None]:
+def spread(values: Floats) -> list[float | None]:
+    """Return mean, median, p90 and p99 of *values*, None where there are too few."""
     return [mean(values), *(percentile(values, q) for q in (50.0, 90.0, 99.0))]
 
 
-def _instances(table: Columns) -> list[list[Any]]:
+def instances(table: Columns) -> list[list[Any]]:
+    """Return name, requests and tokens of each instance, input of prefill and output of decode."""
     found: dict[str, list[Any]] = {}
     for side, tokens in (("prefill", "input"), ("decode", "output")):
         for instance, amount in zip(table[side], table[tokens], strict=True):
@@ -190,8 +208,8 @@ def _instances(table: Columns) -> list[list[Any]]:
 def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
     """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
     found = []
-    span, seconds = max(table["arrival"], default=0.0), _makespan(table)
-    waits, works = _values(table, "queueing"), _values(table, "compute")
+    span, seconds = max(table["arrival"], default=0.0), makespan(table)
+    waits, works = values(table, "queueing"), values(table, "compute")
     if span and seconds > 1.5 * span and waits.sum() > works.sum():
         given = float(sum(table["input"]))
         found.append(

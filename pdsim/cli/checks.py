@@ -46,6 +46,14 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 
 def _general(config: Config) -> Iterator[str]:
     """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
+    name = str(config.experiment["name"])
+    if config.target not in (able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))):
+        yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
+    if config.target == "live":
+        from backends.live.deployment import problems
+
+        yield from problems(config)
+        return
     yield from _names(config)
     yield from _vendor(config)
     yield from _paths(config)
@@ -57,6 +65,8 @@ def _general(config: Config) -> Iterator[str]:
 def _serving(config: Config) -> Iterator[str]:
     """Yield what a serving run cannot do: its placement, the shape of its model and the memory for it."""
     yield from _workload(config.workload)
+    if config.target == "live":
+        return  # the servers have their own memory and places
     yield from _placement(config)
     yield from _staging(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):

@@ -9,8 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from textwrap import indent
 
 from backends import registry
-from backends.diagnosis import Diagnosis, devices
+from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
+from backends.live.commands import MODULES
+from backends.live.deployment import installed
 from pdsim import __version__
 from pdsim.units import format_size
 
@@ -21,6 +23,7 @@ _PACKAGES = {
     "scipy": ("pdsim calibrate cannot fit", "calibrate"),
     "matplotlib": ("pdsim validate draws no pictures", "report"),
     "hydra-joblib-launcher": ("the points of a sweep run one after the other", "sweep"),
+    "aiohttp": ("target=live cannot speak to servers", "live"),
     "torch": ("target=real has no groups of ranks (collective=)", "torch"),
 }
 """What is not there without a package, and the extra that has it."""
@@ -47,6 +50,9 @@ def report() -> str:
             "engines (target=real, backend=NAME)",
             indent(_table(engines), "  "),
             "",
+            "servers that live.launch=true can start (target=live)",
+            indent(_table(map(_server, MODULES)), "  "),
+            "",
             "besides",
             indent(_table((*map(_package, _PACKAGES), _link())), "  "),
             "",
@@ -61,6 +67,18 @@ def _package(name: str) -> Diagnosis:
     except PackageNotFoundError:
         lost, extra = _PACKAGES[name]
         return Diagnosis(name, works=False, reason=f"not installed: {lost}", remedy=f"pip install 'pdsim[{extra}]'")
+
+
+def _server(engine: str) -> Diagnosis:
+    """Return whether this interpreter can start servers of *engine*."""
+    found = installed(engine)
+    if not found:
+        remedy = f"install {engine}, or name the interpreter that has it with live.python"
+        return Diagnosis(engine, works=False, reason="not installed for this Python", remedy=remedy)
+    if not gpu_count() and "cpu" not in found:
+        remedy = "name running servers with live.url, or live.prefill and live.decode"
+        return Diagnosis(engine, works=False, reason=f"{found} is here, but no NVIDIA GPU", remedy=remedy)
+    return Diagnosis(engine, works=True, version=found)
 
 
 def _link() -> Diagnosis:

@@ -41,6 +41,7 @@ Choose one of each (pdsim list says what each is):
 Set any key below them, sizes, rates and times with their units:
   hw.nic.rate=400Gbps  kv.pool=20GiB  backend.timeout=5s  parallel.prefill.tp=2  workload.rate=4
   target=model|real    on the SimPy model, or on the real engine (default: model)
+  target=live          on real vLLM or SGLang servers: live.url=URL, or live.prefill=URL live.decode=URL
   memory=tracked       simulated memory keeps contents, so that transfers are checked (default: timing)
   seed=0               one seed gives one run, bit for bit, on the model
   output=results       folder for the results

@@ -26,7 +26,6 @@ from pdsim import plugins
 from pdsim.cli import checks, overrides, plausible, typed
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.job import Target
 from pdsim.results import terminal
 from pdsim.results.evidence import extrapolations
 from pdsim.results.record import Result
@@ -207,7 +206,7 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
         with kept, terminal.Progress(f"{name} on {config.hw.name}") as bar:
             meter = _Meter(None if _state.quiet else bar)
             own = {"folder": kept.folder} if name in _OWN_FILES else {}
-            with _target(config, meter) as target:
+            with _target(config, meter, kept.folder) as target:
                 result = measure(config, target, meter, **own)
                 own_notes = [
                     *checks.notes(config, overrides.set_keys(words)),
@@ -253,8 +252,8 @@ class _Meter:
 
 
 @contextmanager
-def _target(config: Config, meter: _Meter) -> Iterator[Target]:
-    """Yield what the job runs on; a machine that is emulated for it ends afterwards."""
+def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
+    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards."""
     if config.target == "model":
         from pdsim.fabric.job import Model
 
@@ -266,6 +265,12 @@ def _target(config: Config, meter: _Meter) -> Iterator[Target]:
             progress=meter.at,
             collective=config.collective,
         )
+        return
+    if config.target == "live":
+        from backends.live.deployment import deployed
+
+        with deployed(config, folder, meter) as deployment:
+            yield deployment
         return
     from backends.jobs.launcher import SILENCE, Processes
 

@@ -83,7 +83,7 @@ def _about(run: Mapping[str, Any]) -> dict[str, Any]:
         "pdsim": run["pdsim"],
         "commit": _commit(run.get("git")),
     }
-    return found | ({"host": str(run.get("host"))} if run["target"] == "real" else {})
+    return found | ({"host": str(run.get("host"))} if run["target"] != "model" else {})
 
 
 def _commit(git: Mapping[str, Any] | None) -> str | None:

@@ -13,7 +13,7 @@ from pdsim.transfer import TransferRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = ["LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
 
 VERSION = 1
 
@@ -71,6 +71,19 @@ REQUESTS = (
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
+LIVE = (
+    Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
+    Column("tokens", "int64", "tokens", "output tokens that the client got"),
+    Column("prefilled", "float64", "s", "from arrival to the prefill server's answer, as a proxy sees it"),
+    Column("handoff", "float64", "s", "from the prefill server's answer to the first token from decode"),
+    Column("itl_p50", "float64", "s", "median time from one streamed chunk with tokens to the next"),
+    Column("itl_p99", "float64", "s", "99th percentile of that; needs 100 chunks"),
+    Column("itl_max", "float64", "s", "longest of that"),
+    Column("finish", "string", "", "why generation ended, as the server says"),
+    Column("reported", "string", "", "what the servers reported of it: a JSON object of numbers"),
+)
+"""Columns of requests that only a run with `target=live` has."""
+
 
 def _schema(columns: Sequence[Column]) -> pa.Schema:
     import pyarrow as pa
@@ -114,11 +127,13 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
+    Columns of `LIVE` follow if they are given.
+
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in REQUESTS})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -128,7 +143,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    schema = _schema(REQUESTS)
+    schema = _schema((*REQUESTS, *(column for column in LIVE if column.name in requests)))
     arrays = []
     for field in schema:
         try:

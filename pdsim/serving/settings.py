@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Count, Rate, Seconds, Size
@@ -67,6 +68,9 @@ class Llm:
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
     context: int = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
+    hf_config: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what config.json says besides, for servers of target=live
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

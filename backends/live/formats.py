@@ -1,0 +1,159 @@
+"""The HTTP APIs of serving engines: the JSON body of a request, and what one streamed chunk says.
+
+``/v1/completions`` and ``/v1/chat/completions`` as OpenAI defines them, with vLLM's and llama.cpp's additions, and
+SGLang's ``/generate``.  Knows no sockets and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+__all__ = ["Format", "OpenAiChat", "OpenAiCompletions", "SglangGenerate", "StreamChunk", "reason"]
+
+
+class StreamChunk(NamedTuple):
+    """What a chunk of a stream says."""
+
+    new: int  # tokens in it, as far as it tells
+    total: int | None = None  # tokens so far, if the server counts
+    finish: str = ""  # why generation ended
+    reported: Mapping[str, Any] = {}  # what the server says of this request: usage, timings
+    error: str = ""
+
+
+class Format(Protocol):
+    """How requests and chunks of one API look."""
+
+    path: str
+
+    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = ...) -> bytes:
+        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already."""
+
+    def chunk(self, data: bytes) -> StreamChunk:
+        """Return what the JSON *data* of one event of the stream says.  Raise a `msgspec.MsgspecError`."""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    timings: dict[str, float] | None = None  # llama.cpp
+    error: Any = None
+    message: Any = None  # of an error, where it is not nested
+
+
+class _Generated(msgspec.Struct):
+    """Of a chunk of SGLang; ``output_ids`` repeat all tokens so far and are not read."""
+
+    meta_info: dict[str, Any] = {}
+    error: Any = None
+
+
+_decode_completion = msgspec.json.Decoder(_Completion).decode
+_decode_generated = msgspec.json.Decoder(_Generated).decode
+
+
+class OpenAiCompletions:
+    """OpenAI's ``/v1/completions``."""
+
+    path = "/v1/completions"
+    prompt = "prompt"
+
+    def __init__(self, model: str, *, ignore_eos: bool, continuous: bool, request: Mapping[str, Any]) -> None:
+        usage = {"include_usage": True} | ({"continuous_usage_stats": True} if continuous else {})
+        self._common = {"model": model, "temperature": 0.0} | ({"ignore_eos": True} if ignore_eos else {})
+        self._stream = {"stream": True, "stream_options": usage}
+        self._request = dict(request)
+
+    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
+        """Return the body; see `Format`."""
+        rest = {**self._common, "max_tokens": output, **(self._stream if stream else {}), **self._request, **extra}
+        return b'{"%b":%b,%b' % (self.prompt.encode(), self._wrapped(prompt), msgspec.json.encode(rest)[1:])
+
+    def chunk(self, data: bytes) -> StreamChunk:
+        """Return what a chunk says.  Without a count or token ids, a chunk with text counts as one token."""
+        found = _decode_completion(data)
+        if found.error or (found.message and not found.choices):
+            return StreamChunk(0, error=reason(found.error or found.message))
+        new, finish = 0, ""
+        for choice in found.choices:
+            if choice.token_ids is not None:
+                new += len(choice.token_ids)
+            elif choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content)):
+                new += 1
+            finish = choice.finish_reason or finish
+        total, reported = None, dict(found.timings or {})
+        if found.usage is not None:
+            total = found.usage.completion_tokens
+            if found.usage.prompt_tokens is not None:
+                reported["prompt_tokens"] = found.usage.prompt_tokens
+        return StreamChunk(new, total, finish, reported)
+
+    def _wrapped(self, prompt: bytes) -> bytes:
+        return prompt
+
+
+class OpenAiChat(OpenAiCompletions):
+    """OpenAI's ``/v1/chat/completions``; the prompt is the text of one message."""
+
+    path = "/v1/chat/completions"
+    prompt = "messages"
+
+    def _wrapped(self, prompt: bytes) -> bytes:
+        return b'[{"role":"user","content":%b}]' % prompt
+
+
+class SglangGenerate:
+    """SGLang's ``/generate``, which takes token ids and says how many tokens there are so far."""
+
+    path = "/generate"
+
+    def __init__(self, *, ignore_eos: bool, prompts: str, request: Mapping[str, Any]) -> None:
+        self._sampling = {"temperature": 0.0, "ignore_eos": ignore_eos}
+        self._prompt = b"input_ids" if prompts == "ids" else b"text"
+        self._request = dict(request)
+
+    def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = {}) -> bytes:
+        """Return the body; see `Format`."""
+        sampling = {**self._sampling, "max_new_tokens": output}
+        rest = {"sampling_params": sampling, "stream": stream, **self._request, **extra}
+        return b'{"%b":%b,%b' % (self._prompt, prompt, msgspec.json.encode(rest)[1:])
+
+    def chunk(self, data: bytes) -> StreamChunk:
+        """Return what a chunk says; the last one carries the request's times, if the server keeps metrics."""
+        found = _decode_generated(data)
+        if found.error:
+            return StreamChunk(0, error=reason(found.error))
+        about = found.meta_info
+        finish = about.get("finish_reason")
+        if isinstance(finish, Mapping) and finish.get("type") == "abort":
+            return StreamChunk(0, about.get("completion_tokens"), "abort", error=reason(finish))
+        reported = {name: value for name, value in about.items() if isinstance(value, int | float)} if finish else {}
+        kind = finish.get("type", "") if isinstance(finish, Mapping) else finish or ""
+        return StreamChunk(0, about.get("completion_tokens"), str(kind), reported)
+
+
+def reason(error: Any) -> str:
+    """Return the message in *error*, as servers nest it, in one line of at most 200 characters."""
+    while isinstance(error, Mapping):
+        error = error.get("message") or error.get("error") or error.get("detail") or str(dict(error))
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,152 @@
+"""Starts the servers of a deployment, waits until they answer, and ends every process that came of them.
+
+A server is the leader of a session of its own.  Engines start children that outlive a killed parent and hold a GPU's
+memory, so what ends is every process of the session.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from backends.live.commands import ServerLaunch
+from pdsim.errors import BackendUnavailable
+
+__all__ = ["started"]
+
+LINE = 300
+"""Characters of a log's line that go into the error of a server that did not start."""
+
+_ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit)\b: .*")
+"""The last line of a traceback, wherever an engine's logger puts it."""
+
+GRACE = 15.0
+"""Seconds that servers have to end by themselves."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def started(
+    servers: Sequence[ServerLaunch], folder: Path, ready: float, say: Callable[[str], None] = lambda _: None
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start *servers*, with a log each in *folder*, and yield their processes by name once all of them answer.
+
+    On the way out all processes end.  Raise a `BackendUnavailable`, with the first error in its log, if a server ends
+    by itself or does not answer within *ready* seconds.
+    """
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for server in servers:
+            processes[server.name] = _start(server, folder)
+        _await(servers, processes, folder, ready, say)
+        yield processes
+    finally:
+        _stop(list(processes.values()))
+
+
+def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / f"{server.name}.log").open("wb") as log:
+        log.write(f"# {' '.join(server.command)}\n# {dict(server.environment)}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            server.command,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **server.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process should its parent be killed."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _await(
+    servers: Sequence[ServerLaunch],
+    processes: dict[str, subprocess.Popen[bytes]],
+    folder: Path,
+    ready: float,
+    say: Callable[[str], None],
+) -> None:
+    began = time.monotonic()
+    waiting = {server.name: server for server in servers}
+    while waiting:
+        passed = time.monotonic() - began
+        say(f"waiting for {', '.join(waiting)} ({passed:.0f} s)")
+        for name, server in list(waiting.items()):
+            if (status := processes[name].poll()) is not None:
+                raise BackendUnavailable(f"{name} ended with status {status}: {_reason(folder, name)}")
+            if _answers(f"{server.url}/health"):
+                del waiting[name]
+        if waiting and passed > ready:
+            name = next(iter(waiting))
+            raise BackendUnavailable(
+                f"{', '.join(waiting)} did not answer within live.ready={ready:g} s: {_reason(folder, name)}"
+            )
+        if waiting:
+            time.sleep(0.5)
+
+
+def _answers(url: str) -> bool:
+    with suppress(URLError, OSError, ValueError), urlopen(url, timeout=5) as answer:  # noqa: S310
+        return bool(answer.status == 200)
+    return False
+
+
+def _reason(folder: Path, name: str) -> str:
+    """Return the first error in a server's log, which caused the others, or else the log's last line."""
+    log = folder / f"{name}.log"
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    error = next((found.group() for line in lines[2:] if (found := _ERROR.search(line))), "")
+    return f"{(error or lines[-1])[:LINE]} (all of it in {log})"
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End *processes* and whatever else is in their sessions, politely and then by force."""
+    sessions = {process.pid for process in processes}
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while _members(sessions, processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for _ in range(20):
+        left = _members(sessions, processes)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+        time.sleep(0.1)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+
+
+def _members(sessions: set[int], processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the living processes of *sessions*; those that have ended and are ours are reaped."""
+    for process in processes:
+        process.poll()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) in sessions and fields[0] not in "ZX":
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,190 @@
+"""What servers report of themselves: Prometheus text, read before, during and after a workload.
+
+`parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a bucket
+as Prometheus does, so a quantile is as coarse as the engine's buckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.live.routes import LiveServer
+
+__all__ = ["Histogram", "MetricSample", "Page", "Sampler", "difference", "parse"]
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_BOUND = re.compile(r'(?:^|,)le="([^"]*)"')
+_HISTOGRAM = ("_bucket", "_sum", "_count")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Observations of one quantity, over all labels."""
+
+    total: float = 0.0
+    count: float = 0.0
+    buckets: Mapping[float, float] = field(default_factory=dict)  # upper bound: observations up to it
+
+    @property
+    def mean(self) -> float | None:
+        """The arithmetic mean; None of no observations."""
+        return self.total / self.count if self.count > 0 else None
+
+    def quantile(self, share: float) -> float | None:
+        """Return the value that *share* of the observations do not exceed; None of no observations.
+
+        The last bucket has no upper bound; a quantile that falls into it is the bound below.
+        """
+        if self.count <= 0 or not self.buckets:
+            return None
+        rank, below, before = share * self.count, 0.0, 0.0
+        for bound in sorted(self.buckets):
+            until = self.buckets[bound]
+            if until >= rank:
+                if math.isinf(bound) or until == before:
+                    return below
+                return below + (bound - below) * (rank - before) / (until - before)
+            below, before = bound, until
+        return below
+
+
+@dataclass(frozen=True)
+class Page:
+    """One reading of a server's metrics, each summed over its labels."""
+
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+
+
+def parse(text: str) -> Page:
+    """Return what the Prometheus *text* says; lines that are not of that format are passed over."""
+    kinds: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    buckets: dict[str, dict[float, float]] = {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = [*line.split(maxsplit=3), ""][:4]
+            kinds[name] = kind
+        elif (match := _SAMPLE.match(line)) and not line.startswith("#"):
+            name, labels, written = match.groups()
+            try:
+                value = float(written)
+            except ValueError:
+                continue
+            if name.endswith("_bucket") and (bound := _BOUND.search(labels or "")):
+                into = buckets.setdefault(name.removesuffix("_bucket"), {})
+                at = float(bound.group(1))
+                into[at] = into.get(at, 0.0) + value
+            else:
+                numbers[name] = numbers.get(name, 0.0) + value
+    histograms = {
+        name: Histogram(numbers.get(f"{name}_sum", 0.0), numbers.get(f"{name}_count", 0.0), buckets.get(name, {}))
+        for name, kind in kinds.items()
+        if kind == "histogram"
+    }
+    return Page(
+        {name: numbers[name] for name, kind in kinds.items() if kind == "gauge" and name in numbers},
+        {
+            whole: numbers[whole]
+            for name, kind in kinds.items()
+            if kind == "counter"
+            for whole in (name, f"{name}_total")
+            if whole in numbers
+        },
+        histograms,
+    )
+
+
+def difference(before: Page, after: Page) -> Page:
+    """Return what *after* counted that *before* had not; gauges are those of *after*."""
+    histograms = {}
+    for name, now in after.histograms.items():
+        then = before.histograms.get(name, Histogram())
+        buckets = {bound: count - then.buckets.get(bound, 0.0) for bound, count in now.buckets.items()}
+        histograms[name] = Histogram(now.total - then.total, now.count - then.count, buckets)
+    counters = {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
+    return Page(after.gauges, counters, histograms)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    """One number that a server reported."""
+
+    time: float  # seconds on the client's clock
+    server: str
+    metric: str
+    value: float
+
+
+class Sampler:
+    """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends."""
+
+    def __init__(self, opened: Any, servers: Sequence[LiveServer], every: float) -> None:
+        self.samples: list[MetricSample] = []
+        self.first: dict[str, Page] = {}
+        self.last: dict[str, Page] = {}
+        self.restarted: list[str] = []  # servers of which a counter fell: they were started again meanwhile
+        self._session, self._servers, self._every = opened, servers, every
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Sampler:
+        await self._read()
+        self.first = dict(self.last)
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._read()
+
+    def reported(self) -> dict[str, Page]:
+        """Return what each server counted in between; a server that was restarted says what it did since."""
+        return {
+            name: difference(Page() if name in self.restarted else self.first.get(name, Page()), page)
+            for name, page in self.last.items()
+        }
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._every)
+            await self._read()
+
+    async def _read(self) -> None:
+        await asyncio.gather(*(self._read_one(server) for server in self._servers))
+
+    async def _read_one(self, server: LiveServer) -> None:
+        """Read the page of *server*; one that has none, or does not answer, is passed over."""
+        import aiohttp
+
+        now = asyncio.get_running_loop().time()
+        try:
+            async with (
+                asyncio.timeout(5.0),
+                self._session.get(f"{server.url}/metrics") as response,
+            ):
+                if response.status != 200:
+                    return
+                page = parse(await response.text())
+        except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
+            return
+        before = self.last.get(server.name, Page()).counters
+        if server.name not in self.restarted and any(page.counters.get(key, 0.0) < was for key, was in before.items()):
+            self.restarted.append(server.name)
+        self.last[server.name] = page
+        self.samples += [MetricSample(now, server.name, *item) for item in _moving(page)]
+
+
+def _moving(page: Page) -> Iterator[tuple[str, float]]:
+    """Yield the engine's own gauges and counters, not those of its interpreter and its web server."""
+    for numbers in (page.gauges, page.counters):
+        for name, value in numbers.items():
+            if ":" in name and not name.endswith("_created") and math.isfinite(value):
+                yield name, value

@@ -1,0 +1,294 @@
+"""Which servers a request visits, and in which order.
+
+`Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with one token to
+generate, then the same prompt with the parameters that prefill returned to decode.  `SglangPair` does what SGLang's
+router does: the prompt to both sides at once, which meet in one ``bootstrap_room``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from backends.live.formats import Format, reason
+from pdsim.serving.workload import Request
+
+__all__ = ["Direct", "LiveServer", "Post", "RequestFailed", "RequestRoute", "RequestRow", "SglangPair", "VllmPair"]
+
+
+class RequestFailed(Exception):
+    """A request that ended without all its tokens; the message is its status."""
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """What became of a request; times are seconds on the client's clock."""
+
+    prefill: str = ""
+    decode: str = ""
+    status: str = ""
+    sent: float | None = None
+    prefilled: float | None = None  # when prefill's answer was there
+    first: float | None = None  # token
+    last: float | None = None
+    tokens: int = 0
+    gaps: list[float] = field(default_factory=list)  # between chunks with tokens
+    sizes: list[int] = field(default_factory=list)  # tokens in each chunk but the first
+    finish: str = ""
+    reported: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class LiveServer:
+    """A server, and the tokens of the requests that it has."""
+
+    name: str
+    url: str
+    load: int = 0
+    sent: int = 0
+
+
+class Post(Protocol):
+    """Sends a body to a server; every failure is a `RequestFailed`."""
+
+    async def answer(self, server: LiveServer, path: str, body: bytes) -> bytes:
+        """Return the whole answer."""
+
+    def events(self, server: LiveServer, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+        """Yield the data of each event of the stream that is the answer, with the time at which it was read."""
+
+
+class RequestRoute(Protocol):
+    """The way of a request."""
+
+    connections: int  # that a request holds at a time
+
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Have *request* served and fill in *row*.  Raise a `RequestFailed` if it does not get all its tokens."""
+
+
+class _Pool:
+    """Servers of one side, of which each request gets one."""
+
+    def __init__(self, servers: Sequence[LiveServer], policy: str) -> None:
+        self._servers, self._policy = servers, policy
+
+    def choose(self) -> LiveServer:
+        """Return the server with the fewest requests so far, or the fewest tokens outstanding."""
+        if self._policy == "round_robin":
+            return min(self._servers, key=lambda server: server.sent)
+        return min(self._servers, key=lambda server: (server.load, server.sent))
+
+
+class _Visit:
+    """A request's stay at a server, in its account of load."""
+
+    def __init__(self, server: LiveServer, tokens: int) -> None:
+        self.server, self._tokens = server, tokens
+
+    def __enter__(self) -> LiveServer:
+        self.server.load += self._tokens
+        self.server.sent += 1
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self.server.load -= self._tokens
+
+
+async def _stream(
+    post: Post, server: LiveServer, form: Format, body: bytes, row: RequestRow, output: int, *, exact: bool
+) -> None:
+    """Read the tokens of *row* from *server*.
+
+    Raise a `RequestFailed` if there are fewer than *output*, unless it says why; with *exact*, if not just as many.
+
+    A server that counts in its first chunk counts in all; of another one a final count corrects how many there were,
+    not when they came.
+    """
+    counts: bool | None = None
+    now = 0.0
+    async for now, data in post.events(server, form.path, body):
+        try:
+            chunk = form.chunk(data)
+        except msgspec.MsgspecError as error:
+            raise RequestFailed(f"Malformed: {server.name} sent {data[:80]!r}: {error}") from None
+        if chunk.error:
+            raise RequestFailed(f"Error: {server.name} after {row.tokens} of {output} tokens: {chunk.error}")
+        if counts is None:
+            counts = chunk.total is not None
+        row.finish = chunk.finish or row.finish
+        row.reported |= chunk.reported
+        new = chunk.total - row.tokens if counts and chunk.total is not None else chunk.new
+        if new > 0:
+            _arrived(row, now, new)
+        row.tokens = max(row.tokens, chunk.total or 0)
+    if row.tokens and row.first is None:  # no chunk had text of its own
+        row.first = row.last = now
+    if row.tokens != output and (exact or not row.finish or not row.tokens):
+        because = f" (finish_reason={row.finish})" if row.finish else ""
+        raise RequestFailed(f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}")
+
+
+def _arrived(row: RequestRow, now: float, new: int) -> None:
+    """Enter *new* tokens that came at *now*."""
+    if row.last is None:
+        row.first = now
+    else:
+        row.gaps.append(now - row.last)
+        row.sizes.append(new)
+    row.last = now
+    row.tokens += new
+
+
+class Direct:
+    """One server does everything, or is a router that sees to it."""
+
+    connections = 1
+
+    def __init__(self, servers: Sequence[LiveServer], form: Format, *, policy: str, exact: bool) -> None:
+        self._pool, self._format, self._exact = _Pool(servers, policy), form, exact
+
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Stream from one server; see `RequestRoute`."""
+        with _Visit(self._pool.choose(), request.input + request.output) as server:
+            row.prefill = row.decode = server.name
+            body = self._format.body(prompt, request.output, stream=True)
+            await _stream(post, server, self._format, body, row, request.output, exact=self._exact)
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    error: Any = None
+
+
+_NEW = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What vLLM's proxy sends to prefill; it answers with the values for decode."""
+
+
+class VllmPair:
+    """Prefill, then decode, in series."""
+
+    connections = 1
+
+    def __init__(
+        self, prefills: Sequence[LiveServer], decodes: Sequence[LiveServer], form: Format, *, policy: str, exact: bool
+    ) -> None:
+        self._prefills, self._decodes = _Pool(prefills, policy), _Pool(decodes, policy)
+        self._format, self._exact = form, exact
+
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Ask prefill for one token, and decode for all with the parameters in its answer; see `RequestRoute`."""
+        form, clock = self._format, asyncio.get_running_loop().time
+        with _Visit(self._prefills.choose(), request.input) as server:
+            row.prefill = server.name
+            body = form.body(prompt, 1, stream=False, extra={"kv_transfer_params": _NEW})
+            data = await post.answer(server, form.path, body)
+            row.prefilled = clock()
+        params = self._params(server, data)
+        with _Visit(self._decodes.choose(), request.input + request.output) as server:
+            row.decode = server.name
+            body = form.body(prompt, request.output, stream=True, extra={"kv_transfer_params": params})
+            await _stream(post, server, form, body, row, request.output, exact=self._exact)
+
+    @staticmethod
+    def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
+        try:
+            answer = msgspec.json.decode(data, type=_Answer)
+        except msgspec.MsgspecError as error:
+            raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
+        if answer.error:
+            raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")
+        if not answer.kv_transfer_params:
+            raise RequestFailed(
+                f"Error: {server.name} answered without kv_transfer_params; start it with --kv-transfer-config"
+            )
+        return answer.kv_transfer_params
+
+
+class SglangPair:
+    """Prefill and decode at once, in one bootstrap room."""
+
+    connections = 2
+
+    def __init__(
+        self,
+        prefills: Sequence[LiveServer],
+        decodes: Sequence[LiveServer],
+        form: Format,
+        bootstrap: Mapping[str, int],
+        *,
+        policy: str,
+        exact: bool,
+    ) -> None:
+        self._prefills, self._decodes = _Pool(prefills, policy), _Pool(decodes, policy)
+        self._format, self._bootstrap, self._exact = form, bootstrap, exact
+        self._rooms = random.SystemRandom()  # a room must not have been used before on these servers
+
+    async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
+        """Send to both sides and stream from decode; what fails first ends the request; see `RequestRoute`."""
+        prefill, decode = self._prefills.choose(), self._decodes.choose()
+        row.prefill, row.decode = prefill.name, decode.name
+        meeting = {
+            "bootstrap_host": urlsplit(prefill.url).hostname,
+            "bootstrap_port": self._bootstrap[prefill.name],
+            "bootstrap_room": self._rooms.getrandbits(62),
+        }
+        sides = (
+            asyncio.ensure_future(self._prefill(post, prefill, prompt, request, row, meeting)),
+            asyncio.ensure_future(self._decode(post, decode, prompt, request, row, meeting)),
+        )
+        try:
+            done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
+            for side in done:
+                side.result()
+        finally:
+            for side in sides:
+                side.cancel()
+            await asyncio.gather(*sides, return_exceptions=True)
+
+    async def _prefill(
+        self,
+        post: Post,
+        server: LiveServer,
+        prompt: bytes,
+        request: Request,
+        row: RequestRow,
+        meeting: Mapping[str, Any],
+    ) -> None:
+        with _Visit(server, request.input):
+            body = self._format.body(prompt, request.output, stream=False, extra=meeting)
+            data = await post.answer(server, self._format.path, body)
+            row.prefilled = asyncio.get_running_loop().time()
+            try:
+                chunk = self._format.chunk(data)
+            except msgspec.MsgspecError as error:
+                raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
+            if chunk.error:
+                raise RequestFailed(f"Error: {server.name}: {chunk.error}")
+            row.reported |= {f"prefill_{name}": value for name, value in chunk.reported.items()}
+
+    async def _decode(
+        self,
+        post: Post,
+        server: LiveServer,
+        prompt: bytes,
+        request: Request,
+        row: RequestRow,
+        meeting: Mapping[str, Any],
+    ) -> None:
+        with _Visit(server, request.input + request.output):
+            body = self._format.body(prompt, request.output, stream=True, extra=meeting)
+            await _stream(post, server, self._format, body, row, request.output, exact=self._exact)

@@ -1,0 +1,181 @@
+"""The experiment `serve` on a live deployment: from the client's rows to columns, metrics, tables and notes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.serve import tables as report
+from pdsim.config import Config
+from pdsim.job import Outcome, RankResult
+from pdsim.results.record import Metric, Result, Table
+from pdsim.results.statistics import distribution, percentile
+from pdsim.serving.workload import Request
+from pdsim.units import format_time
+
+if TYPE_CHECKING:
+    from backends.live.deployment import Deployment, Served
+    from backends.live.metrics import Histogram
+    from backends.live.routes import RequestRow
+
+__all__ = ["result", "run"]
+
+LATENCIES = {
+    "ttft": "from arrival to the client having the first token",
+    "tpot": "from the first token to the last, over output tokens - 1; requests of one token have none",
+    "itl": "from one streamed chunk with tokens to the next, at the client, over all requests",
+    "e2e": "from arrival to the client having the last token",
+    "prefilled": "from arrival to the prefill server's answer, as a proxy sees it",
+    "handoff": "from the prefill server's answer to the first token from decode",
+}
+
+REPORTED = {
+    "queueing": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
+    "prefill": ("vllm:request_prefill_time_seconds",),
+    "decode": ("vllm:request_decode_time_seconds",),
+    "transfer": ("vllm:nixl_xfer_time_seconds", "sglang:kv_transfer_latency_seconds"),
+    "transfer_post": ("vllm:nixl_post_time_seconds",),
+}
+"""What servers report under which name; a metric of the summary for each that a server has."""
+
+LATE = 0.01
+"""Seconds that the client may be late at the 99th percentile before a note says so."""
+
+
+def run(
+    config: Config,
+    deployment: Deployment,
+    requests: Sequence[Request],
+    policy: str,
+    progress: Callable[[float, str], None],
+) -> Result:
+    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
+    return result(config, requests, deployment.serve(requests, progress, policy=policy))
+
+
+def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
+    """Return what *served* says of *requests*."""
+    columns = _columns(requests, served)
+    ends = [row.last for row in served.rows if row.last is not None]
+    outcome = Outcome(
+        {name: RankResult(name, engine=engine) for name, engine in served.servers.items()},
+        max(ends, default=served.start) - served.start,
+    )
+    gaps = np.array([gap for row in served.rows if row.status == "ok" for gap in row.gaps], dtype=np.float64)
+    spread = {name: gaps if name == "itl" else report.values(columns, name) for name in LATENCIES}
+    summary = report.totals(columns, config.slo)
+    for name, definition in LATENCIES.items():
+        summary += distribution(name, "s", spread[name], definition, (50.0, 90.0, 99.0), tabled=True)
+    return Result(
+        summary=summary + _reported_metrics(served),
+        tables=_tables(columns, spread, served),
+        requests=columns,
+        failures=_failures(columns),
+        notes=[*served.notes, *_notes(columns)],
+        outcome=outcome,
+    )
+
+
+def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]]:
+    """Return one row a request, in columns; times of a failed request are None but what was seen before it failed."""
+    rows = [
+        {"id": number, "arrival": request.arrival, "input": request.input, "output": request.output}
+        | {"patience": request.patience, "prefill": row.prefill, "decode": row.decode, "status": row.status}
+        | {"sent": None if row.sent is None else row.sent - served.start, "tokens": row.tokens, "finish": row.finish}
+        | {"reported": json.dumps(row.reported, sort_keys=True) if row.reported else None}
+        | _durations(served.start + request.arrival, row)
+        for number, (request, row) in enumerate(zip(requests, served.rows, strict=True))
+    ]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
+    """Return the latencies of *row*, None those that it did not live to see."""
+    found: dict[str, float | None] = dict.fromkeys(
+        ("ttft", "tpot", "e2e", "queueing", "prefilled", "handoff", "itl_p50", "itl_p99", "itl_max")
+    )
+    if row.prefilled is not None:
+        found["prefilled"] = row.prefilled - arrival
+    if row.status != "ok" or row.first is None or row.last is None:
+        return found
+    found |= {"ttft": row.first - arrival, "e2e": row.last - arrival}
+    if row.tokens > 1:
+        found["tpot"] = (row.last - row.first) / (row.tokens - 1)
+    if row.prefilled is not None:
+        found["handoff"] = row.first - row.prefilled
+    if row.gaps:
+        gaps = np.array(row.gaps)
+        found |= {"itl_p50": percentile(gaps, 50.0), "itl_p99": percentile(gaps, 99.0), "itl_max": max(row.gaps)}
+    waits = [row.reported.get(name) for name in ("queue_time", "prefill_queue_time")]
+    if any(wait is not None for wait in waits):
+        found["queueing"] = sum(wait or 0.0 for wait in waits)
+    return found
+
+
+def _reported_metrics(served: Served) -> list[Metric]:
+    """Return the mean and the median of what each server reports of its requests' phases."""
+    found = []
+    for server, page in served.reported.items():
+        for what, names in REPORTED.items():
+            for name in names:
+                histogram = page.histograms.get(name)
+                if histogram is not None and histogram.count > 0:
+                    rule = f"{name} of {server}, {histogram.count:.0f} observations"
+                    found += [
+                        Metric(f"{server}_{what}_mean_s", histogram.mean, f"arithmetic mean of {rule}", tabled=True),
+                        Metric(f"{server}_{what}_p50_s", histogram.quantile(0.5), f"median of {rule}", tabled=True),
+                    ]
+    return found
+
+
+def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], served: Served) -> list[Table]:
+    heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
+    rows = [[name, *report.spread(spread[name]), text] for name, text in LATENCIES.items() if len(spread[name])]
+    tables = [
+        Table("Latency", {"latency s": "", **heads, "from, to": ""}, rows),
+        Table(
+            "Instances",
+            {"instance": "server", "requests": "sent there", "tokens": "its input, or output"},
+            report.instances(columns),
+        ),
+    ]
+    said = [
+        [server, name, round(one.count), one.mean, *(one.quantile(share) for share in (0.5, 0.9, 0.99))]
+        for server, page in served.reported.items()
+        for name, one in sorted(page.histograms.items())
+        if _told(name, one)
+    ]
+    if said:
+        heads = {"count": "observations", "mean": "", "p50": "as fine as the server's buckets", "p90": "", "p99": ""}
+        tables.append(Table("What the servers report", {"server": "", "metric": "", **heads}, said))
+    return tables
+
+
+def _told(name: str, histogram: Histogram) -> bool:
+    """Return whether a histogram is of the engine's own and has observations."""
+    return ":" in name and histogram.count > 0
+
+
+def _failures(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    return [
+        f"request {number}: {status}"
+        for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
+        if status != "ok" and not report.left(status, patience)
+    ]
+
+
+def _notes(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return what a reader must know of the client: that it was late."""
+    late = [
+        sent - arrival for sent, arrival in zip(columns["sent"], columns["arrival"], strict=True) if sent is not None
+    ]
+    worst = sorted(late)[int(0.99 * (len(late) - 1))] if late else 0.0
+    if worst < LATE:
+        return []
+    return [
+        f"requests were sent up to {format_time(worst)} after their arrival (99th percentile): the client had no "
+        "connection free (live.connections), or no time; latencies count from the arrival"
+    ]

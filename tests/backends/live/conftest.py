@@ -1,0 +1,92 @@
+"""A real OpenAI-compatible server on the processor: llama.cpp's, with a tiny model of random weights."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.backends.live import tiny_server
+
+START = 60.0
+KEY = "tiny-key"
+
+
+@dataclass
+class Llama:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def start(folder: Path, key: str = "", port: int = 0) -> Llama:
+    """Start a server and wait until it answers."""
+    port = port or free_port()
+    log = (folder / "server.log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, tiny_server.__file__, str(folder), str(port), key], stdout=log, stderr=subprocess.STDOUT
+    )
+    log.close()
+    found = Llama(f"http://127.0.0.1:{port}", process)
+    deadline = time.monotonic() + START
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError), urlopen(Request(f"{found.url}/health")) as answer:
+            if answer.status == 200:
+                return found
+        time.sleep(0.1)
+    found.kill()
+    raise RuntimeError((folder / "server.log").read_text()[-1000:])
+
+
+def needed() -> None:
+    """Skip, or in CI fail, without the packages of the server."""
+    missing = [name for name in ("xllamacpp", "gguf", "aiohttp") if find_spec(name) is None]
+    if missing and not os.environ.get("PDSIM_REQUIRE_ENGINES"):
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llama]:
+    """A server that all tests share and none may stop."""
+    needed()
+    found = start(tmp_path_factory.mktemp("llama"))
+    yield found
+    found.kill()
+
+
+@pytest.fixture
+def make_llama(tmp_path: Path) -> Iterator[Callable[..., Llama]]:
+    """Start servers of a test's own: ``make_llama(key=..., port=...)``."""
+    needed()
+    made: list[Llama] = []
+
+    def make(key: str = "", port: int = 0) -> Llama:
+        folder = tmp_path / f"llama{len(made)}"
+        folder.mkdir()
+        made.append(start(folder, key, port))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()

@@ -1,0 +1,179 @@
+"""The client against llama.cpp's server: what it measures, and how everything that goes wrong becomes a row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.live.deployment import deployed
+from pdsim.cli.run import compose
+from pdsim.config import Config
+from pdsim.errors import BackendUnavailable
+from pdsim.serving.workload import Request
+from tests.backends.live.conftest import KEY, free_port
+
+pytestmark = pytest.mark.live
+
+NO_CACHE = "live.request={cache_prompt: false}"
+
+
+def config(*words: str) -> Config:
+    return compose(["target=live", "hw=loopback", "live.vocabulary=512", "live.warmup=0", NO_CACHE, *words])
+
+
+def serve(settings: Config, requests: list[Request], folder: Path):
+    with deployed(settings, folder, lambda *_: None) as deployment:
+        return deployment.serve(requests, lambda *_: None)
+
+
+def test_a_request_gets_exactly_its_tokens_in_order_of_time(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 100, 12), Request(0.05, 37, 1)], tmp_path)
+    first, second = served.rows
+    assert [first.status, second.status] == ["ok", "ok"]
+    assert (first.tokens, second.tokens) == (12, 1)
+    assert served.start <= first.sent <= first.first <= first.last
+    assert second.sent >= served.start + 0.05
+    assert sum(first.gaps) == pytest.approx(first.last - first.first)
+    assert first.finish == "length"
+    assert (first.reported["prompt_tokens"], second.reported["prompt_tokens"]) == (100, 37)
+    assert served.servers == {"server0": "llama.cpp"}
+
+
+def test_prompts_of_equal_hash_ids_hit_the_servers_prefix_cache(llama, tmp_path):
+    settings = config(f"live.url={llama.url}", "live.request={cache_prompt: true}", "seed=71")
+    shared = Request(0.0, 700, 2, None, (5, 6))
+    other = Request(1.5, 700, 2, None, (5, 9))
+    served = serve(settings, [shared, other, Request(3.0, 700, 2)], tmp_path)
+    assert [row.status for row in served.rows] == ["ok"] * 3
+    cached = [row.reported["cache_n"] for row in served.rows]
+    assert 0 <= cached[0] < 16
+    assert 500 <= cached[1] <= 512  # the block that both have; a server may round
+    assert cached[2] < 16
+
+
+def test_what_the_server_counts_is_read_before_and_after(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 50, 4), Request(0.0, 60, 4)], tmp_path)
+    counted = served.reported["server0"].counters
+    assert counted["llamacpp:prompt_tokens_total"] == 110
+    import pyarrow.parquet as pq
+
+    samples = pq.read_table(tmp_path / "metrics.parquet").to_pylist()
+    assert {row["server"] for row in samples} == {"server0"}
+    assert "llamacpp:requests_processing" in {row["metric"] for row in samples}
+
+
+def test_a_server_with_text_only_says_how_many_tokens_it_made_of_it(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}", "live.prompts=text"), [Request(0.0, 20, 4)], tmp_path)
+    assert served.rows[0].status == "ok"
+    assert served.rows[0].reported["prompt_tokens"] > 20
+
+
+def test_a_prompt_that_is_too_long_for_the_server_is_a_row_with_its_reason(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 3000, 4), Request(0.0, 50, 4)], tmp_path)
+    assert served.rows[0].status.startswith("HTTP 400: server0: ")
+    assert "context size" in served.rows[0].status
+    assert served.rows[1].status == "ok"
+
+
+def test_a_user_who_leaves_ends_the_stream(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}"), [Request(0.0, 1000, 1000, 0.15)], tmp_path)
+    row = served.rows[0]
+    assert row.status == "Aborted: the user left after 0.15 s"
+    assert row.tokens < 1000
+
+
+def test_a_request_that_takes_too_long_times_out(llama, tmp_path):
+    served = serve(config(f"live.url={llama.url}", "live.timeout=0.1s"), [Request(0.0, 1000, 1000)], tmp_path)
+    assert served.rows[0].status.startswith("Timeout: ")
+    assert served.rows[0].status.endswith("of 1000 tokens within 0.1 s")
+
+
+def test_a_request_that_finds_no_connection_free_waits(llama, tmp_path):
+    requests = [Request(0.0, 400, 100), Request(0.0, 10, 2)]
+    served = serve(config(f"live.url={llama.url}", "live.connections=1"), requests, tmp_path)
+    first, second = served.rows
+    assert [first.status, second.status] == ["ok", "ok"]
+    assert second.sent >= first.last
+
+
+def test_the_key_comes_from_the_environment(make_llama, tmp_path, monkeypatch):
+    server = make_llama(key=KEY)
+    settings = config(f"live.url={server.url}", "live.key_variable=TINY_KEY", "live.model=tiny")
+    monkeypatch.setenv("TINY_KEY", KEY)
+    assert serve(settings, [Request(0.0, 10, 2)], tmp_path).rows[0].status == "ok"
+    monkeypatch.delenv("TINY_KEY")
+    assert serve(settings, [Request(0.0, 10, 2)], tmp_path).rows[0].status == "HTTP 401: server0: Invalid API Key"
+    with pytest.raises(BackendUnavailable, match="HTTP 401; check the address and the API key"):
+        serve(replace(settings, live=replace(settings.live, model="")), [Request(0.0, 10, 2)], tmp_path)
+
+
+def test_a_server_that_dies_and_comes_back_leaves_rows_with_reasons(make_llama, tmp_path):
+    port = free_port()
+    server = make_llama(port=port)
+    requests = [Request(0.0, 10, 2), Request(1.0, 1000, 1000), Request(3.0, 10, 2), Request(12.0, 10, 2)]
+    threads = []
+
+    def after(ended: int) -> None:
+        if ended == 1:  # the next one is under way a second after the first
+            threads.append(threading.Timer(1.2, server.kill))
+        elif ended == 3:
+            threads.append(threading.Timer(0.0, make_llama, kwargs={"port": port}))
+        else:
+            return
+        threads[-1].start()
+
+    settings = config(f"live.url={server.url}", "live.sample_every=0.1s")
+    with deployed(settings, tmp_path, lambda *_: None) as deployment:
+        served = deployment.serve(requests, lambda share, _: after(round(share * len(requests))))
+    for thread in threads:
+        thread.join()
+    ok, lost, refused, later = (row.status for row in served.rows)
+    assert ok == "ok"
+    assert lost.startswith("ServerLost: server0 broke the connection")
+    assert refused.startswith("Refused: server0 cannot be reached")
+    assert later == "ok"
+    assert "server0 was started again while it was measured" in served.notes
+
+
+def test_nobody_at_the_address_is_said_before_anything_is_sent(tmp_path):
+    url = f"http://user:secret@127.0.0.1:{free_port()}"
+    with pytest.raises(BackendUnavailable, match=r"server0 at http://127\.0\.0\.1:\d+ does not answer") as caught:
+        serve(config(f"live.url={url}"), [Request(0.0, 10, 2)], tmp_path)
+    assert "secret" not in str(caught.value)
+
+
+def test_two_servers_share_the_requests_by_tokens_outstanding(make_llama, tmp_path):
+    one, two = make_llama(), make_llama()
+    requests = [Request(0.0, 900, 300), Request(0.05, 20, 2), Request(0.1, 20, 2)]
+    served = serve(config(f"live.url=[{one.url},{two.url}]"), requests, tmp_path)
+    assert [row.decode for row in served.rows] == ["server0", "server1", "server1"]
+
+
+def test_a_server_that_is_no_half_of_a_pair_is_found_out(llama, tmp_path):
+    pair = (f"live.prefill={llama.url}", f"live.decode={llama.url}")
+    vllm = serve(config("live.engine=vllm", *pair), [Request(0.0, 10, 2)], tmp_path)
+    assert vllm.rows[0].status == (
+        "Error: prefill0 answered without kv_transfer_params; start it with --kv-transfer-config"
+    )
+    sglang = serve(config("live.engine=sglang", *pair), [Request(0.0, 10, 2)], tmp_path)
+    assert sglang.rows[0].status.startswith("HTTP 404: ")
+
+
+def test_many_requests_at_once_all_end(llama, tmp_path):
+    requests = [Request(0.002 * number, 20, 5) for number in range(60)]
+    served = serve(config(f"live.url={llama.url}"), requests, tmp_path)
+    assert [row.status for row in served.rows] == ["ok"] * 60
+    assert {row.tokens for row in served.rows} == {5}
+    assert asyncio.run(_alive(llama.url))
+
+
+async def _alive(url: str) -> bool:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as answer:
+        return json.loads(await answer.text())["status"] == "ok"
