@@ -16,7 +16,7 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
-from pdsim.serving.deployment import ROUTER, Job, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.placement import pages, places
 from pdsim.serving.router import POLICIES
 from pdsim.serving.settings import Parallel, Side
@@ -64,7 +64,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     return result(config, what, requests, outcome)
 
 
-def job(config: Config, options: Options) -> Job:
+def job(config: Config, options: Options) -> Deployment:
     """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
     try:
         found = _job(config, options)
@@ -74,7 +74,7 @@ def job(config: Config, options: Options) -> Job:
     return found
 
 
-def _job(config: Config, options: Options) -> Job:
+def _job(config: Config, options: Options) -> Deployment:
     parallel, shape = config.parallel, kv_shape(config.model)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
@@ -84,7 +84,7 @@ def _job(config: Config, options: Options) -> Job:
     def time(side: Side) -> ForwardTime:
         return forward_time(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
 
-    return Job(
+    return Deployment(
         prefill=_grid(parallel.prefill),
         prefill_dp=parallel.prefill.dp,
         prefill_instances=parallel.prefill.instances,
@@ -125,7 +125,7 @@ def _staging(config: Config, shape: KvShape) -> Staging:
     return Staging(ring=int(kv.staging_ring), buffer=int(kv.staging_buffer) or chunk, wait=kv.staging_wait)
 
 
-def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSpec]:
+def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
@@ -163,7 +163,7 @@ def _sizes(parallel: Parallel) -> str:
     return f"({text(parallel.prefill)} to {text(parallel.decode)})"
 
 
-def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outcome) -> Result:
+def result(config: Config, what: Deployment, requests: Sequence[Request], outcome: Outcome) -> Result:
     """Return what *outcome* says of *requests*."""
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
@@ -193,7 +193,7 @@ def _line(rank: RankResult) -> str:
     return next(iter(rank.error.splitlines()), "ended without a result")
 
 
-def check_fits(what: Job, requests: Sequence[Request]) -> None:
+def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
     """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
     for number, request in enumerate(requests):
         for side, tokens, have in (

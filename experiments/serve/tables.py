@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pdsim.job import Outcome
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
-from pdsim.serving.deployment import Job
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Slo
 from pdsim.serving.workload import Request
 from pdsim.units import format_time
@@ -187,7 +187,7 @@ def _instances(table: Columns) -> list[list[Any]]:
     return [found[name] for name in sorted(found)]
 
 
-def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
+def notes(table: Columns, job: Deployment, outcome: Outcome) -> list[str]:
     """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
     found = []
     span, seconds = max(table["arrival"], default=0.0), _makespan(table)

@@ -15,7 +15,7 @@ from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute.roofline import ForwardTime
 
-__all__ = ["ROUTER", "Job", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
+__all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
 ROUTER = "router"
 
@@ -51,7 +51,7 @@ def index_of(rank: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Deployment:
     """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
 
     With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
@@ -89,7 +89,7 @@ class Job:
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:
         """Return the job that `plain` made *plain* of."""
         return msgspec.convert(dict(plain), cls)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
-from pdsim.serving.deployment import Job, instance_of, life_name, rank_name
+from pdsim.serving.deployment import Deployment, instance_of, life_name, rank_name
 
-__all__ = ["POLICIES", "Fleet"]
+__all__ = ["POLICIES", "InstanceRegistry"]
 
 POLICIES = ("least_tokens", "round_robin")
 """The instance with the fewest tokens outstanding, the first among equals; or one after the other."""
@@ -37,13 +37,13 @@ class _Side:
         return able[(self._turn - 1) % len(able)]
 
 
-class Fleet:
+class InstanceRegistry:
     """The instances of *job*, by their places in the `Bootstrap` table, and the pairs of them that are connected.
 
     An instance is *awaited* from the start until it is formed or lost for the first time.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Deployment) -> None:
         self._job = job
         self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
         self.decodes = _Side(job.decodes, job.decode_dp, job.policy)

@@ -24,15 +24,15 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import PagePool, Pages, SlotPool
 from pdsim.kv.rooms import Timers
 from pdsim.kv.status import Status
-from pdsim.serving.decode.worker import Worker
-from pdsim.serving.deployment import ROUTER, Job, index_of, leader, rank_name
+from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.rank_process import Handler
 
-__all__ = ["Holder", "Room"]
+__all__ = ["BlockManager", "DecodeRequest"]
 
 
 @dataclass(slots=True)
-class Room:
+class DecodeRequest:
     """A request that has pages at the decode leader."""
 
     request: Submit
@@ -53,21 +53,21 @@ class Room:
         return self.consensus.status is Status.FAILED
 
 
-class Holder(Worker, ABC):
+class BlockManager(DecodeWorker, ABC):
     """The rank that hands out pages of its group, and sees to it that they come back.
 
     The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
     of it moves or, if that instance is gone, until every rank here has proof of it.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
         self.pages = PagePool(job.decode_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
-        self._rooms: dict[int, Room] = {}
-        self._complete: list[Room] = []  # arrived, not noticed
+        self._rooms: dict[int, DecodeRequest] = {}
+        self._complete: list[DecodeRequest] = []  # arrived, not noticed
         self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
         self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
@@ -122,7 +122,7 @@ class Holder(Worker, ABC):
         self._begin_fence(life, rooms)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left; those that failed have `Job.deadline` seconds for the proof."""
+        """End once no room is left; those that failed have `Deployment.deadline` seconds for the proof."""
         self._stopping = True
         lives = dict.fromkeys(room.request.prefill for room in self._rooms.values() if room.failed)
         for life in lives:  # its leader may end before it answers
@@ -131,7 +131,7 @@ class Holder(Worker, ABC):
         self._end_if_drained()
 
     def end(self, *_: Any) -> None:
-        """As `Member.end`, and the followers too."""
+        """As `RankProcess.end`, and the followers too."""
         self.send(self.followers, Stop())
         super().end()
 
@@ -162,7 +162,7 @@ class Holder(Worker, ABC):
         self.send(ROUTER, Failed(number, reason))
         self._fail(self._rooms[number])
 
-    def _fail(self, room: Room) -> None:
+    def _fail(self, room: DecodeRequest) -> None:
         if room.consensus.fail():
             number = room.request.room
             self._timers.drop(number)
@@ -234,7 +234,7 @@ class Holder(Worker, ABC):
             return None
         return pages, state
 
-    def _page_count(self, room: Room) -> int:
+    def _page_count(self, room: DecodeRequest) -> int:
         return sum(count for _, count in self.pages.owned(room.request.room))
 
     def _free(self, number: int) -> None:

@@ -24,11 +24,11 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.rooms import Blocked
 from pdsim.kv.status import Status
-from pdsim.serving.decode.block_manager import Holder, Room
-from pdsim.serving.decode.room_lookup import PATIENCE, Finder
+from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
+from pdsim.serving.decode.room_lookup import PATIENCE, RoomLookup
 from pdsim.serving.decode.steps import RunningBatch
-from pdsim.serving.decode.worker import Worker
-from pdsim.serving.deployment import ROUTER, Job, leader
+from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.deployment import ROUTER, Deployment, leader
 from pdsim.transfer import Program
 
 __all__ = ["program"]
@@ -36,11 +36,11 @@ __all__ = ["program"]
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a decode instance until the router stops it."""
-    member = Leader if index == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, index).run())
+    member = DecodeScheduler if index == 0 else DecodeWorker
+    return (yield from member(rank, Deployment.from_plain(job), instance, index).run())
 
 
-class Leader(Holder):
+class DecodeScheduler(BlockManager):
     """The rank that also schedules.
 
     Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are done.
@@ -50,16 +50,16 @@ class Leader(Holder):
     runs can ever run out of pages, so nothing is evicted and no two requests can wait for each other.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self._queue: deque[Submit] = deque()  # no pages yet
-        self._waiting: deque[Room] = deque()  # noticed, no place in the batch
+        self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
         self._batch = RunningBatch(job.decode_time, job.decode_batch)
         self._left = False  # somebody has left
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
-        self._finder = Finder(rank.clock, self._ask_where, self._enqueue, self._unknown)
+        self._lookup = RoomLookup(rank.clock, self._ask_where, self._enqueue, self._unknown)
         self.handlers |= {
             Submit: self._submit,
             Located: self._located,
@@ -67,9 +67,9 @@ class Leader(Holder):
         }
 
     def report(self) -> dict[str, int]:
-        """As `Holder.report`, with the requests that wait for pages."""
+        """As `BlockManager.report`, with the requests that wait for pages."""
         found = super().report()
-        return found | {"open_rooms": found["open_rooms"] + len(self._queue) + len(self._finder)}
+        return found | {"open_rooms": found["open_rooms"] + len(self._queue) + len(self._lookup)}
 
     # --- what comes in ---
 
@@ -80,7 +80,7 @@ class Leader(Holder):
         if request.prefill:
             self._enqueue(request)
         else:
-            self._finder.add(request)
+            self._lookup.add(request)
 
     def _enqueue(self, request: Submit) -> None:
         self._queue.append(request)
@@ -92,7 +92,7 @@ class Leader(Holder):
 
     def _located(self, _: str, message: Located) -> None:
         if message.to == self.life:
-            self._finder.answer(message.lives)
+            self._lookup.answer(message.lives)
         else:
             self.ignore()
 
@@ -104,16 +104,16 @@ class Leader(Holder):
     def _abort(self, _: str, message: Abort) -> None:
         """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
         room = self._rooms.get(message.room)
-        queued = len(self._queue) + len(self._finder)
+        queued = len(self._queue) + len(self._lookup)
         if room is None:
-            self._finder.drop(message.room)
+            self._lookup.drop(message.room)
             self._queue = deque(request for request in self._queue if request.room != message.room)
         elif room.consensus.status is Status.SUCCESS:
             room.left = self._left = True
             self._wake()
         else:
             self._fail(room)
-        self.send(ROUTER, Dropped(message.room, len(self._queue) + len(self._finder) < queued))
+        self.send(ROUTER, Dropped(message.room, len(self._queue) + len(self._lookup) < queued))
 
     # --- the scheduler ---
 
@@ -196,7 +196,7 @@ class Leader(Holder):
             pages, state = rows
             slot = self.slots.allocate(request.room)
             assert slot is not None
-            self._rooms[request.room] = Room(request, self.clock.now, Consensus(self.job.decode.size))
+            self._rooms[request.room] = DecodeRequest(request, self.clock.now, Consensus(self.job.decode.size))
             self._timers.add(request.room)
             if self.rank.device.holds_bytes:
                 reserve = Reserve(self.life, request.room, request.input, pages, slot, state, held)
@@ -204,11 +204,11 @@ class Leader(Holder):
                 self.receiver.reserve(reserve)
             self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
 
-    def _reject(self, room: Room) -> None:
+    def _reject(self, room: DecodeRequest) -> None:
         self._free(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
-    def _done(self, room: Room) -> None:
+    def _done(self, room: DecodeRequest) -> None:
         number, stamps = room.request.room, room.stamps
         assert stamps is not None
         self._free(number)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from pdsim.serving.compute.roofline import ForwardTime
 
-__all__ = ["RunningBatch", "Stretch"]
+__all__ = ["DecodeSpan", "RunningBatch"]
 
 
-class Stretch(NamedTuple):
+class DecodeSpan(NamedTuple):
     """Steps of one batch, the first of which begins at *start*."""
 
     start: float  # seconds
@@ -59,7 +59,7 @@ class RunningBatch:
         self._members: list[tuple[int, int, int]] = []  # a heap: step after which it is done, number, tokens at the end
         self._context = 0  # tokens that the next step reads
         self._step = 0  # steps since the start
-        self._stretch: Stretch | None = None  # since `begin`
+        self._span: DecodeSpan | None = None  # since `begin`
 
     def __len__(self) -> int:
         """Return the number of members."""
@@ -67,12 +67,12 @@ class RunningBatch:
 
     def boundary(self, now: float) -> float:
         """Return when the step ends that is under way at *now*; that is at once if there is none."""
-        return now if self._stretch is None else self._stretch.end(self._stretch.steps_until(now))
+        return now if self._span is None else self._span.end(self._span.steps_until(now))
 
     def advance(self, due: float) -> None:
         """Count the steps until the boundary at *due*, which a wall clock may have passed by now."""
-        if self._stretch is not None:
-            steps = self._stretch.steps_until(due)
+        if self._span is not None:
+            steps = self._span.steps_until(due)
             self._step += steps
             self._context += steps * len(self._members)
 
@@ -101,7 +101,7 @@ class RunningBatch:
         """Begin the next step at *now*; return when the first member will be done, infinity if there is none."""
         batch = len(self._members)
         if not batch:
-            self._stretch = None
+            self._span = None
             return math.inf
-        self._stretch = Stretch(now, self._bases[batch], self._cost, batch, self._context)
-        return self._stretch.end(self._members[0][0] - self._step)
+        self._span = DecodeSpan(now, self._bases[batch], self._cost, batch, self._context)
+        return self._span.end(self._members[0][0] - self._step)

@@ -17,21 +17,21 @@ from pdsim.kv.messages import (
     Return,
 )
 from pdsim.kv.receiver import KvReceiver
-from pdsim.serving.deployment import Job, epoch_of, instance_of, leader, rank_name
-from pdsim.serving.rank_process import EngineMember
+from pdsim.serving.deployment import Deployment, epoch_of, instance_of, leader, rank_name
+from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer import Program
 
-__all__ = ["Worker"]
+__all__ = ["DecodeWorker"]
 
 
-class Worker(EngineMember):
+class DecodeWorker(EngineProcess):
     """A rank that receives its part of each request's KV and tells its leader.
 
     It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
     moves here any more.  So what writes here is always of one life.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.receiver = KvReceiver(
             rank,
@@ -58,7 +58,7 @@ class Worker(EngineMember):
             self.handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
 
     def run(self) -> Program:
-        """As `EngineMember.run`, with an eye on what arrives."""
+        """As `EngineProcess.run`, with an eye on what arrives."""
         self.clock.process(self._notice())
         return (yield from super().run())
 

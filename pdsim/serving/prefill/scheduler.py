@@ -33,8 +33,8 @@ from pdsim.kv.pages import PagePool, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.status import Status
-from pdsim.serving.deployment import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
-from pdsim.serving.prefill.worker import Worker
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.prefill.worker import PrefillWorker
 from pdsim.serving.rank_process import Handler
 from pdsim.transfer import Program
 
@@ -43,12 +43,12 @@ __all__ = ["program"]
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a prefill instance until the router stops it."""
-    member = Leader if index == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, index).run())
+    member = PrefillScheduler if index == 0 else PrefillWorker
+    return (yield from member(rank, Deployment.from_plain(job), instance, index).run())
 
 
 @dataclass(slots=True)
-class _Room:
+class PrefillRequest:
     """A request at the prefill leader."""
 
     request: Submit
@@ -69,7 +69,7 @@ class _Room:
         return self.consensus.status is Status.FAILED
 
 
-class Leader(Worker):
+class PrefillScheduler(PrefillWorker):
     """The rank that also schedules.
 
     A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
@@ -77,16 +77,16 @@ class Leader(Worker):
     takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
         self.pages = PagePool(job.prefill_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, PrefillRequest] = {}
         self._destinations: Fading[Destination] = Fading(rank.clock, OVER)  # that came before their `Submit`
         self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
-        self._queue: deque[_Room] = deque()
+        self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
         self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
@@ -104,7 +104,7 @@ class Leader(Worker):
         self.handlers |= handlers
 
     def run(self) -> Program:
-        """As `Worker.run`, and schedule."""
+        """As `PrefillWorker.run`, and schedule."""
         self.clock.process(self._schedule())
         return (yield from super().run())
 
@@ -131,7 +131,7 @@ class Leader(Worker):
         self._conclude(self.index, message)
 
     def peer_gone(self, life: str) -> None:
-        """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
+        """As `PrefillWorker.peer_gone`, and give up the rooms that were to go to *life*."""
         super().peer_gone(life)
         self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
         self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
@@ -139,18 +139,18 @@ class Leader(Worker):
             self._give_up(room)
 
     def meet(self, peer: str) -> None:
-        """As a `Worker`, and forget what ranks of an earlier life were ready for."""
+        """As a `PrefillWorker`, and forget what ranks of an earlier life were ready for."""
         self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == self.life}
         super().meet(peer)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left: those that failed have `Job.deadline` seconds to settle."""
+        """End once no room is left: those that failed have `Deployment.deadline` seconds to settle."""
         self._stopping = True
         super().stop(sender, message)
         self._end_if_drained()
 
     def end(self, *_: Any) -> None:
-        """As `Member.end`, and the followers too."""
+        """As `RankProcess.end`, and the followers too."""
         self.send(self.followers, Stop())
         super().end()
 
@@ -197,7 +197,7 @@ class Leader(Worker):
         if request.prefill != self.life:
             self.ignore()
             return
-        self._rooms[request.room] = _Room(request, Consensus(self.job.prefill.size))
+        self._rooms[request.room] = PrefillRequest(request, Consensus(self.job.prefill.size))
         self._timers.add(request.room)
         if self.job.query_dp:
             self.send(ROUTER, Took(request.room, self.life))
@@ -247,12 +247,12 @@ class Leader(Worker):
         reason = f"TransferTimeout: no pages at decode within {self.job.bootstrap_timeout:g} s"
         self._fail(self._rooms[number], reason)
 
-    def _fail(self, room: _Room, reason: str, lost: str = "") -> None:
+    def _fail(self, room: PrefillRequest, reason: str, lost: str = "") -> None:
         if not room.failed:
             self.send(ROUTER, Failed(room.request.room, reason, lost))
             self._give_up(room)
 
-    def _give_up(self, room: _Room) -> None:
+    def _give_up(self, room: PrefillRequest) -> None:
         """Stop working on *room*; `Settled` from every rank ends it."""
         if room.consensus.fail():
             self._timers.drop(room.request.room)
@@ -260,7 +260,7 @@ class Leader(Worker):
             self.sender.abort(room.request.room)
             self._wake()
 
-    def _forget(self, room: _Room) -> None:
+    def _forget(self, room: PrefillRequest) -> None:
         number = room.request.room
         del self._rooms[number]
         if room.failed:
@@ -318,7 +318,7 @@ class Leader(Worker):
                 self._queue.popleft()
         return Forward(self.life, self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
 
-    def _begin(self, room: _Room) -> bool:
+    def _begin(self, room: PrefillRequest) -> bool:
         """Give *room* its pages and its slot; return whether there were any."""
         request, destination = room.request, room.destination
         assert destination is not None
@@ -341,7 +341,7 @@ class Leader(Worker):
         room.started = self.clock.now
         return True
 
-    def _chunk(self, room: _Room, tokens: int) -> Chunk:
+    def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
         """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None

@@ -22,19 +22,19 @@ from pdsim.kv.messages import (
     Settled,
 )
 from pdsim.kv.sender import KvSender
-from pdsim.serving.deployment import ROUTER, Job, instance_of, leader
-from pdsim.serving.rank_process import EngineMember
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.rank_process import EngineProcess
 
-__all__ = ["Worker"]
+__all__ = ["PrefillWorker"]
 
 
-class Worker(EngineMember):
+class PrefillWorker(EngineProcess):
     """A rank that computes what its leader says, and writes what it computed.
 
     It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = KvSender(
             rank,
