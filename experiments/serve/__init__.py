@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from experiments.serve import tables
 from experiments.serve.paths import Paths, notes
+from pdsim import plugins
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -18,7 +19,6 @@ from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.placement import pages, places
-from pdsim.serving.router import POLICIES
 from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request, load
 from pdsim.units import Seconds
@@ -38,8 +38,9 @@ class Options:
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0 is for ever
 
     def __post_init__(self) -> None:
-        if self.router not in POLICIES:
-            raise ValueError(f"experiment.router must be one of {', '.join(POLICIES)}, got {self.router!r}")
+        if self.router not in plugins.names(plugins.ROUTERS):
+            known = ", ".join(plugins.names(plugins.ROUTERS))
+            raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
         if self.dp_rank not in ("room", "query"):
             raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
@@ -99,7 +100,7 @@ def _job(config: Config, options: Options) -> Deployment:
         prefill_pages=pool(parallel.prefill),
         decode_pages=pool(parallel.decode),
         slots=2 * config.scheduler.decode_batch,
-        chunk=config.scheduler.chunk,
+        chunk=config.engine.step_tokens or config.scheduler.chunk,
         prefill_batch=config.scheduler.prefill_batch,
         decode_batch=config.scheduler.decode_batch,
         prefill_time=time(parallel.prefill),
@@ -114,6 +115,8 @@ def _job(config: Config, options: Options) -> Deployment:
         retries=options.retries,
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
+        engine=config.engine,
+        seed=config.seed,
     )
 
 

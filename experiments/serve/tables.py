@@ -62,16 +62,25 @@ LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
 
 
 def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:
-    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times
-    return {
-        "ttft": polled - arrival,
-        "tpot": (finished - polled) / (output - 1) if output > 1 else None,
+    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times[:8]
+    first, asked = (times[8], times[9]) if len(times) > 8 else (polled, None)
+    durations = {
+        "ttft": first - arrival,
+        "tpot": (finished - first) / (output - 1) if output > 1 else None,
         "e2e": finished - arrival,
-        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
         "compute": (prefilled - started) + (finished - joined),
+        "polling": polled - arrived,
+    }
+    if asked is not None:  # decode heard of it after prefill had answered
+        return durations | {
+            "queueing": (started - arrival) + (reserved - asked) + (joined - polled),
+            "handshake": asked - prefilled,
+            "transfer": arrived - reserved,
+        }
+    return durations | {
+        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
         "handshake": noticed - reserved,
         "transfer": arrived - prefilled,
-        "polling": polled - arrived,
     }
 
 

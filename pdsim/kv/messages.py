@@ -50,6 +50,7 @@ __all__ = [
     "Sent",
     "Settled",
     "Stop",
+    "Streamed",
     "Submit",
     "Terms",
     "Took",
@@ -343,6 +344,13 @@ class Finished(Message, frozen=True):
     finished: float  # last token out
 
 
+class Streamed(Finished, frozen=True):
+    """As `Finished`, of an engine whose first token leaves later than its scheduler sees the KV."""
+
+    first: float  # the first token leaves decode's server; *finished* is when the last one does
+    asked: float | None = None  # decode's scheduler heard of the request, if that was after prefill had answered
+
+
 class Failed(Message, frozen=True):
     """A leader to the router: the room cannot be served."""
 
@@ -405,6 +413,7 @@ _Any = (
     | Failed
     | Abort
     | Released
+    | Streamed
 )
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number

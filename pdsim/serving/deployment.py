@@ -14,6 +14,7 @@ from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute.roofline import ForwardTime
+from pdsim.serving.settings import ServingEngine
 
 __all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
@@ -87,6 +88,8 @@ class Deployment:
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
+    engine: ServingEngine = field(default_factory=ServingEngine)
+    seed: int = 0  # of what varies on hosts
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:

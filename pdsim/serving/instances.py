@@ -8,11 +8,9 @@ from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
 from pdsim.serving.deployment import Deployment, instance_of, life_name, rank_name
+from pdsim.serving.seams import router_policy
 
-__all__ = ["POLICIES", "InstanceRegistry"]
-
-POLICIES = ("least_tokens", "round_robin")
-"""The instance with the fewest tokens outstanding, the first among equals; or one after the other."""
+__all__ = ["InstanceRegistry"]
 
 
 class _Side:
@@ -23,18 +21,14 @@ class _Side:
         self.load: dict[str, int] = {}
         self._dp = dp
         self._group = {instance: number % dp for number, instance in enumerate(instances)}
-        self._policy = policy
-        self._turn = 0
+        self._policy = router_policy(policy)
 
     def choose(self, room: int, able: Sequence[str]) -> str:
         """Return that one of *able* that is to have *room*: of the group of its `dp_rank`, if one of those is left."""
         if self._dp > 1:
             group = dp_rank(room, self._dp)
             able = [name for name in able if self._group[name] == group] or able
-        if self._policy == "least_tokens":
-            return min(able, key=self.load.__getitem__)
-        self._turn += 1
-        return able[(self._turn - 1) % len(able)]
+        return self._policy.choose(able, self.load)
 
 
 class InstanceRegistry:

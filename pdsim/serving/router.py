@@ -31,15 +31,16 @@ from pdsim.kv.messages import (
     Prefilled,
     Ready,
     Stop,
+    Streamed,
     Submit,
     Took,
 )
 from pdsim.serving.deployment import Deployment, instance_of, leader
-from pdsim.serving.instances import POLICIES, InstanceRegistry
+from pdsim.serving.instances import InstanceRegistry
 from pdsim.serving.rank_process import Handler, RankProcess
 from pdsim.transfer import Program
 
-__all__ = ["POLICIES", "program"]
+__all__ = ["program"]
 
 
 def program(
@@ -127,6 +128,7 @@ class Router(RankProcess):
             Locate: self._locate,
             Prefilled: self._prefilled,
             Finished: self._finished,
+            Streamed: self._finished,
             Failed: self._failed,
             Dropped: self._dropped,
             Gone: lambda _, message: self._lose_life(message.instance, message.reason),
@@ -380,4 +382,6 @@ def _row(request: RoutedRequest) -> list[Any]:
             finished.joined,
             finished.finished,
         ]
+    if isinstance(finished, Streamed):
+        times += [finished.first, finished.asked]
     return [instance_of(request.prefill), instance_of(request.decode), request.nbytes, request.status, *times]

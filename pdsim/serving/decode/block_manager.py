@@ -46,6 +46,12 @@ class DecodeRequest:
     left: bool = False  # nobody wants its tokens any more
     released: bool = False  # nothing of it is written any more
     quiet: int = 0  # ranks that have forgotten it
+    asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
+    first: float = 0.0  # its first token leaves the server
+    has_pages: bool = True
+    context: int = 0  # of a preempted one: tokens that its next step reads
+    steps: int = 0  # of a preempted one: that it still takes
+    recomputed: int = 0  # of *context*, tokens whose KV is here again
 
     @property
     def failed(self) -> bool:
@@ -220,15 +226,16 @@ class BlockManager(DecodeWorker, ABC):
         return 0
 
     def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages and the rows of state that *request* gets, for its input and all of its output.
+        """Return the pages and the rows of state that *request* gets; None if there are too few.
 
-        There are no pages for the first *held*.
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no pages
+        for the first *held*.
         """
-        tokens = request.input + request.output
+        tokens = request.input + (request.output if self.job.engine.memory == "reserve" else 0)
         pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
         if pages is None:
             return None
-        state = self.state.allocate(request.room, request.input, tokens, pages)
+        state = self.state.allocate(request.room, request.input, request.input + request.output, pages)
         if state is None:
             self.pages.release(request.room)
             return None
@@ -238,8 +245,9 @@ class BlockManager(DecodeWorker, ABC):
         return sum(count for _, count in self.pages.owned(room.request.room))
 
     def _free(self, number: int) -> None:
-        """Give the pages of a room back that is complete, and so at rest."""
-        del self._rooms[number]
-        self.pages.release(number)
+        """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
+        room = self._rooms.pop(number)
+        if room.has_pages:
+            self.pages.release(number)
         self.state.release(number)
         self._end_if_drained()

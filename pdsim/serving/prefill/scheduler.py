@@ -9,7 +9,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.errors import PdsimError
+from pdsim.errors import ConfigError, PdsimError
 from pdsim.job import Rank
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
@@ -29,22 +29,24 @@ from pdsim.kv.messages import (
     Submit,
     Took,
 )
-from pdsim.kv.pages import PagePool, SlotPool, after
+from pdsim.kv.pages import PagePool, Pages, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.status import Status
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.host import Host
 from pdsim.serving.prefill.worker import PrefillWorker
 from pdsim.serving.rank_process import Handler
+from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 
-__all__ = ["program"]
+__all__ = ["PrefillRequest", "PrefillScheduler", "program"]
 
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a prefill instance until the router stops it."""
-    member = PrefillScheduler if index == 0 else PrefillWorker
-    return (yield from member(rank, Deployment.from_plain(job), instance, index).run())
+    deployment = Deployment.from_plain(job)
+    return (yield from handoff_of(deployment.engine).prefill(rank, deployment, instance, index).run())
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class PrefillRequest:
     chunks: int = 0
     source_slot: int = -1
     nbytes: int = 0
+    ready: float = 0.0  # when the host has made it known to the scheduler
 
     @property
     def failed(self) -> bool:
@@ -93,6 +96,8 @@ class PrefillScheduler(PrefillWorker):
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
         self._stopping = False
+        self.policy = scheduler_of(job.engine)
+        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance)
         handlers: dict[type[Message], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
@@ -197,10 +202,17 @@ class PrefillScheduler(PrefillWorker):
         if request.prefill != self.life:
             self.ignore()
             return
-        self._rooms[request.room] = PrefillRequest(request, Consensus(self.job.prefill.size))
-        self._timers.add(request.room)
+        room = PrefillRequest(request, Consensus(self.job.prefill.size))
+        room.ready = self.clock.now + self.host.arrive(request.input)
+        self._rooms[request.room] = room
         if self.job.query_dp:
             self.send(ROUTER, Took(request.room, self.life))
+        self.accept(room)
+
+    def accept(self, room: PrefillRequest) -> None:
+        """Have *room*, which has just come, wait for its pages on the other side, unless they are known."""
+        request = room.request
+        self._timers.add(request.room)
         destination = self._destinations.pop(request.room)
         if destination is not None:
             self._destination("", destination)
@@ -221,8 +233,19 @@ class PrefillScheduler(PrefillWorker):
             return
         room.destination = message
         room.noticed = self.clock.now
-        self._queue.append(room)
-        self._wake()
+        self.enqueue(room)
+
+    def enqueue(self, room: PrefillRequest) -> None:
+        """Have *room* wait for its first forward, from when the host has made it known to the scheduler."""
+        if room.ready > self.clock.now:
+            self.clock.call_at(room.ready, self._enqueue, room)
+        else:
+            self._enqueue(room)
+
+    def _enqueue(self, room: PrefillRequest) -> None:
+        if not room.failed:
+            self._queue.append(room)
+            self._wake()
 
     def _abort(self, sender: str, message: Abort) -> None:
         """Give a room up: for the router, which is told whether it began; for its decode leader, if it means this life.
@@ -297,10 +320,18 @@ class PrefillScheduler(PrefillWorker):
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
+        partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
+        held_up = 0.0
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
-            room = self._queue[0]
-            if room.failed:
+            if self._queue[0].failed:
                 self._queue.popleft()
+                continue
+            chosen = self.policy.prefill(self._queue, budget)
+            if chosen is None:
+                break
+            room, tokens = self._queue[chosen[0]], chosen[1]
+            if room.failed:
+                del self._queue[chosen[0]]
                 continue
             if room.source_slot < 0 and not self._begin(room):
                 if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
@@ -310,13 +341,26 @@ class PrefillScheduler(PrefillWorker):
                     break
                 self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
                 continue
-            tokens = min(budget, room.request.input - room.done)
+            if not 0 < tokens <= min(budget, room.request.input - room.done):
+                raise ConfigError(
+                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {room.request.room}, "
+                    f"which has {room.request.input - room.done} left in a step of {budget}; give 1 to the lesser"
+                )
+            if not room.done:
+                held_up += self.host.admit(room.request.input)
             pieces.append((room.done, tokens))
             chunks.append(self._chunk(room, tokens))
             budget -= tokens
-            if room.done == room.request.input:
-                self._queue.popleft()
-        return Forward(self.life, self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
+            del self._queue[chosen[0]]
+            if room.done < room.request.input:
+                partial.append(room)
+        self._queue.extendleft(reversed(partial))
+        return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
+
+    def _seconds(self, pieces: list[tuple[int, int]]) -> float:
+        """Return how long an iteration over *pieces* takes, the host's share included."""
+        forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
+        return max(forward, step) if self.job.engine.overlap else forward + step
 
     def _begin(self, room: PrefillRequest) -> bool:
         """Give *room* its pages and its slot; return whether there were any."""
@@ -324,14 +368,10 @@ class PrefillScheduler(PrefillWorker):
         assert destination is not None
         if not self.slots.free:
             return False
-        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
-        if pages is None:
+        found = self._allocate(request, destination.held)
+        if found is None:
             return False
-        rest = after(pages, destination.held)
-        state = self.state.allocate(request.room, request.input, request.input, rest)
-        if state is None:
-            self.pages.release(request.room)
-            return False
+        rest, state = found
         slot = self.slots.allocate(request.room)
         assert slot is not None
         self._blocked.clear()
@@ -340,6 +380,18 @@ class PrefillScheduler(PrefillWorker):
         room.state = tuple(map(pair, state, destination.state))
         room.started = self.clock.now
         return True
+
+    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages of *request* after the first *held*, and its rows of state; None if there are too few."""
+        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
+        if pages is None:
+            return None
+        rest = after(pages, held)
+        state = self.state.allocate(request.room, request.input, request.input, rest)
+        if state is None:
+            self.pages.release(request.room)
+            return None
+        return rest, state
 
     def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
         """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
