@@ -5,7 +5,7 @@ It is also where ranks enrol (`pdsim.kv.bootstrap`) and where it is decided that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from pdsim.kv.messages import (
     Failed,
     Finished,
     Gone,
+    Lent,
     Locate,
     Located,
     Message,
@@ -29,15 +30,19 @@ from pdsim.kv.messages import (
     Ping,
     Pong,
     Prefilled,
+    Pull,
     Ready,
     Stop,
     Streamed,
     Submit,
     Took,
 )
-from pdsim.serving.deployment import Deployment, instance_of, leader
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.host import Host
 from pdsim.serving.instances import InstanceRegistry
 from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.seams import handoff_of
+from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 
 __all__ = ["program"]
@@ -73,6 +78,7 @@ class RoutedRequest:
     prefill: str = ""  # life
     decode: str = ""  # life
     nbytes: int = 0
+    answered: bool = False  # prefill has computed it, and decode is asked to pull it
     prefilled: bool = False
     counted: bool = False  # among the tokens outstanding
     lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
@@ -108,6 +114,8 @@ class Router(RankProcess):
             self.requests[int(which)].patience = patience
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
+        self.serial = handoff_of(job.engine).serial
+        self.host = Host(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
@@ -127,6 +135,7 @@ class Router(RankProcess):
             Took: self._took,
             Locate: self._locate,
             Prefilled: self._prefilled,
+            Lent: self._lent,
             Finished: self._finished,
             Streamed: self._finished,
             Failed: self._failed,
@@ -202,9 +211,26 @@ class Router(RankProcess):
         self.registry.add(request.prefill, request.input)
         self.registry.add(request.decode, request.input + request.output)
         self._moved = self.clock.now
-        message = Submit(request.room, request.input, request.output, request.prefill, request.decode)
+        self._pass_on(request, self._send_on)
+
+    def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:
+        """Call *send* with *request* once the router has worked on it, unless that has ended meanwhile."""
+        seconds, room = self.host.arrive(request.input), request.room
+
+        def passed(_: Any) -> None:
+            if self._rooms.get(room) is request and not request.lost:
+                send(request)
+
+        if seconds:
+            self.clock.call_at(self.clock.now + seconds, passed, None)
+        else:
+            send(request)
+
+    def _send_on(self, request: RoutedRequest) -> None:
+        message = self._submission(request)
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
-        self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
+        if not self.serial:
+            self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
     def _took(self, _: str, message: Took) -> None:
@@ -216,6 +242,20 @@ class Router(RankProcess):
     def _locate(self, sender: str, message: Locate) -> None:
         self.send(sender, Located(self.directory.locate(message.rooms), message.life))
 
+    def _submission(self, request: RoutedRequest) -> Submit:
+        return Submit(request.room, request.input, request.output, request.prefill, request.decode)
+
+    def _lent(self, _: str, message: Lent) -> None:
+        """Have decode pull what prefill has computed."""
+        request = self._find(message.room)
+        if request is None or request.lost or request.answered:
+            return
+        request.answered = True
+        self._moved = self.clock.now
+        self.registry.add(request.prefill, -request.input)
+        pull = Pull(self._submission(request), message)
+        self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
+
     def _prefilled(self, _: str, message: Prefilled) -> None:
         request = self._find(message.room)
         if request is None:
@@ -224,7 +264,8 @@ class Router(RankProcess):
         self._moved = self.clock.now
         if not request.prefilled:
             request.prefilled = True
-            self.registry.add(request.prefill, -request.input)
+            if not request.answered:
+                self.registry.add(request.prefill, -request.input)
         if request.finished is not None:
             self._close(request, "ok")
 
@@ -253,6 +294,7 @@ class Router(RankProcess):
         self._uncount(request)
         self._forget(request.room)
         request.lost = request.asked = ""
+        request.answered = False
         self._submit(request)
 
     def _leave(self, request: RoutedRequest) -> None:
@@ -297,7 +339,7 @@ class Router(RankProcess):
     def _uncount(self, request: RoutedRequest) -> None:
         if request.counted:
             request.counted = False
-            if not request.prefilled:
+            if not (request.prefilled or request.answered):
                 self.registry.add(request.prefill, -request.input)
             self.registry.add(request.decode, -request.input - request.output)
 

@@ -273,12 +273,16 @@ class DecodeScheduler(BlockManager):
                 del self._queue[index]
                 reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
                 self.send(ROUTER, Failed(request.room, reason))
+                self.unadmitted(request.room)
                 continue
             del self._queue[index]
             self._blocked.clear()
             self._rooms[request.room] = DecodeRequest(request, self.clock.now, Consensus(self.job.decode.size))
             self._timers.add(request.room)
             self.start(request, *rows, held)
+
+    def unadmitted(self, number: int) -> None:
+        """See to what is left of a room that was given up before it had pages: nothing."""
 
     def has_slot(self) -> bool:
         """Return whether there is a row for the metadata of one more room."""

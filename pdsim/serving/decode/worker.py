@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
@@ -33,18 +35,7 @@ class DecodeWorker(EngineProcess):
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self.receiver = KvReceiver(
-            rank,
-            job.decode_layout(index),
-            instance,
-            index,
-            job.rank_map,
-            self.arrived,
-            self.quiet,
-            job.handoff,
-            job.staging,
-            job.checked,
-        )
+        self.receiver = self.make_receiver()
         self._severed: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {
             Fence: self._fence,
@@ -56,6 +47,22 @@ class DecodeWorker(EngineProcess):
         if self.receiver.landing is not None:
             landing = self.receiver.landing
             self.handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
+
+    def make_receiver(self) -> Any:
+        """Return what KV comes in by: a `KvReceiver`, or what stands in its place in another handoff."""
+        job = self.job
+        return KvReceiver(
+            self.rank,
+            job.decode_layout(self.index),
+            self.instance,
+            self.index,
+            job.rank_map,
+            self.arrived,
+            self.quiet,
+            job.handoff,
+            job.staging,
+            job.checked,
+        )
 
     def run(self) -> Program:
         """As `EngineProcess.run`, with an eye on what arrives."""

@@ -64,6 +64,7 @@ class PrefillRequest:
     chunks: int = 0
     source_slot: int = -1
     nbytes: int = 0
+    ended: float = 0.0  # its last forward, on this rank
     ready: float = 0.0  # when the host has made it known to the scheduler
 
     @property
@@ -289,11 +290,16 @@ class PrefillScheduler(PrefillWorker):
         if room.failed:
             self._over.set(number, None)
         if room.source_slot >= 0:
-            self.pages.release(number)
-            self.slots.release(number)
-            self.state.release(number)
+            self.give_back(room)
             self._wake()
         self._end_if_drained()
+
+    def give_back(self, room: PrefillRequest) -> None:
+        """Give back what *room* has on this side."""
+        number = room.request.room
+        self.pages.release(number)
+        self.slots.release(number)
+        self.state.release(number)
 
     # --- the scheduler ---
 

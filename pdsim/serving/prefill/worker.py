@@ -36,25 +36,30 @@ class PrefillWorker(EngineProcess):
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self.sender = KvSender(
-            rank,
-            job.prefill_layout(index),
+        self.sender = self.make_sender()
+        self._met: set[str] = set()  # lives of decode instances
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
+        self.handlers |= {
+            Register: self._register,
+            Forward: self._forward,
+            Grant: lambda sender, message: self.sender.grant(sender, message),
+            Abort: self._abort,
+        }
+
+    def make_sender(self) -> Any:
+        """Return what hands KV over here: a `KvSender`, or what stands in its place in another handoff."""
+        job = self.job
+        return KvSender(
+            self.rank,
+            job.prefill_layout(self.index),
             job.prefill,
-            index,
+            self.index,
             self.conclude,
             job.all_cp_ranks,
             job.handoff,
             job.staging,
             job.checked,
         )
-        self._met: set[str] = set()  # lives of decode instances
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
-        self.handlers |= {
-            Register: self._register,
-            Forward: self._forward,
-            Grant: self.sender.grant,
-            Abort: self._abort,
-        }
 
     def report(self) -> dict[str, Any]:
         """Return why metadata did not go the way of the policy, and how often."""
