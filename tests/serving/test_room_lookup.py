@@ -99,7 +99,7 @@ def test_a_room_that_is_given_up_in_the_queue_is_not_kept():
     seen: list[tuple[int, ...]] = []
     bench.clock.run()
     assert [seen, bench.asked] == [[()], [(0.0, (1,))]]
-    assert [len(bench.lookup), len(bench.finder._fresh)] == [0, 0]
+    assert [len(bench.lookup), len(bench.lookup._fresh)] == [0, 0]
 
 
 def test_where_a_room_went_is_forgotten_in_time():
