@@ -12,7 +12,7 @@ from pdsim.costs import Collective, Engine
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Slo, Workload
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
 from pdsim.units import Seconds
 
 __all__ = ["Check", "Config", "Launch"]
@@ -56,6 +56,7 @@ class Config:
     kv: Kv = field(default_factory=Kv)
     policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written
     scheduler: Scheduler = field(default_factory=Scheduler)
+    engine: ServingEngine = field(default_factory=ServingEngine)
     compute: Compute = field(default_factory=Compute)
     collective: Collective | None = None  # what groups of ranks gather with
     launch: Launch = field(default_factory=Launch)

@@ -12,7 +12,18 @@ from typing import Any
 from pdsim.errors import BackendUnavailable, ConfigError
 from pdsim.guards import instead
 
-__all__ = ["BACKENDS", "COLLECTIVES", "CONF", "EXPERIMENTS", "names", "provider", "resolve"]
+__all__ = [
+    "BACKENDS",
+    "COLLECTIVES",
+    "CONF",
+    "EXPERIMENTS",
+    "HANDOFFS",
+    "ROUTERS",
+    "SCHEDULERS",
+    "names",
+    "provider",
+    "resolve",
+]
 
 BACKENDS = "pdsim.backends"
 """Endpoint classes of real engines."""
@@ -22,6 +33,12 @@ CONF = "pdsim.conf"
 """Packages that hold configuration groups, as pdsim's own ``conf`` does."""
 EXPERIMENTS = "pdsim.experiments"
 """Modules with ``Options``, ``run`` and, where needed, ``check``."""
+SCHEDULERS = "pdsim.schedulers"
+"""Classes that decide what runs in a step: `pdsim.serving.seams.Scheduler`."""
+HANDOFFS = "pdsim.handoffs"
+"""Classes that say who moves the KV: `pdsim.serving.seams.Handoff`."""
+ROUTERS = "pdsim.routers"
+"""Classes that choose instances: `pdsim.serving.seams.RouterPolicy`."""
 
 
 @cache

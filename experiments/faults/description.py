@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdsim.fabric.faults import Faults
 from pdsim.job import RankSpec
-from pdsim.serving.deployment import Job
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
 
 __all__ = ["Scenario"]
@@ -18,7 +18,7 @@ class Scenario:
     """What is served, and what goes wrong meanwhile."""
 
     seed: int
-    job: Job
+    job: Deployment
     specs: list[RankSpec]
     requests: list[Request]
     cancels: Mapping[int, float]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdsim.job import Rank
-from pdsim.serving.deployment import Job, instance_of
-from pdsim.serving.router import Router, _Request
+from pdsim.serving.deployment import Deployment, instance_of
+from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 
 __all__ = ["LINGER", "program"]
@@ -34,7 +34,7 @@ def program(
     each request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
     two instances.
     """
-    router = _Router(rank, Job.from_plain(job), requests, leaves)
+    router = _Router(rank, Deployment.from_plain(job), requests, leaves)
     router.calm = calm
     return (yield from router.run())
 
@@ -45,7 +45,7 @@ class _Router(Router):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._served = self.requests
-        self._probes: tuple[_Request, ...] | None = None
+        self._probes: tuple[RoutedRequest, ...] | None = None
         self._resting = False
         self._lives: tuple[list[Any], ...] = tuple([0.0, []] for _ in self.requests)
 
@@ -55,13 +55,13 @@ class _Router(Router):
         self.requests = self._served
         return super().report() | {"probes": probes, "lives": list(self._lives)}
 
-    def _send_out(self, request: _Request, prefill: str, decode: str) -> None:
+    def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         super()._send_out(request, prefill, decode)
         if self._probes is None:
             row = [self.clock.now, request.room, instance_of(prefill), instance_of(decode)]
             self._lives[request.number][1].append(row)
 
-    def _close(self, request: _Request, status: str) -> None:
+    def _close(self, request: RoutedRequest, status: str) -> None:
         if self._probes is None:
             self._lives[request.number][0] = self.clock.now
         super()._close(request, status)
@@ -80,15 +80,15 @@ class _Router(Router):
         self._resting = False
         first = len(self.requests)
         pairs = [(prefill, decode) for prefill in self.job.prefills for decode in self.job.decodes]
-        self._probes = tuple(_Request(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
+        self._probes = tuple(RoutedRequest(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
         self.requests = [*self._served, *self._probes]
         self._next = len(self.requests)
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
             probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
             probe.room = 1 + probe.number + probe.tries * len(self.requests)
-            if self.fleet.linked(prefill, decode):
+            if self.registry.linked(prefill, decode):
                 self._rooms[probe.room] = probe
-                self._send_out(probe, self.fleet.life(prefill), self.fleet.life(decode))
+                self._send_out(probe, self.registry.life(prefill), self.registry.life(decode))
             else:
                 probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: they are not connected"
         self._stop_if_done()

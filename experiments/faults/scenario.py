@@ -18,7 +18,7 @@ from pdsim.fabric.job import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.verify.invariants import Checks, Violation
-from pdsim.serving.deployment import Job, instance_of
+from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request, stream
 
@@ -199,7 +199,7 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     )
 
 
-def _squeezed(job: Job, random: np.random.Generator) -> Job:
+def _squeezed(job: Deployment, random: np.random.Generator) -> Deployment:
     """Return *job* with pools that hold from one to six of the longest requests."""
     least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
     prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
@@ -235,7 +235,7 @@ def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
     return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
 
 
-def _losses(seed: int, job: Job, span: float, kill: Mapping[str, float]) -> dict[str, float]:
+def _losses(seed: int, job: Deployment, span: float, kill: Mapping[str, float]) -> dict[str, float]:
     """Return one rank of each of two or more instances, without those of *kill*: at one instant, or at any."""
     random = stream(seed, "faults.losses")
     instances = (*job.prefills, *job.decodes)
@@ -250,7 +250,7 @@ def _losses(seed: int, job: Job, span: float, kill: Mapping[str, float]) -> dict
     return {name: at for name, at in found.items() if instance_of(name) not in lost}
 
 
-def _together(seed: int, job: Job, span: float) -> tuple[dict[str, float], dict[str, float]]:
+def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float], dict[str, float]]:
     """Return when all ranks of a prefill and a decode instance are killed, and when they are started again: at once.
 
     In one half of the scenarios at the same instant, in the other up to a few messages apart.
@@ -269,7 +269,7 @@ def _ends(faults: Faults) -> list[float]:
     return [fault.end for fault in (*faults.slow, *faults.squeezes)]
 
 
-def _restarts(seed: int, job: Job, kill: Mapping[str, float]) -> dict[str, float]:
+def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
     """Start every rank of an instance again that loses one, the killed one first."""
     random, found = stream(seed, "faults.restarts"), {}
     for name, at in kill.items():

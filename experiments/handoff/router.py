@@ -8,7 +8,7 @@ from typing import Any
 from simpy.events import Event
 
 from pdsim.job import Rank
-from pdsim.serving.deployment import Job
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.router import Router
 from pdsim.transfer import Program
 
@@ -23,7 +23,7 @@ def program(
     leaves: Sequence[Sequence[float]] = (),
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over."""
-    return (yield from _Router(rank, Job.from_plain(job), requests, leaves).run())
+    return (yield from _Router(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
 class _Router(Router):

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.serve import tables
 from experiments.serve.paths import Paths, notes
+from pdsim import plugins
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Outcome, Place, RankResult, RankSpec
@@ -17,9 +18,8 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
-from pdsim.serving.deployment import ROUTER, Job, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.placement import pages, places
-from pdsim.serving.router import POLICIES
 from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request, load
 from pdsim.units import Seconds
@@ -42,8 +42,9 @@ class Options:
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0 is for ever
 
     def __post_init__(self) -> None:
-        if self.router not in POLICIES:
-            raise ValueError(f"experiment.router must be one of {', '.join(POLICIES)}, got {self.router!r}")
+        if self.router not in plugins.names(plugins.ROUTERS):
+            known = ", ".join(plugins.names(plugins.ROUTERS))
+            raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
         if self.dp_rank not in ("room", "query"):
             raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
@@ -73,7 +74,7 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     return result(config, what, requests, outcome)
 
 
-def job(config: Config, options: Options) -> Job:
+def job(config: Config, options: Options) -> Deployment:
     """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
     try:
         found = _job(config, options)
@@ -83,7 +84,7 @@ def job(config: Config, options: Options) -> Job:
     return found
 
 
-def _job(config: Config, options: Options) -> Job:
+def _job(config: Config, options: Options) -> Deployment:
     parallel, shape = config.parallel, kv_shape(config.model)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
@@ -93,7 +94,7 @@ def _job(config: Config, options: Options) -> Job:
     def time(side: Side) -> ForwardTime:
         return forward_time(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
 
-    return Job(
+    return Deployment(
         prefill=_grid(parallel.prefill),
         prefill_dp=parallel.prefill.dp,
         prefill_instances=parallel.prefill.instances,
@@ -108,7 +109,7 @@ def _job(config: Config, options: Options) -> Job:
         prefill_pages=pool(parallel.prefill),
         decode_pages=pool(parallel.decode),
         slots=2 * config.scheduler.decode_batch,
-        chunk=config.scheduler.chunk,
+        chunk=config.engine.step_tokens or config.scheduler.chunk,
         prefill_batch=config.scheduler.prefill_batch,
         decode_batch=config.scheduler.decode_batch,
         prefill_time=time(parallel.prefill),
@@ -123,6 +124,8 @@ def _job(config: Config, options: Options) -> Job:
         retries=options.retries,
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
+        engine=config.engine,
+        seed=config.seed,
     )
 
 
@@ -134,7 +137,7 @@ def _staging(config: Config, shape: KvShape) -> Staging:
     return Staging(ring=int(kv.staging_ring), buffer=int(kv.staging_buffer) or chunk, wait=kv.staging_wait)
 
 
-def specs(config: Config, what: Job, requests: Sequence[Request]) -> list[RankSpec]:
+def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
@@ -172,7 +175,7 @@ def _sizes(parallel: Parallel) -> str:
     return f"({text(parallel.prefill)} to {text(parallel.decode)})"
 
 
-def result(config: Config, what: Job, requests: Sequence[Request], outcome: Outcome) -> Result:
+def result(config: Config, what: Deployment, requests: Sequence[Request], outcome: Outcome) -> Result:
     """Return what *outcome* says of *requests*."""
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
@@ -202,7 +205,7 @@ def _line(rank: RankResult) -> str:
     return next(iter(rank.error.splitlines()), "ended without a result")
 
 
-def check_fits(what: Job, requests: Sequence[Request]) -> None:
+def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
     """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
     for number, request in enumerate(requests):
         for side, tokens, have in (

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pdsim.job import Outcome
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
-from pdsim.serving.deployment import Job
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Slo
 from pdsim.serving.workload import Request
 from pdsim.units import format_time
@@ -74,16 +74,25 @@ LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
 
 
 def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:
-    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times
-    return {
-        "ttft": polled - arrival,
-        "tpot": (finished - polled) / (output - 1) if output > 1 else None,
+    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times[:8]
+    first, asked = (times[8], times[9]) if len(times) > 8 else (polled, None)
+    durations = {
+        "ttft": first - arrival,
+        "tpot": (finished - first) / (output - 1) if output > 1 else None,
         "e2e": finished - arrival,
-        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
         "compute": (prefilled - started) + (finished - joined),
+        "polling": polled - arrived,
+    }
+    if asked is not None:  # decode heard of it after prefill had answered
+        return durations | {
+            "queueing": (started - arrival) + (reserved - asked) + (joined - polled),
+            "handshake": asked - prefilled,
+            "transfer": arrived - reserved,
+        }
+    return durations | {
+        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
         "handshake": noticed - reserved,
         "transfer": arrived - prefilled,
-        "polling": polled - arrived,
     }
 
 
@@ -205,7 +214,7 @@ def instances(table: Columns) -> list[list[Any]]:
     return [found[name] for name in sorted(found)]
 
 
-def notes(table: Columns, job: Job, outcome: Outcome) -> list[str]:
+def notes(table: Columns, job: Deployment, outcome: Outcome) -> list[str]:
     """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
     found = []
     span, seconds = max(table["arrival"], default=0.0), makespan(table)

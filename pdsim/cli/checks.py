@@ -18,6 +18,7 @@ from pdsim.guards import instead, near
 from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.serving.placement import places
+from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import Side, Workload
 from pdsim.units import format_size
 
@@ -69,6 +70,7 @@ def _serving(config: Config) -> Iterator[str]:
         return  # the servers have their own memory and places
     yield from _placement(config)
     yield from _staging(config)
+    yield from _serving_engine(config)
     for name, side in (("prefill", config.parallel.prefill), ("decode", config.parallel.decode)):
         yield from _heads(config, name, side)
         yield from _memory(config, name, side)
@@ -279,6 +281,27 @@ def _staging(config: Config) -> Iterator[str]:
         yield (
             f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
             "use a mooncake or nixl backend, or leave kv.staging out"
+        )
+
+
+def _serving_engine(config: Config) -> Iterator[str]:
+    """Yield for each part of the serving engine that no package has, and if a pulled handoff is asked for more."""
+    engine = config.engine
+    for key, name, group in (
+        ("engine.scheduler", engine.scheduler, plugins.SCHEDULERS),
+        ("engine.handoff", engine.handoff, plugins.HANDOFFS),
+    ):
+        if name not in plugins.names(group):
+            yield f"{key}={name} is nothing that a package provides; {instead(name, plugins.names(group))}"
+            return
+    if not handoff_of(engine).serial:
+        return
+    if config.kv.staging:
+        yield f"kv.staging=true, but engine={engine.name} pulls (engine.handoff={engine.handoff}); leave kv.staging out"
+    if config.experiment.get("dp_rank") == "query":
+        yield (
+            f"experiment.dp_rank=query, but engine={engine.name} pulls (engine.handoff={engine.handoff}): prefill's "
+            "answer names the group; leave experiment.dp_rank out"
         )
 
 

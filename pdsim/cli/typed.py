@@ -21,13 +21,13 @@ from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 from pdsim.hardware import EVIDENCE, Machine
 from pdsim.kv.policy import Policy
-from pdsim.serving.settings import Llm
+from pdsim.serving.settings import Llm, ServingEngine
 
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
 
 T = TypeVar("T")
 Lent = TypeVar("Lent", Engine, Collective)
-Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective)
+Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
 
 SOURCE, SOURCES, OTHERS = "source", "sources", "others"
 """In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in it."""
@@ -56,6 +56,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         hw=_sourced(config.hw, "hw", new),
         backend=_sourced(_borrowed(backend, config.hw), "backend", new),
         model=_sourced(config.model, "model", new),
+        engine=_sourced(config.engine, "engine", new),
         collective=None
         if config.collective is None
         else _sourced(_borrowed(config.collective, config.hw), "collective", new),

@@ -21,7 +21,7 @@ from pdsim.clock import Clock
 from pdsim.kv.messages import Enroll, MessageError, Terms
 from pdsim.kv.rooms import Fading
 
-__all__ = ["KNOWN", "Bootstrap", "Whereabouts"]
+__all__ = ["KNOWN", "Bootstrap", "RoomDirectory"]
 
 KNOWN = 120.0
 """Seconds for which it is remembered where a room went (SGLang's entries live for 120 to 240)."""
@@ -96,7 +96,7 @@ class Bootstrap:
         return self._formed.get(instance, 0)
 
 
-class Whereabouts:
+class RoomDirectory:
     """Which prefill instance took which room, for decode instances to ask where the number of a room does not say."""
 
     def __init__(self, clock: Clock) -> None:

@@ -21,16 +21,19 @@ __all__ = [
     "Ask",
     "Busy",
     "Chunk",
+    "Collected",
     "Destination",
     "Dropped",
     "Enroll",
     "Failed",
     "Fence",
     "Fenced",
+    "Fetch",
     "Finished",
     "Forward",
     "Gone",
     "Grant",
+    "Lent",
     "Locate",
     "Located",
     "Meet",
@@ -40,16 +43,20 @@ __all__ = [
     "Ping",
     "Pong",
     "Prefilled",
+    "Pull",
     "Quiet",
     "Ready",
     "Refused",
     "Register",
     "Released",
+    "Renew",
     "Reserve",
     "Return",
+    "Revoked",
     "Sent",
     "Settled",
     "Stop",
+    "Streamed",
     "Submit",
     "Terms",
     "Took",
@@ -58,7 +65,7 @@ __all__ = [
     "refusal",
 ]
 
-VERSION = 9
+VERSION = 10
 """Of the schema; to be raised with every change of a message's fields."""
 
 
@@ -219,6 +226,61 @@ class Reserve(Message, frozen=True):
     held: int = 0
 
 
+class Lent(Message, frozen=True):
+    """A prefill leader to the router: the prompt is computed, and its KV stays here under a lease, to be pulled."""
+
+    room: int
+    life: str  # of the prefill instance
+    pages: Pages
+    state: tuple[Pages, ...]  # the rows of each component, in the order of `StateShape.components`
+    noticed: float  # the prefill leader had the request
+    started: float  # its first forward began
+    ended: float  # its last forward ended
+
+
+class Pull(Message, frozen=True):
+    """The router to a decode leader: prefill has answered, fetch the KV and go on."""
+
+    submit: Submit
+    lent: Lent
+
+
+class Fetch(Message, frozen=True):
+    """A decode leader to its followers: read your part of this room, from its pages at prefill into these."""
+
+    life: str  # of the decode instance: this may find the next one
+    room: int
+    input: int  # tokens
+    prefill: str  # the life that has it
+    source: Pages
+    pages: Pages
+    source_state: tuple[Pages, ...] = ()
+    state: tuple[Pages, ...] = ()
+
+
+class Collected(Message, frozen=True):
+    """A decode leader to a prefill leader: of this room nothing is or will be read any more, its pages are free."""
+
+    room: int
+    life: str  # of the prefill instance: this may find the next one
+    nbytes: int  # that were read; 0 if it was given up
+
+
+class Renew(Message, frozen=True):
+    """A decode leader to a prefill leader, every few seconds: these rooms are still wanted."""
+
+    life: str  # of the prefill instance
+    rooms: tuple[int, ...]
+
+
+class Revoked(Message, frozen=True):
+    """A prefill leader to a decode leader: do not read this room any more, and say `Collected` once nothing is read."""
+
+    room: int
+    life: str  # of the decode instance
+    prefill: str  # the life that asks
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A part of a request that one prefill forward covers, and the pages to write after it."""
 
@@ -343,6 +405,13 @@ class Finished(Message, frozen=True):
     finished: float  # last token out
 
 
+class Streamed(Finished, frozen=True):
+    """As `Finished`, of an engine whose first token leaves later than its scheduler sees the KV."""
+
+    first: float  # the first token leaves decode's server; *finished* is when the last one does
+    asked: float | None = None  # decode's scheduler heard of the request, if that was after prefill had answered
+
+
 class Failed(Message, frozen=True):
     """A leader to the router: the room cannot be served."""
 
@@ -405,6 +474,13 @@ _Any = (
     | Failed
     | Abort
     | Released
+    | Streamed
+    | Lent
+    | Pull
+    | Fetch
+    | Collected
+    | Renew
+    | Revoked
 )
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number

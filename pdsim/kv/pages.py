@@ -62,6 +62,29 @@ class PagePool:
             raise ValueError(f"owner {owner} has pages already: release them first")
         if count > self.free:
             return None
+        pages = self._owned[owner] = self._take(count)
+        return pages
+
+    def extend(self, owner: int, count: int) -> bool:
+        """Give *count* more pages to *owner*; return False, and give none, if fewer are free.
+
+        Raise a `ValueError` if *count* is not positive and a `KeyError` if *owner* has no pages.
+        """
+        if count < 1:
+            raise ValueError(f"count must be >= 1, got {count}")
+        if owner not in self._owned:
+            raise KeyError(f"owner {owner} has no pages to extend")
+        if count > self.free:
+            return False
+        self._owned[owner] = tuple(sorted((*self._owned[owner], *self._take(count))))
+        return True
+
+    def count(self, owner: int) -> int:
+        """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
+        return sum(count for _, count in self._owned[owner])
+
+    def _take(self, count: int) -> Pages:
+        """Take *count* pages out, which are free."""
         self.free -= count
         self.peak = max(self.peak, self.used)
         taken: list[tuple[int, int]] = []
@@ -71,8 +94,7 @@ class PagePool:
             taken.append((self._starts[index], part))
             self._cut(index, part)
             count -= part
-        pages = self._owned[owner] = tuple(sorted(taken))
-        return pages
+        return tuple(sorted(taken))
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""

@@ -33,7 +33,7 @@ DEVICE = Policy()
 
 
 @dataclass(slots=True)
-class _Room:
+class _IncomingRoom:
     """A request's handoff as this rank sees it."""
 
     reserve: Reserve | None = None
@@ -75,7 +75,7 @@ class KvReceiver:
         self.writers = rank_map.writers(index)
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _IncomingRoom] = {}
         self._over: Fading[None] = Fading(rank.clock, OVER)
         self.ignored = 0  # arrivals of rooms that were forgotten before
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
@@ -148,13 +148,13 @@ class KvReceiver:
                 room.last = arrival
         self._check(arrival.room, room)
 
-    def _room(self, number: int) -> _Room:
+    def _room(self, number: int) -> _IncomingRoom:
         room = self._rooms.get(number)
         if room is None:
-            room = self._rooms[number] = _Room()
+            room = self._rooms[number] = _IncomingRoom()
         return room
 
-    def _check(self, number: int, room: _Room) -> None:
+    def _check(self, number: int, room: _IncomingRoom) -> None:
         if room.last is None or len(room.counts) < self._expected[min(room.last.pages, len(self._expected) - 1)]:
             return
         if room.received < sum(room.counts.values()):

@@ -30,7 +30,7 @@ from pdsim.kv.peers import Links
 from pdsim.kv.plan import Runs, cut
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.queues import Queues
-from pdsim.kv.sender_rooms import Delivery, Handoffs, Room
+from pdsim.kv.sender_rooms import Delivery, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Batch, Program, Transfer
@@ -41,7 +41,7 @@ INLINE = Policy()
 """Everything is posted at once."""
 
 
-class KvSender(Handoffs):
+class KvSender(SenderRooms):
     """Writes what a prefill rank, the *index*-th of its group's *grid*, computed to the decode ranks that need it.
 
     A chunk is handed to its queue as soon as its forward has ended, while the next is computed; chunks may overtake
@@ -99,7 +99,7 @@ class KvSender(Handoffs):
         for chunk in chunks:
             state = self._rooms.get(chunk.room)
             if state is None:
-                state = self._rooms[chunk.room] = Room(chunk.room)
+                state = self._rooms[chunk.room] = SenderRoom(chunk.room)
             state.planned += 1
             if self._gathers is not None and state.status is not Status.FAILED:
                 self._ask(state, chunk)
@@ -176,7 +176,7 @@ class KvSender(Handoffs):
             return (), False
         return cut(chunk.runs, first - start, end - first), end == mine.stop
 
-    def _ask(self, state: Room, chunk: Chunk) -> None:
+    def _ask(self, state: SenderRoom, chunk: Chunk) -> None:
         """Ask for the slots of *chunk*, where it can be staged."""
         rows, _ = self._share(chunk)
         for target in self.links.targets(chunk.decode):
@@ -186,7 +186,7 @@ class KvSender(Handoffs):
                 self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows), chunk.decode))
 
     def _plan(
-        self, state: Room, chunk: Chunk, target: Target, rows: Runs, arrival: Arrival, finished: bool
+        self, state: SenderRoom, chunk: Chunk, target: Target, rows: Runs, arrival: Arrival, finished: bool
     ) -> list[Delivery]:
         """Return the writes of *chunk* to *target*, the last ones with the number of all."""
         pieces: list[Piece | None] = [*target.pieces(chunk, rows)]
@@ -249,7 +249,7 @@ class KvSender(Handoffs):
         except TransferError:
             return
 
-    def _gather(self, state: Room, batch: Batch) -> Program:
+    def _gather(self, state: SenderRoom, batch: Batch) -> Program:
         state.moving += 1  # the pages are read
         try:
             yield self._rank.device.copy(batch)

@@ -16,11 +16,11 @@ from pdsim.kv.paths import Piece, Target
 from pdsim.kv.policy import Policy
 from pdsim.kv.status import Status, advance
 
-__all__ = ["Delivery", "Handoffs", "Room"]
+__all__ = ["Delivery", "SenderRoom", "SenderRooms"]
 
 
 @dataclass(slots=True)
-class Room:
+class SenderRoom:
     """A request's handoff as one prefill rank sees it."""
 
     room: int
@@ -41,7 +41,7 @@ class Room:
 class Delivery(NamedTuple):
     """A write to be made.  Without a *piece*, metadata over the control channel."""
 
-    state: Room
+    state: SenderRoom
     chunk: Chunk
     target: Target
     piece: Piece | None
@@ -63,7 +63,7 @@ class Delivery(NamedTuple):
         return self.piece is not None and not (self.piece.rows or self.piece.state)
 
 
-class Handoffs:
+class SenderRooms:
     """The rooms that the *index*-th prefill rank of its group has part in, until they are over.
 
     *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
@@ -75,9 +75,9 @@ class Handoffs:
         self._index = index
         self._policy = policy
         self._report = report
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, SenderRoom] = {}
         self._computing = False
-        self._unpolled: list[Room] = []
+        self._unpolled: list[SenderRoom] = []
 
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""
@@ -92,12 +92,12 @@ class Handoffs:
 
     def abort(self, room: int) -> None:
         """Give *room* up: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
-        state = self._rooms.get(room) or Room(room)
+        state = self._rooms.get(room) or SenderRoom(room)
         state.aborted = True
         state.status = advance(state.status, Status.FAILED)
         self._settle(state)
 
-    def _over(self, state: Room) -> None:
+    def _over(self, state: SenderRoom) -> None:
         """Count one write as done."""
         state.unfinished -= 1
         if state.status is Status.FAILED:
@@ -105,7 +105,7 @@ class Handoffs:
         elif not state.unfinished:
             self._conclude(state)
 
-    def _conclude(self, state: Room) -> None:
+    def _conclude(self, state: SenderRoom) -> None:
         """End the room if its last chunk is written; called when no write of it is under way."""
         if state.last is None or state.status is Status.FAILED:
             return
@@ -118,13 +118,13 @@ class Handoffs:
             self._notify(state, state.last)
         self._report(Sent(state.room, state.nbytes))
 
-    def _notify(self, state: Room, last: Arrival) -> None:
+    def _notify(self, state: SenderRoom, last: Arrival) -> None:
         """Tell the decode ranks, each of them once, that everything is there."""
         for name in state.writes:
             arrival = replace(last, count=1 + state.controls.get(name, 0))
             self._rank.channel.send(name, encode(arrival))
 
-    def _settled(self, state: Room, _: Event) -> None:
+    def _settled(self, state: SenderRoom, _: Event) -> None:
         state.moving -= 1
         self._settle(state)
 
@@ -132,7 +132,7 @@ class Handoffs:
         """Fail the room of *delivery*, because of *error*."""
         self._break(delivery.state, delivery.chunk.decode, error)
 
-    def _break(self, state: Room, decode: str, error: Exception) -> None:
+    def _break(self, state: SenderRoom, decode: str, error: Exception) -> None:
         if state.status is not Status.FAILED:
             state.status = advance(state.status, Status.FAILED)
             state.parked.clear()
@@ -140,7 +140,7 @@ class Handoffs:
             self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 
-    def _settle(self, state: Room) -> None:
+    def _settle(self, state: SenderRoom) -> None:
         """Report that a failed room is at rest, once it is and the leader knows of the failure."""
         if state.aborted and not state.planned and not state.moving:
             state.aborted = False  # once

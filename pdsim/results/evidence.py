@@ -83,6 +83,8 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
         sources |= _named("collective", config.collective.sources)
     if serving:
         sources |= _named("model", config.model.sources)
+        if config.engine.name != "generic":  # which has no numbers of its own
+            sources |= _named("engine", config.engine.sources)
         sources["compute"] = "assumed: a roofline with the shares and constants of the compute settings"
     return Evidence(sources, config.calibration if config.target == "model" else None)
 

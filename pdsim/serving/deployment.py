@@ -14,8 +14,9 @@ from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute.roofline import ForwardTime
+from pdsim.serving.settings import ServingEngine
 
-__all__ = ["ROUTER", "Job", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
+__all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
 ROUTER = "router"
 
@@ -51,7 +52,7 @@ def index_of(rank: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Deployment:
     """The instances, their memory, their schedulers' limits, and how long a forward takes on either side.
 
     With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
@@ -87,9 +88,11 @@ class Job:
     bootstrap_timeout: float = 0.0  # seconds that a room may wait at prefill for its pages at decode; 0 is for ever
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
+    engine: ServingEngine = field(default_factory=ServingEngine)
+    seed: int = 0  # of what varies on hosts
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:
         """Return the job that `plain` made *plain* of."""
         return msgspec.convert(dict(plain), cls)
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
-from pdsim.serving.deployment import Job, instance_of, life_name, rank_name
+from pdsim.serving.deployment import Deployment, instance_of, life_name, rank_name
+from pdsim.serving.seams import router_policy
 
-__all__ = ["POLICIES", "Fleet"]
-
-POLICIES = ("least_tokens", "round_robin")
-"""The instance with the fewest tokens outstanding, the first among equals; or one after the other."""
+__all__ = ["InstanceRegistry"]
 
 
 class _Side:
@@ -23,27 +21,23 @@ class _Side:
         self.load: dict[str, int] = {}
         self._dp = dp
         self._group = {instance: number % dp for number, instance in enumerate(instances)}
-        self._policy = policy
-        self._turn = 0
+        self._policy = router_policy(policy)
 
     def choose(self, room: int, able: Sequence[str]) -> str:
         """Return that one of *able* that is to have *room*: of the group of its `dp_rank`, if one of those is left."""
         if self._dp > 1:
             group = dp_rank(room, self._dp)
             able = [name for name in able if self._group[name] == group] or able
-        if self._policy == "least_tokens":
-            return min(able, key=self.load.__getitem__)
-        self._turn += 1
-        return able[(self._turn - 1) % len(able)]
+        return self._policy.choose(able, self.load)
 
 
-class Fleet:
+class InstanceRegistry:
     """The instances of *job*, by their places in the `Bootstrap` table, and the pairs of them that are connected.
 
     An instance is *awaited* from the start until it is formed or lost for the first time.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Deployment) -> None:
         self._job = job
         self.prefills = _Side(job.prefills, 1 if job.query_dp else job.prefill_dp, job.policy)
         self.decodes = _Side(job.decodes, job.decode_dp, job.policy)

@@ -24,27 +24,27 @@ from pdsim.kv.messages import (
     encode,
     refusal,
 )
-from pdsim.serving.deployment import ROUTER, Job, instance_of, leader
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.transfer import Program
 
-__all__ = ["EngineMember", "Handler", "Member"]
+__all__ = ["EngineProcess", "Handler", "RankProcess"]
 
 Handler = Callable[[str, Any], None]
 """Called with the rank that sent a message, and the message."""
 
 
-class Member:
+class RankProcess:
     """One rank of a job.  Subclasses register a handler for each type of message that they expect.
 
     A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler raises,
-    when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for `Job.deadline`
-    seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it and not this one: it is
-    told why, and not heard any more.
+    when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for
+    `Deployment.deadline` seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it
+    and not this one: it is told why, and not heard any more.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and lives that are over.
     """
 
-    def __init__(self, rank: Rank, job: Job) -> None:
+    def __init__(self, rank: Rank, job: Deployment) -> None:
         self.rank = rank
         self.job = job
         self.clock = rank.clock
@@ -138,13 +138,13 @@ class Member:
         return Pong()
 
 
-class EngineMember(Member):
+class EngineProcess(RankProcess):
     """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
 
     *life* is the name of the instance's life that this rank is part of, once the router has said so.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job)
         self.instance = instance
         self.index = index
@@ -153,7 +153,7 @@ class EngineMember(Member):
         self.handlers |= {Gone: self._gone, Meet: self._meet, Stop: self._stop}
 
     def run(self) -> Program:
-        """As `Member.run`, after enrolling."""
+        """As `RankProcess.run`, after enrolling."""
         terms = Terms(self.job.page_size, self.job.kv_dtype)
         self.send(ROUTER, Enroll(self.instance, self.index, self.incarnation, terms))
         return (yield from super().run())
@@ -165,7 +165,7 @@ class EngineMember(Member):
         """See to it that nothing waits for *life*, an instance of the other side that is given up."""
 
     def stop(self, sender: str, message: Stop) -> None:  # noqa: ARG002 a handler
-        """End when the leader has; or, without a word from it, after `Job.deadline` seconds."""
+        """End when the leader has; or, without a word from it, after `Deployment.deadline` seconds."""
         if sender == ROUTER:
             self.clock.call_at(self.clock.now + self.job.deadline, self.end, None)
         else:

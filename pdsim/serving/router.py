@@ -5,7 +5,7 @@ It is also where ranks enrol (`pdsim.kv.bootstrap`) and where it is decided that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from simpy.events import Event
 
 from pdsim.job import Rank
-from pdsim.kv.bootstrap import Whereabouts
+from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import (
     Abort,
     Busy,
@@ -22,6 +22,7 @@ from pdsim.kv.messages import (
     Failed,
     Finished,
     Gone,
+    Lent,
     Locate,
     Located,
     Message,
@@ -29,17 +30,22 @@ from pdsim.kv.messages import (
     Ping,
     Pong,
     Prefilled,
+    Pull,
     Ready,
     Stop,
+    Streamed,
     Submit,
     Took,
 )
-from pdsim.serving.deployment import Job, instance_of, leader
-from pdsim.serving.instances import POLICIES, Fleet
-from pdsim.serving.rank_process import Handler, Member
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.host import Host
+from pdsim.serving.instances import InstanceRegistry
+from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.seams import handoff_of
+from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
 
-__all__ = ["POLICIES", "program"]
+__all__ = ["program"]
 
 
 def program(
@@ -55,11 +61,11 @@ def program(
     ``start``, the time at which the first could have arrived, and for each request in order a row in ``rows``: prefill
     instance, decode instance, bytes, status, and the times of `Finished` or None.
     """
-    return (yield from Router(rank, Job.from_plain(job), requests, leaves).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
 @dataclass(slots=True)
-class _Request:
+class RoutedRequest:
     """What the router knows of a request."""
 
     arrival: float
@@ -72,6 +78,7 @@ class _Request:
     prefill: str = ""  # life
     decode: str = ""  # life
     nbytes: int = 0
+    answered: bool = False  # prefill has computed it, and decode is asked to pull it
     prefilled: bool = False
     counted: bool = False  # among the tokens outstanding
     lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
@@ -80,13 +87,13 @@ class _Request:
     finished: Finished | None = None
 
 
-class Router(Member):
+class Router(RankProcess):
     """The rank that requests arrive at.
 
-    It pings every rank three times in `Job.deadline` seconds.  An instance with a rank that has been silent for all of
-    them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and its other ranks
-    end.  A request that depends on it fails, unless the leader of its other instance says that none of its bytes can
-    have moved: then it is sent out anew, in another room, at most `Job.retries` times.
+    It pings every rank three times in `Deployment.deadline` seconds.  An instance with a rank that has been silent for
+    all of them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and its
+    other ranks end.  A request that depends on it fails, unless the leader of its other instance says that none of its
+    bytes can have moved: then it is sent out anew, in another room, at most `Deployment.retries` times.
 
     Should everybody answer and yet no request get anywhere and no write of theirs be under way, for as long as a loss
     can take to be noticed and twice as long as the longest request can take, all that are open fail.
@@ -95,18 +102,20 @@ class Router(Member):
     def __init__(
         self,
         rank: Rank,
-        job: Job,
+        job: Deployment,
         requests: Sequence[Sequence[float]],
         leaves: Sequence[Sequence[float]] = (),
     ) -> None:
         super().__init__(rank, job)
-        self.requests = [_Request(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
+        self.requests = [RoutedRequest(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
         for number, request in enumerate(self.requests):
             request.number = number
         for which, patience in leaves:
             self.requests[int(which)].patience = patience
-        self.fleet = Fleet(job)
-        self.whereabouts = Whereabouts(rank.clock)
+        self.registry = InstanceRegistry(job)
+        self.directory = RoomDirectory(rank.clock)
+        self.serial = handoff_of(job.engine).serial
+        self.host = Host(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
@@ -116,7 +125,7 @@ class Router(Member):
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere, or a write of one
-        self._rooms: dict[int, _Request] = {}  # those that are under way
+        self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[Message], Handler] = {
             Enroll: self._enroll,
@@ -126,7 +135,9 @@ class Router(Member):
             Took: self._took,
             Locate: self._locate,
             Prefilled: self._prefilled,
+            Lent: self._lent,
             Finished: self._finished,
+            Streamed: self._finished,
             Failed: self._failed,
             Dropped: self._dropped,
             Gone: lambda _, message: self._lose_life(message.instance, message.reason),
@@ -164,7 +175,7 @@ class Router(Member):
 
     def _begin(self) -> None:
         """Let requests arrive from now on, once all instances are connected or lost, or the deadline has passed."""
-        if not self.start and (self.fleet.connected or self.clock.now - self._born > self.job.deadline):
+        if not self.start and (self.registry.connected or self.clock.now - self._born > self.job.deadline):
             self.start = self.clock.now
             self._arrive(None)
 
@@ -183,36 +194,67 @@ class Router(Member):
             self._submit(request)
         self._stop_if_done()
 
-    def _submit(self, request: _Request) -> None:
+    def _submit(self, request: RoutedRequest) -> None:
         request.room = 1 + request.number + request.tries * len(self.requests)
         self._rooms[request.room] = request
-        pair = self.fleet.choose(request.room)
+        pair = self.registry.choose(request.room)
         if pair is None:
-            self._close(request, f"PeerLost: no {self.fleet.missing()} instance is left")
+            self._close(request, f"PeerLost: no {self.registry.missing()} instance is left")
             return
         self._send_out(request, *pair)
 
-    def _send_out(self, request: _Request, prefill: str, decode: str) -> None:
+    def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         """Have these two lives serve *request*."""
         request.prefill, request.decode = prefill, decode
         request.tries += 1
         request.counted = True
-        self.fleet.add(request.prefill, request.input)
-        self.fleet.add(request.decode, request.input + request.output)
+        self.registry.add(request.prefill, request.input)
+        self.registry.add(request.decode, request.input + request.output)
         self._moved = self.clock.now
-        message = Submit(request.room, request.input, request.output, request.prefill, request.decode)
+        self._pass_on(request, self._send_on)
+
+    def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:
+        """Call *send* with *request* once the router has worked on it, unless that has ended meanwhile."""
+        seconds, room = self.host.arrive(request.input), request.room
+
+        def passed(_: Any) -> None:
+            if self._rooms.get(room) is request and not request.lost:
+                send(request)
+
+        if seconds:
+            self.clock.call_at(self.clock.now + seconds, passed, None)
+        else:
+            send(request)
+
+    def _send_on(self, request: RoutedRequest) -> None:
+        message = self._submission(request)
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
-        self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
+        if not self.serial:
+            self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
         self.send(leader(request.prefill), message)
 
     def _took(self, _: str, message: Took) -> None:
         if message.room in self._rooms:
-            self.whereabouts.took(message.room, message.life)
+            self.directory.took(message.room, message.life)
         else:
             self.ignore()
 
     def _locate(self, sender: str, message: Locate) -> None:
-        self.send(sender, Located(self.whereabouts.locate(message.rooms), message.life))
+        self.send(sender, Located(self.directory.locate(message.rooms), message.life))
+
+    def _submission(self, request: RoutedRequest) -> Submit:
+        return Submit(request.room, request.input, request.output, request.prefill, request.decode)
+
+    def _lent(self, _: str, message: Lent) -> None:
+        """Have decode pull what prefill has computed."""
+        request = self._find(message.room)
+        if request is None or request.lost or request.answered:
+            return
+        request.answered = True
+        self._moved = self.clock.now
+        self.registry.add(request.prefill, -request.input)
+        pull = Pull(self._submission(request), message)
+        self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
         request = self._find(message.room)
@@ -222,7 +264,8 @@ class Router(Member):
         self._moved = self.clock.now
         if not request.prefilled:
             request.prefilled = True
-            self.fleet.add(request.prefill, -request.input)
+            if not request.answered:
+                self.registry.add(request.prefill, -request.input)
         if request.finished is not None:
             self._close(request, "ok")
 
@@ -251,20 +294,21 @@ class Router(Member):
         self._uncount(request)
         self._forget(request.room)
         request.lost = request.asked = ""
+        request.answered = False
         self._submit(request)
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: RoutedRequest) -> None:
         if not request.status and request.finished is None and not self.ended.triggered:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
-    def _find(self, room: int) -> _Request | None:
+    def _find(self, room: int) -> RoutedRequest | None:
         """Return the request in *room*; None, and count it, if that is over."""
         request = self._rooms.get(room)
         if request is None:
             self.ignore()
         return request
 
-    def _fail(self, request: _Request, reason: str, but: str = "") -> None:
+    def _fail(self, request: RoutedRequest, reason: str, but: str = "") -> None:
         """End *request* with *reason*, and have it given up, except by the leader *but*, which has done so.
 
         One that has all its tokens has not failed: only the account of its bytes will not come any more.
@@ -275,12 +319,12 @@ class Router(Member):
         self._abort(request, but)
         self._close(request, reason)
 
-    def _abort(self, request: _Request, but: str = "") -> None:
+    def _abort(self, request: RoutedRequest, but: str = "") -> None:
         for life in (request.decode, request.prefill):
             if life and leader(life) != but:
                 self.send(leader(life), Abort(request.room))
 
-    def _close(self, request: _Request, status: str) -> None:
+    def _close(self, request: RoutedRequest, status: str) -> None:
         """End *request* with *status*, for good."""
         request.status = status
         self._moved = self.clock.now
@@ -290,14 +334,14 @@ class Router(Member):
 
     def _forget(self, room: int) -> None:
         del self._rooms[room]
-        self.whereabouts.forget(room)
+        self.directory.forget(room)
 
-    def _uncount(self, request: _Request) -> None:
+    def _uncount(self, request: RoutedRequest) -> None:
         if request.counted:
             request.counted = False
-            if not request.prefilled:
-                self.fleet.add(request.prefill, -request.input)
-            self.fleet.add(request.decode, -request.input - request.output)
+            if not (request.prefilled or request.answered):
+                self.registry.add(request.prefill, -request.input)
+            self.registry.add(request.decode, -request.input - request.output)
 
     def _stop_if_done(self) -> None:
         if not self._rooms and self._next == len(self.requests) and not self.ended.triggered:
@@ -308,32 +352,32 @@ class Router(Member):
     # --- instances ---
 
     def refuse(self, sender: str, reason: str) -> None:
-        """As `Member.refuse`; an instance with a rank that is refused is lost."""
+        """As `RankProcess.refuse`; an instance with a rank that is refused is lost."""
         super().refuse(sender, reason)
         if (instance := instance_of(sender)) in self.instances:
             self._lose(instance, f"MessageError: {reason}")
 
     def _enroll(self, sender: str, message: Enroll) -> None:
         try:
-            self.fleet.bootstrap.check(message)
+            self.registry.bootstrap.check(message)
         except MessageError as error:
             self.refuse(sender, str(error))
             return
-        if self.fleet.bootstrap.replaces(message):
+        if self.registry.bootstrap.replaces(message):
             self._lose(message.instance, f"PeerLost: {sender} was started again")
         self.last_heard[sender] = self.clock.now
-        for name, meet in self.fleet.enroll(message):
+        for name, meet in self.registry.enroll(message):
             self.send(name, meet)
 
     def _ready(self, _: str, message: Ready) -> None:
-        if self.fleet.link(message.life, message.peer):
+        if self.registry.link(message.life, message.peer):
             self._begin()
         else:
             self.ignore()
 
     def _lose_life(self, life: str, reason: str) -> None:
         """Give *life* up, unless it is over: its instance may have been started again since."""
-        if self.fleet.alive(life):
+        if self.registry.alive(life):
             self._lose(instance_of(life), reason)
         else:
             self.ignore()
@@ -341,8 +385,8 @@ class Router(Member):
     def _lose(self, instance: str, reason: str) -> None:
         """Give *instance* up, and with it every request that still needs it."""
         self._moved = self.clock.now  # what depended on it goes on from here, and is given its time
-        life, formed = self.fleet.life(instance), instance in self.fleet.side(instance).load
-        until = self.fleet.lose(instance)
+        life, formed = self.registry.life(instance), instance in self.registry.side(instance).load
+        until = self.registry.lose(instance)
         for name in self.job.ranks(instance):
             self.last_heard.pop(name, None)
         self.send(self.job.ranks(instance), Gone(life, reason, until))
@@ -351,14 +395,14 @@ class Router(Member):
             for request in tuple(self._rooms.values()):
                 if request.decode == life or (request.prefill == life and not request.prefilled):
                     self._recover(request, life, reason)
-            for other in (self.fleet.prefills if instance in self.job.decodes else self.fleet.decodes).load:
+            for other in (self.registry.prefills if instance in self.job.decodes else self.registry.decodes).load:
                 self.send(self.job.ranks(other), Gone(life, reason))
         self._begin()
 
-    def _recover(self, request: _Request, life: str, reason: str) -> None:
+    def _recover(self, request: RoutedRequest, life: str, reason: str) -> None:
         """Ask the other instance of *request*, which has lost *life*, whether it can start anew."""
         other = request.prefill if request.decode == life else request.decode
-        if request.lost or request.prefilled or request.finished is not None or not self.fleet.alive(other):
+        if request.lost or request.prefilled or request.finished is not None or not self.registry.alive(other):
             self._fail(request, request.lost or reason)
             return
         request.lost, request.asked = reason, leader(other)
@@ -366,7 +410,7 @@ class Router(Member):
         self._abort(request)
 
 
-def _row(request: _Request) -> list[Any]:
+def _row(request: RoutedRequest) -> list[Any]:
     finished = request.finished
     times: list[float | None] = [None] * 8
     if finished is not None:
@@ -380,4 +424,6 @@ def _row(request: _Request) -> list[Any]:
             finished.joined,
             finished.finished,
         ]
+    if isinstance(finished, Streamed):
+        times += [finished.first, finished.asked]
     return [instance_of(request.prefill), instance_of(request.decode), request.nbytes, request.status, *times]

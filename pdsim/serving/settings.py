@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Count, Rate, Seconds, Size
 
-__all__ = ["DTYPES", "Compute", "Hybrid", "Kv", "Llm", "Parallel", "Scheduler", "Side", "Slo", "Workload"]
+__all__ = [
+    "DTYPES",
+    "Compute",
+    "HostCosts",
+    "Hybrid",
+    "Kv",
+    "Llm",
+    "Parallel",
+    "Scheduler",
+    "ServingEngine",
+    "Side",
+    "Slo",
+    "Workload",
+]
 
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "fp32": 4}
@@ -262,6 +275,68 @@ class Compute:
             overhead=self.overhead,
             scale=self.scale,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """What the host of one side of a serving engine adds to the device's work: mean seconds."""
+
+    arrive: Seconds = 0.0  # from a request's arrival at the server to its scheduler's queue: HTTP, processes, copies
+    arrive_token: Seconds = 0.0  # of that, each token of its prompt
+    admit: Seconds = 0.0  # that a request holds the scheduler's loop up when its step is prepared (decode: KV is here)
+    admit_token: Seconds = 0.0  # of that, each token of its prompt
+    step: Seconds = 0.0  # of an iteration; with *overlap* only what exceeds the forward
+    launch: Seconds = 0.0  # the least that a forward takes which is launched kernel by kernel
+    idle: Seconds = 0.0  # of decode: an iteration with nothing to run, after which it looks again; 0 looks at once
+    answer: Seconds = 0.0  # from the end of a step to its token, or the answer, leaving the server
+
+    def __post_init__(self) -> None:
+        not_negative("engine", **asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingEngine:
+    """How a serving engine schedules, admits and hands KV over: `conf/engine`.
+
+    Without values it is the generic engine: prefill pushes each chunk, decode reserves pages for all of the output,
+    and the host costs nothing beyond `Compute.overhead`.
+    """
+
+    name: str = "generic"
+    scheduler: str = "fcfs"  # what runs in the next step: a class of the entry-point group pdsim.schedulers
+    scheduler_options: Mapping[str, Any] = field(default_factory=dict)  # of that class
+    handoff: str = "push"  # who moves the KV: a class of the entry-point group pdsim.handoffs
+    recompute: int = 0  # last tokens of the prompt that decode computes again, before its first token
+    memory: str = "reserve"  # decode pages: "reserve" for all of the output, or "grow" with the tokens
+    reserved_tokens: int = 0  # with grow: kept free for each admitted request (SGLang's num_reserved_decode_tokens)
+    preemption: str = "recompute"  # of a request without pages: "recompute" its KV, or "retract" it to host memory
+    retract_rate: Rate = 20e9  # bytes/s to host memory and back; all ranks of an instance at once
+    step_tokens: int = 0  # of a step, prefill and decode together; 0 is `Scheduler.chunk`
+    overlap: bool = False  # the next step is prepared while one runs, so what comes in joins one step later
+    proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
+    lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
+    heartbeat: Seconds = 5.0  # between two of the reader's renewals of the lease
+    variation: float = 0.0  # coefficient of variation of each host cost, gamma-distributed
+    prefill: HostCosts = field(default_factory=HostCosts)
+    decode: HostCosts = field(default_factory=HostCosts)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("engine", ("reserve", "grow"), memory=self.memory)
+        one_of("engine", ("recompute", "retract"), preemption=self.preemption)
+        if self.recompute not in (0, 1):
+            raise ValueError(f"engine.recompute must be 0 or 1, the last token of the prompt, got {self.recompute}")
+        positive("engine", retract_rate=self.retract_rate, heartbeat=self.heartbeat)
+        not_negative(
+            "engine",
+            reserved_tokens=self.reserved_tokens,
+            step_tokens=self.step_tokens,
+            proxy=self.proxy,
+            lease=self.lease,
+            variation=self.variation,
+        )
+        if self.lease and not self.heartbeat < self.lease:
+            raise ValueError(f"engine.heartbeat={self.heartbeat} must be < lease={self.lease}, which it renews")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from experiments.faults.shrink import Trial, shrunk
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
-from pdsim.serving.decode.worker import Worker
+from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.prefill import scheduler as prefill
-from pdsim.serving.prefill.worker import Worker as Follower
+from pdsim.serving.prefill.worker import PrefillWorker
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.results.conftest import make_config
@@ -128,10 +128,10 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
     """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
     trial = Trial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
 
-    def takes_any(original: Any, self: Worker, sender: str, message: Any) -> None:
+    def takes_any(original: Any, self: DecodeWorker, sender: str, message: Any) -> None:
         original(self, sender, changed(message, arrival=changed(message.arrival, to=self.life)))
 
-    with patched((mutated(takes_any, Worker, "_store"),)):
+    with patched((mutated(takes_any, DecodeWorker, "_store"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
 
@@ -145,10 +145,10 @@ def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_star
     """D7: three of 20,000 scenarios kept a room whose leader was gone before its follower had been told of it."""
     trial = Trial(14487, 50, 0.4, SINCE | frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
 
-    def takes_any(original: Any, self: Follower, sender: str, message: Any) -> None:
+    def takes_any(original: Any, self: PrefillWorker, sender: str, message: Any) -> None:
         original(self, sender, changed(message, life=self.life))
 
-    with patched((mutated(takes_any, Follower, "_forward"),)):
+    with patched((mutated(takes_any, PrefillWorker, "_forward"),)):
         assert trial.run().violations[0].invariant == "I8"  # what is left of the room is found by the probe, too
     assert not trial.run().violations
 
@@ -157,9 +157,9 @@ def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_
     """D8: one of 20,000 scenarios kept where to write a room that its prefill leader would never be given."""
     trial = Trial(18620, 11, 0.4, SINCE | frozenset({"late", "slow", "squeezes", "stray", "torn"}))
 
-    def takes_any(original: Any, self: prefill.Leader, sender: str, message: Any) -> None:
+    def takes_any(original: Any, self: prefill.PrefillScheduler, sender: str, message: Any) -> None:
         original(self, sender, changed(message, life=self.life))
 
-    with patched((mutated(takes_any, prefill.Leader, "_destination"),)):
+    with patched((mutated(takes_any, prefill.PrefillScheduler, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations

@@ -26,7 +26,7 @@ from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
 from pdsim.serving.prefill import scheduler as prefill
-from pdsim.serving.rank_process import EngineMember
+from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.settings import Side
 from pdsim.transfer import Transfer
 
@@ -36,7 +36,7 @@ Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
 # --- lives ----------------------------------------------------------------------------------------------------------
 
 
-def meets_as_another(original: Any, self: EngineMember, sender: str, message: Any) -> None:
+def meets_as_another(original: Any, self: EngineProcess, sender: str, message: Any) -> None:
     """Take an introduction for one's own, whichever life of this rank it is meant for."""
     original(self, sender, changed(message, incarnation=self.incarnation))
 
@@ -119,20 +119,20 @@ def share_by_number(self: KvSender, chunk: Any) -> Any:
 SHARE = KvSender._share
 
 
-def counted_in_the_request(original: Any, self: prefill.Leader, room: Any, tokens: int) -> Any:
+def counted_in_the_request(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
     """Cut a chunk's pages out of those that are sent by their place in the whole request."""
     chunk = original(self, room, tokens)
     return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
 
 
-HELD = ((decode.Leader, "held", lambda self, request: self.job.page_count(request.input) // 2),)
+HELD = ((decode.DecodeScheduler, "held", lambda self, request: self.job.page_count(request.input) // 2),)
 """Decode has the first half of the pages of every request already."""
 
 
 # --- staging --------------------------------------------------------------------------------------------------------
 
 
-def knows_rooms_only(original: Any, self: reader.Worker, *arguments: Any) -> None:
+def knows_rooms_only(original: Any, self: reader.DecodeWorker, *arguments: Any) -> None:
     """Drop a question that overtakes the registration of its room, which is never asked again."""
     original(self, *arguments)
     ask, rooms = self.handlers.get(Ask), self.receiver._rooms
@@ -178,7 +178,7 @@ def not_waited_for(original: Any, self: KvSender, *arguments: Any) -> Any:
         value = yield event
 
 
-def numbered_by_place(original: Any, self: prefill.Leader, *arguments: Any) -> Any:
+def numbered_by_place(original: Any, self: prefill.PrefillScheduler, *arguments: Any) -> Any:
     """Number a chunk by where it begins, as if all before it had been full: those of shared forwards are not."""
     chunk = original(self, *arguments)
     return changed(chunk, index=chunk.first_page * self.job.page_size // self.job.chunk)
@@ -270,9 +270,9 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
         self.send(ROUTER, message)
 
 
-def gone_by_prefix(self: prefill.Leader, life: str) -> None:
+def gone_by_prefix(self: prefill.PrefillScheduler, life: str) -> None:
     """Give up the rooms of every instance whose name begins like that of *life*."""
-    prefill.Worker.peer_gone(self, life)
+    prefill.PrefillWorker.peer_gone(self, life)
     self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
     for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
         self._give_up(room)
@@ -305,7 +305,7 @@ def overtaken(self: Any, rank: int, message: Any) -> None:
         COUNT_READY(self, rank, message)
 
 
-COUNT_READY = prefill.Leader._count_ready
+COUNT_READY = prefill.PrefillScheduler._count_ready
 
 
 def lose_unnoticed(self: Any, instance: str, reason: str) -> None:
@@ -330,7 +330,7 @@ def swapped(original: Any, self: Any, message: Any) -> Any:
     return original(self, changed(message, chunks=message.chunks[::-1]))
 
 
-def takes_up_late(original: Any, self: reader.Worker, sender_: str, message: Any) -> None:
+def takes_up_late(original: Any, self: reader.DecodeWorker, sender_: str, message: Any) -> None:
     """A follower takes up the pages of every other room a moment later, when those of the next may have come."""
     if message.room % 2:
         self.clock.call_at(self.clock.now + 1e-2, lambda _: original(self, sender_, message), None)

@@ -13,9 +13,9 @@ from pdsim.job import Outcome, Rank
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import after
-from pdsim.serving.decode.scheduler import Leader
-from pdsim.serving.decode.worker import Worker
-from pdsim.serving.deployment import Job
+from pdsim.serving.decode.scheduler import DecodeScheduler
+from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Hybrid, Llm, Side
 from pdsim.serving.workload import Request
 from pdsim.transfer import Program
@@ -27,7 +27,7 @@ SPARSE = replace(MLA, hybrid=Hybrid(index_bytes=12))
 WINDOW = replace(GQA, hybrid=Hybrid(pattern="aw", window=40))
 
 
-class Holding(Leader):
+class Holding(DecodeScheduler):
     """A decode leader with some pages of every request, as one with a cache of prefixes would have."""
 
     pages_held = 0
@@ -38,8 +38,8 @@ class Holding(Leader):
 
 def decode(rank: Rank, *, instance: str, index: int, job: Any, held: int) -> Program:
     if index:
-        return (yield from Worker(rank, Job.from_plain(job), instance, index).run())
-    leader = Holding(rank, Job.from_plain(job), instance, index)
+        return (yield from DecodeWorker(rank, Deployment.from_plain(job), instance, index).run())
+    leader = Holding(rank, Deployment.from_plain(job), instance, index)
     leader.pages_held = held
     return (yield from leader.run())
 

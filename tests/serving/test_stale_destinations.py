@@ -23,15 +23,15 @@ FIRST, LATER = Request(0.0, 100, 4), Request(2.0, 100, 4)  # the second keeps th
 
 def again(monkeypatch: pytest.MonkeyPatch, after: float) -> None:
     """Have the decode leader name pages twice for each room, *after* so many seconds others than at first."""
-    send: Callable[..., None] = decode.Leader.send
+    send: Callable[..., None] = decode.DecodeScheduler.send
 
-    def twice(self: decode.Leader, receivers: Any, message: Any) -> None:
+    def twice(self: decode.DecodeScheduler, receivers: Any, message: Any) -> None:
         send(self, receivers, message)
         if isinstance(message, Destination):
             stale = replace(message, pages=tuple((start + 16, count) for start, count in message.pages))
             self.clock.call_at(self.clock.now + after, lambda _: send(self, receivers, stale), None)
 
-    monkeypatch.setattr(decode.Leader, "send", twice)
+    monkeypatch.setattr(decode.DecodeScheduler, "send", twice)
 
 
 def writes(outcome: Outcome) -> int:

@@ -10,23 +10,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.serve import Options, job
-from pdsim.serving.decode.steps import Stretch
-from pdsim.serving.deployment import Job
+from pdsim.serving.decode.steps import DecodeSpan
+from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Scheduler, Side, Workload
 from tests.experiments.test_serve import configured, serve
 
 
 def test_a_step_costs_its_base_and_its_context():
-    stretch = Stretch(start=10.0, base=0.5, cost=0.25, batch=2, context=4)
+    span = DecodeSpan(start=10.0, base=0.5, cost=0.25, batch=2, context=4)
     # contexts of 4, 6, 8 tokens: steps of 1.5, 2.0 and 2.5 seconds
-    assert [stretch.end(steps) for steps in (0, 1, 2, 3)] == [10.0, 11.5, 13.5, 16.0]
+    assert [span.end(steps) for steps in (0, 1, 2, 3)] == [10.0, 11.5, 13.5, 16.0]
 
 
 @pytest.mark.parametrize(
     ("time", "steps"), [(9.0, 1), (10.0, 1), (11.5, 1), (11.500001, 2), (13.5, 2), (15.0, 3), (16.0, 3)]
 )
 def test_the_boundary_that_notices_something_is_the_first_one_not_before_it(time: float, steps: int):
-    assert Stretch(start=10.0, base=0.5, cost=0.25, batch=2, context=4).steps_until(time) == steps
+    assert DecodeSpan(start=10.0, base=0.5, cost=0.25, batch=2, context=4).steps_until(time) == steps
 
 
 @given(
@@ -39,17 +39,17 @@ def test_the_boundary_that_notices_something_is_the_first_one_not_before_it(time
 )
 @example(start=0.0, base=1e-3, cost=0.0, batch=1, context=1, steps=1)
 def test_the_sum_is_that_of_single_steps_and_its_inverse_finds_the_boundary(start, base, cost, batch, context, steps):
-    stretch = Stretch(start, base, cost, batch, context)
+    span = DecodeSpan(start, base, cost, batch, context)
     elapsed = 0.0
     for step in range(steps):
         elapsed += base + cost * (context + batch * step)
-    assert stretch.end(steps) - start == pytest.approx(elapsed, rel=1e-9, abs=1e-9 * max(start, 1e-3))
-    found = stretch.steps_until(stretch.end(steps))
-    assert stretch.end(found) >= stretch.end(steps)
-    assert found == 1 or stretch.end(found - 1) < stretch.end(steps)
+    assert span.end(steps) - start == pytest.approx(elapsed, rel=1e-9, abs=1e-9 * max(start, 1e-3))
+    found = span.steps_until(span.end(steps))
+    assert span.end(found) >= span.end(steps)
+    assert found == 1 or span.end(found - 1) < span.end(steps)
 
 
-def one_by_one(job: Job, arrivals: list[tuple[float, int, int, int]]) -> dict[int, tuple[float, float, float]]:
+def one_by_one(job: Deployment, arrivals: list[tuple[float, int, int, int]]) -> dict[int, tuple[float, float, float]]:
     """Return polled, joined and finished of each (arrived, request, input, output), stepping token by token."""
     coming, waiting, running = sorted(arrivals), [], []
     times: dict[int, list[float]] = {}

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 from pdsim.kv.contents import Contents
 from pdsim.kv.messages import (
     Destination,
+    Fetch,
     Finished,
     Message,
     MessageError,
     Prefilled,
     Reserve,
     Stop,
+    Streamed,
     Submit,
     decode,
 )
@@ -72,7 +74,7 @@ class Checks:
         self._gone: set[str] = set()
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
-        self._targets: dict[int, Destination | Reserve] = {}
+        self._targets: dict[int, Destination | Reserve | Fetch] = {}
         self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
         self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
@@ -80,6 +82,7 @@ class Checks:
             Reserve: self._on_target,
             Prefilled: self._on_prefilled,
             Finished: self._on_finished,
+            Streamed: self._on_finished,
             Stop: self._on_stop,
         }
         self._stopped = False
@@ -95,12 +98,13 @@ class Checks:
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
             self._orders.append((member, order))
-        for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "forget"))):
+        for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
             part = getattr(member, name, None)
             if part is not None:
                 part._report = self._watched(member.rank.name, part._report)
                 for action in actions:
-                    self._ordered(order, part, action)
+                    if hasattr(part, action):
+                        self._ordered(order, part, action)
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
         """Look at a control message."""
@@ -180,7 +184,7 @@ class Checks:
             self._found("I1", f"room {message.room} {before} on {rank} and then {end}")
         if kind == "Arrived" and message.reason and "metadata" in message.reason:
             self._found("I6", f"{rank}: {message.reason}")
-        elif kind == "Arrived" and message.reason and message.reason.startswith("room "):
+        elif message.reason.startswith("room " if kind == "Arrived" else "MessageError: room "):
             self._found("I2", f"{rank}: {message.reason}")
 
     def _on_submit(self, _: str, message: Submit) -> None:
@@ -199,12 +203,16 @@ class Checks:
         if target is None:
             self._found("I2", f"room {message.room} finished without a destination")
             return
-        for name, member in self._ranks(request.decode):
+        held = 0 if isinstance(target, Fetch) else target.held
+        ranks = list(self._ranks(request.decode))
+        if any(getattr(member, "preemptions", 0) for _, member in ranks):
+            return  # KV that was computed again or came back from host memory has no contents
+        for name, member in ranks:
             contents: Contents = member.receiver._contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
-            reason = contents.verify(message.room, target.pages, request.input, target.held)
-            reason = reason or contents.verify_state(message.room, target.state, request.input, target.held)
+            reason = contents.verify(message.room, target.pages, request.input, held)
+            reason = reason or contents.verify_state(message.room, target.state, request.input, held)
             if reason:
                 self._found("I2", f"{name} at the end of decoding: {reason}")
 
@@ -216,6 +224,8 @@ class Checks:
 
         def watch(what: Any) -> None:
             order.append((action, getattr(what, "room", what), getattr(what, "index", 0)))
+            if isinstance(what, Fetch):
+                self._targets[what.room] = what
             original(what)
 
         setattr(part, action, watch)

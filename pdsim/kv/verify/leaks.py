@@ -97,10 +97,10 @@ class Leftovers:
             self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _check_load(self, name: str, member: Any) -> None:
-        fleet = getattr(member, "fleet", None)
-        if fleet is None:
+        registry = getattr(member, "registry", None)
+        if registry is None:
             return
-        for instance, tokens in {**fleet.prefills.load, **fleet.decodes.load}.items():
+        for instance, tokens in {**registry.prefills.load, **registry.decodes.load}.items():
             if tokens:
                 self._found("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
 

@@ -39,7 +39,7 @@ class Owners:
         self._members[name] = member
         if hasattr(member, "pages"):
             self._leaders.setdefault(name, []).append(member)
-        if hasattr(member, "sender"):
+        if hasattr(getattr(member, "sender", None), "_gather"):
             member.sender._gather = self._watched(member.sender._gather)
 
     def read(self, batch: Batch, label: str) -> None:

@@ -24,15 +24,15 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import PagePool, Pages, SlotPool
 from pdsim.kv.rooms import Timers
 from pdsim.kv.status import Status
-from pdsim.serving.decode.worker import Worker
-from pdsim.serving.deployment import ROUTER, Job, index_of, leader, rank_name
+from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.rank_process import Handler
 
-__all__ = ["Holder", "Room"]
+__all__ = ["BlockManager", "DecodeRequest"]
 
 
 @dataclass(slots=True)
-class Room:
+class DecodeRequest:
     """A request that has pages at the decode leader."""
 
     request: Submit
@@ -46,6 +46,12 @@ class Room:
     left: bool = False  # nobody wants its tokens any more
     released: bool = False  # nothing of it is written any more
     quiet: int = 0  # ranks that have forgotten it
+    asked: float | None = None  # when this scheduler heard of it, if that was after prefill had answered
+    first: float = 0.0  # its first token leaves the server
+    has_pages: bool = True
+    context: int = 0  # of a preempted one: tokens that its next step reads
+    steps: int = 0  # of a preempted one: that it still takes
+    recomputed: int = 0  # of *context*, tokens whose KV is here again
 
     @property
     def failed(self) -> bool:
@@ -53,21 +59,21 @@ class Room:
         return self.consensus.status is Status.FAILED
 
 
-class Holder(Worker, ABC):
+class BlockManager(DecodeWorker, ABC):
     """The rank that hands out pages of its group, and sees to it that they come back.
 
     The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
     of it moves or, if that instance is gone, until every rank here has proof of it.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
         self.pages = PagePool(job.decode_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
-        self._rooms: dict[int, Room] = {}
-        self._complete: list[Room] = []  # arrived, not noticed
+        self._rooms: dict[int, DecodeRequest] = {}
+        self._complete: list[DecodeRequest] = []  # arrived, not noticed
         self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
         self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
@@ -122,7 +128,7 @@ class Holder(Worker, ABC):
         self._begin_fence(life, rooms)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left; those that failed have `Job.deadline` seconds for the proof."""
+        """End once no room is left; those that failed have `Deployment.deadline` seconds for the proof."""
         self._stopping = True
         lives = dict.fromkeys(room.request.prefill for room in self._rooms.values() if room.failed)
         for life in lives:  # its leader may end before it answers
@@ -131,7 +137,7 @@ class Holder(Worker, ABC):
         self._end_if_drained()
 
     def end(self, *_: Any) -> None:
-        """As `Member.end`, and the followers too."""
+        """As `RankProcess.end`, and the followers too."""
         self.send(self.followers, Stop())
         super().end()
 
@@ -162,7 +168,7 @@ class Holder(Worker, ABC):
         self.send(ROUTER, Failed(number, reason))
         self._fail(self._rooms[number])
 
-    def _fail(self, room: Room) -> None:
+    def _fail(self, room: DecodeRequest) -> None:
         if room.consensus.fail():
             number = room.request.room
             self._timers.drop(number)
@@ -220,26 +226,28 @@ class Holder(Worker, ABC):
         return 0
 
     def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages and the rows of state that *request* gets, for its input and all of its output.
+        """Return the pages and the rows of state that *request* gets; None if there are too few.
 
-        There are no pages for the first *held*.
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no pages
+        for the first *held*.
         """
-        tokens = request.input + request.output
+        tokens = request.input + (request.output if self.job.engine.memory == "reserve" else 0)
         pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
         if pages is None:
             return None
-        state = self.state.allocate(request.room, request.input, tokens, pages)
+        state = self.state.allocate(request.room, request.input, request.input + request.output, pages)
         if state is None:
             self.pages.release(request.room)
             return None
         return pages, state
 
-    def _page_count(self, room: Room) -> int:
+    def _page_count(self, room: DecodeRequest) -> int:
         return sum(count for _, count in self.pages.owned(room.request.room))
 
     def _free(self, number: int) -> None:
-        """Give the pages of a room back that is complete, and so at rest."""
-        del self._rooms[number]
-        self.pages.release(number)
+        """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
+        room = self._rooms.pop(number)
+        if room.has_pages:
+            self.pages.release(number)
         self.state.release(number)
         self._end_if_drained()

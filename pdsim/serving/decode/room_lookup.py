@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from pdsim.clock import Clock
 from pdsim.kv.messages import Submit
 
-__all__ = ["PATIENCE", "RETRY", "Finder"]
+__all__ = ["PATIENCE", "RETRY", "RoomLookup"]
 
 RETRY = 0.01
 """Seconds after which a room is asked for again that the service did not know.
@@ -21,7 +21,7 @@ PATIENCE = 15.0
 """Seconds after which a room that nobody knows is given up; assumed: as long as SGLang's asks for a prefill server."""
 
 
-class Finder:
+class RoomLookup:
     """Requests whose prefill instance is not known yet.
 
     *ask* is called with all rooms that have come since the last question, once that is answered; *found* with a request

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import asdict
 from simpy.events import Event
 
 from pdsim.job import Rank
@@ -20,46 +21,64 @@ from pdsim.kv.messages import (
     Locate,
     Located,
     Reserve,
+    Streamed,
     Submit,
 )
+from pdsim.kv.pages import Pages
 from pdsim.kv.rooms import Blocked
 from pdsim.kv.status import Status
-from pdsim.serving.decode.block_manager import Holder, Room
-from pdsim.serving.decode.room_lookup import PATIENCE, Finder
-from pdsim.serving.decode.steps import RunningBatch
-from pdsim.serving.decode.worker import Worker
-from pdsim.serving.deployment import ROUTER, Job, leader
+from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
+from pdsim.serving.decode.memory import GrowingMemory
+from pdsim.serving.decode.room_lookup import PATIENCE, RoomLookup
+from pdsim.serving.decode.steps import Member, RunningBatch
+from pdsim.serving.deployment import ROUTER, Deployment, leader
+from pdsim.serving.host import Host
+from pdsim.serving.seams import Running, handoff_of, scheduler_of
 from pdsim.transfer import Program
 
-__all__ = ["program"]
+__all__ = ["DecodeScheduler", "program"]
 
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a decode instance until the router stops it."""
-    member = Leader if index == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, index).run())
+    deployment = Deployment.from_plain(job)
+    return (yield from handoff_of(deployment.engine).decode(rank, deployment, instance, index).run())
 
 
-class Leader(Holder):
+class DecodeScheduler(BlockManager):
     """The rank that also schedules.
 
     Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are done.
     So what happens within a step waits for its end, as in a real scheduler, and a step without news needs no event.
 
-    A request is admitted, in order of arrival, when there are pages for its input and all of its output: nothing that
-    runs can ever run out of pages, so nothing is evicted and no two requests can wait for each other.
+    With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output: nothing
+    that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each other.  With
+    ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's victim gives its own
+    up: its KV is computed again in the steps of the others, or moved to host memory and back.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
+        self.policy = scheduler_of(job.engine)
+        self.host = Host(job.engine.decode, job.engine.variation, job.seed, instance)
+        self.preemptions = 0
+        self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet
-        self._waiting: deque[Room] = deque()  # noticed, no place in the batch
-        self._batch = RunningBatch(job.decode_time, job.decode_batch)
+        self._late: list[DecodeRequest] = []  # noticed while the next step was prepared already
+        self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
+        self._preempted: deque[DecodeRequest] = deque()  # gave their pages up
+        self._recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
+        self._batch = RunningBatch(
+            job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, self.host.steps
+        )
+        self._memory = GrowingMemory(job, self.pages, self._batch) if job.engine.memory == "grow" else None
+        self._held_up = 0.0  # seconds that this boundary takes before the next step begins
+        self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
-        self._finder = Finder(rank.clock, self._ask_where, self._enqueue, self._unknown)
+        self._lookup = RoomLookup(rank.clock, self._ask_where, self._enqueue, self._unknown)
         self.handlers |= {
             Submit: self._submit,
             Located: self._located,
@@ -67,9 +86,10 @@ class Leader(Holder):
         }
 
     def report(self) -> dict[str, int]:
-        """As `Holder.report`, with the requests that wait for pages."""
+        """As `BlockManager.report`, with the requests that wait for pages, and how many were preempted if any were."""
         found = super().report()
-        return found | {"open_rooms": found["open_rooms"] + len(self._queue) + len(self._finder)}
+        found["open_rooms"] += len(self._coming) + len(self._queue) + len(self._lookup)
+        return found | ({"preemptions": self.preemptions} if self.preemptions else {})
 
     # --- what comes in ---
 
@@ -77,10 +97,22 @@ class Leader(Holder):
         if request.decode != self.life:
             self.ignore()
             return
+        seconds = self.host.arrive(request.input)
+        if seconds:
+            self._coming[request.room] = request
+            self.clock.call_at(self.clock.now + seconds, self._come, request)
+        else:
+            self._take(request)
+
+    def _come(self, request: Submit) -> None:
+        if self._coming.pop(request.room, None) is not None:
+            self._take(request)
+
+    def _take(self, request: Submit) -> None:
         if request.prefill:
             self._enqueue(request)
         else:
-            self._finder.add(request)
+            self._lookup.add(request)
 
     def _enqueue(self, request: Submit) -> None:
         self._queue.append(request)
@@ -92,7 +124,7 @@ class Leader(Holder):
 
     def _located(self, _: str, message: Located) -> None:
         if message.to == self.life:
-            self._finder.answer(message.lives)
+            self._lookup.answer(message.lives)
         else:
             self.ignore()
 
@@ -104,21 +136,26 @@ class Leader(Holder):
     def _abort(self, _: str, message: Abort) -> None:
         """Give a room up; one that is complete leaves at the end of the step, others have pages in quarantine."""
         room = self._rooms.get(message.room)
-        queued = len(self._queue) + len(self._finder)
+        before = self._unadmitted
         if room is None:
-            self._finder.drop(message.room)
+            self._lookup.drop(message.room)
+            self._coming.pop(message.room, None)
             self._queue = deque(request for request in self._queue if request.room != message.room)
         elif room.consensus.status is Status.SUCCESS:
             room.left = self._left = True
             self._wake()
         else:
             self._fail(room)
-        self.send(ROUTER, Dropped(message.room, len(self._queue) + len(self._finder) < queued))
+        self.send(ROUTER, Dropped(message.room, self._unadmitted < before))
+
+    @property
+    def _unadmitted(self) -> int:
+        return len(self._queue) + len(self._lookup) + len(self._coming)
 
     # --- the scheduler ---
 
     def _wake(self) -> None:
-        """See to what has come at the end of the current step, or at once if there is none."""
+        """See to what has come at the end of the current step, or when an idle scheduler looks next."""
         self._set(self._batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
@@ -137,81 +174,139 @@ class Leader(Holder):
 
     def _between_steps(self, due: float) -> None:
         self._batch.advance(due)
+        self._held_up = 0.0
+        if self._recomputing:
+            self._computed_again()
         for number in self._batch.finished():
             self._done(self._rooms[number])
+        self._waiting += self._late
+        self._late.clear()
         self._poll()
         if self._left:
             self._leave()
         self._join()
+        if self._memory is not None:
+            self._make_room(self._memory)
         self._admit()
-        self._set(self._batch.begin(self.clock.now))
+        self._begin()
 
     def _poll(self) -> None:
-        """Notice what has arrived: the first tokens are out, with the metadata."""
+        """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them."""
+        overlapped = self.job.engine.overlap and self._batch.runs
         for room in self._complete:
             room.polled = self.clock.now
-            self.slots.release(room.request.room)
+            self.release_slot(room)
             if room.reason:
                 self._reject(room)
+                continue
+            self._held_up += self.host.admit(room.request.input)
+            room.first = room.polled + self._held_up + self.host.answer()
+            if overlapped:
+                self._late.append(room)
             else:
                 self._waiting.append(room)
         self._complete.clear()
+
+    def release_slot(self, room: DecodeRequest) -> None:
+        """Give the row back that the metadata of *room* came in, which have been read."""
+        self.slots.release(room.request.room)
 
     def _leave(self) -> None:
         """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
         self._left = False
         for number in self._batch.leave(lambda number: self._rooms[number].left):
             self._free(number)
-        for room in [room for room in self._waiting if room.left]:
-            self._waiting.remove(room)
-            self._free(room.request.room)
+        others: list[deque[DecodeRequest] | list[DecodeRequest]] = [
+            self._waiting, self._late, self._preempted, self._recomputing
+        ]  # fmt: skip
+        for rooms in others:
+            for room in [room for room in rooms if room.left]:
+                rooms.remove(room)
+                self._free(room.request.room)
 
     def _join(self) -> None:
-        while self._waiting and len(self._batch) < self._batch.limit:
-            room = self._waiting.popleft()
+        recompute = self.job.engine.recompute
+        while self._waiting and len(self._batch) + len(self._recomputing) < self._batch.limit:
+            index = self.policy.join([room.request for room in self._waiting])
+            room = self._waiting[index]
+            del self._waiting[index]
             room.joined = self.clock.now
             request = room.request
-            if request.output == 1:
+            if recompute:
+                self._joined.append(room)
+                self._batch.join(request.room, request.input, request.output)
+            elif request.output == 1:
                 self._done(room)
             else:
-                self._batch.join(request.room, request.input, request.output)
+                self._batch.join(request.room, request.input + 1, request.output - 1)
+
+    def _begin(self) -> None:
+        """Begin the next step, and say how long it is before anything can change by itself."""
+        start = self.clock.now + self._held_up
+        if pieces := self._pieces():
+            self._set(self._batch.begin_mixed(start, pieces))
+        else:
+            most = 1.0 if self._late else math.inf
+            if self._memory is not None:
+                most = min(most, self._memory.steps())
+            self._set(self._batch.begin(start, most))
+            if not self._batch.runs and self._late:
+                self._set(start)
+        for room in self._joined:
+            room.first = self._batch.first_step() + self.host.answer()
+        self._joined.clear()
 
     def _admit(self) -> None:
-        while self._queue and self.slots.free:
-            request = self._queue[0]
+        while self._queue and not self._preempted and self.has_slot():
+            index = self.policy.admit(self._queue)
+            request = self._queue[index]
             held = self.held(request)
-            rows = self._allocate(request, held)
+            others = len(self._rooms)
+            admitted = self._memory is None or self._memory.admits(request.input, others)
+            rows = self._allocate(request, held) if admitted else None
             if rows is None:
                 if not all(room.failed for room in self._rooms.values()):
                     self._blocked.clear()
                     return
                 if not self._blocked.too_long():
                     return
-                self._queue.popleft()
+                del self._queue[index]
                 reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
                 self.send(ROUTER, Failed(request.room, reason))
+                self.unadmitted(request.room)
                 continue
-            self._queue.popleft()
+            del self._queue[index]
             self._blocked.clear()
-            pages, state = rows
-            slot = self.slots.allocate(request.room)
-            assert slot is not None
-            self._rooms[request.room] = Room(request, self.clock.now, Consensus(self.job.decode.size))
+            self._rooms[request.room] = DecodeRequest(request, self.clock.now, Consensus(self.job.decode.size))
             self._timers.add(request.room)
-            if self.rank.device.holds_bytes:
-                reserve = Reserve(self.life, request.room, request.input, pages, slot, state, held)
-                self.send(self.followers, reserve)
-                self.receiver.reserve(reserve)
-            self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
+            self.start(request, *rows, held)
 
-    def _reject(self, room: Room) -> None:
+    def unadmitted(self, number: int) -> None:
+        """See to what is left of a room that was given up before it had pages: nothing."""
+
+    def has_slot(self) -> bool:
+        """Return whether there is a row for the metadata of one more room."""
+        return self.slots.free > 0
+
+    def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
+        """Have the KV of *request*, which has just got its *pages*, come here."""
+        slot = self.slots.allocate(request.room)
+        assert slot is not None
+        if self.rank.device.holds_bytes:
+            reserve = Reserve(self.life, request.room, request.input, pages, slot, state, held)
+            self.send(self.followers, reserve)
+            self.receiver.reserve(reserve)
+        self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
+
+    def _reject(self, room: DecodeRequest) -> None:
         self._free(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
-    def _done(self, room: Room) -> None:
+    def _done(self, room: DecodeRequest) -> None:
         number, stamps = room.request.room, room.stamps
         assert stamps is not None
         self._free(number)
+        now = self.clock.now
         message = Finished(
             number,
             room.reserved,
@@ -221,6 +316,90 @@ class Leader(Holder):
             room.arrived,
             room.polled,
             room.joined,
-            self.clock.now,
+            now,
         )
+        if room.first != room.polled or room.asked is not None:
+            ended = now + self.host.answer()
+            times = asdict(message) | {"finished": max(ended, room.first)}
+            message = Streamed(**times, first=room.first, asked=room.asked)
         self.send(ROUTER, message)
+
+    # --- requests that run out of pages ---
+
+    def _make_room(self, memory: GrowingMemory) -> None:
+        """Give everyone the pages of the next step; preempt, and let the preempted go on, as far as there are any."""
+        while memory.short():
+            members = list(self._batch)
+            running = [self._running(member) for member in members]
+            running.sort(key=lambda one: self._rooms[one.room].joined)
+            self._preempt(running[self.policy.victim(running)].room)
+        memory.grow()
+        while self._preempted and len(self._batch) + len(self._recomputing) < self._batch.limit:
+            room = self._preempted[0]
+            others = len(self._rooms) - len(self._preempted)
+            if not memory.admits(room.context, others):
+                return
+            self.pages.allocate(room.request.room, self.job.page_count(room.context))
+            room.has_pages = True
+            self._preempted.popleft()
+            if self.job.engine.preemption == "recompute":
+                self._recomputing.append(room)
+            else:
+                self._held_up += self._moving(room.context)
+                self._rejoin(room, room.context, room.steps)
+
+    def _running(self, member: Member) -> Running:
+        request = self._rooms[member.number].request
+        return Running(member.number, request.input, request.output - member.left)
+
+    def _preempt(self, number: int) -> None:
+        """Take *number* out of the batch, and its pages."""
+        room = self._rooms[number]
+        member = next(member for member in self._batch if member.number == number)
+        self._batch.leave(lambda other: other == number)
+        self.pages.release(number)
+        room.has_pages = False
+        room.context, room.steps, room.recomputed = member.context, member.left, 0
+        if room in self._joined:
+            self._joined.remove(room)
+        self.preemptions += 1
+        if self.job.engine.preemption == "recompute":
+            self._preempted.appendleft(room)
+        else:
+            self._held_up += self._moving(room.context)
+            self._preempted.append(room)
+
+    def _rejoin(self, room: DecodeRequest, context: int, steps: int) -> None:
+        room.context = room.recomputed = 0
+        if not room.first or (self.job.engine.recompute and steps == room.request.output):
+            self._joined.append(room)
+        self._batch.join(room.request.room, context, steps)
+
+    def _moving(self, tokens: int) -> float:
+        """Return how long the KV of *tokens* takes to host memory or back."""
+        return tokens * self.job.shape.token_bytes(self.job.decode.tp) / self.job.engine.retract_rate
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Return what the next step computes again, and count it as done."""
+        budget, pieces = self.job.chunk - len(self._batch), []
+        for room in self._recomputing:
+            tokens = min(budget, room.context - room.recomputed)
+            if tokens <= 0:
+                break
+            pieces.append((room.recomputed, tokens))
+            room.recomputed += tokens
+            budget -= tokens
+        return pieces
+
+    def _computed_again(self) -> None:
+        """Let those go on whose last piece has been computed, which gave them a token."""
+        for room in [room for room in self._recomputing if room.recomputed == room.context]:
+            self._recomputing.remove(room)
+            context, steps = room.context + 1, room.steps - 1
+            if self.job.engine.recompute and room.steps == room.request.output:
+                room.first = self.clock.now + self.host.answer()
+            room.context = room.recomputed = 0
+            if steps:
+                self._batch.join(room.request.room, context, steps)
+            else:
+                self._done(room)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pdsim.serving.compute.roofline import ForwardTime
+from pdsim.serving.host import StepVariation
+from pdsim.serving.settings import HostCosts
 
-__all__ = ["RunningBatch", "Stretch"]
+__all__ = ["DecodeSpan", "Member", "RunningBatch", "steps_that_fit"]
 
 
-class Stretch(NamedTuple):
+class DecodeSpan(NamedTuple):
     """Steps of one batch, the first of which begins at *start*."""
 
     start: float  # seconds
@@ -25,11 +29,16 @@ class Stretch(NamedTuple):
     cost: float  # seconds a token of context
     batch: int
     context: int  # tokens read by the first step
+    variation: StepVariation | None = None
+    step: int = 0  # number of the first, for *variation*
 
     def end(self, steps: int) -> float:
         """Return when the last of so many steps ends."""
         tokens = steps * self.context + self.batch * (steps * (steps - 1) // 2)
-        return self.start + (steps * self.base + self.cost * tokens)
+        end = self.start + (steps * self.base + self.cost * tokens)
+        if self.variation is None:
+            return end
+        return end + self.variation.until(self.step + steps) - self.variation.until(self.step)
 
     def steps_until(self, time: float) -> int:
         """Return the least number of steps, at least 1, whose end is not before *time*."""
@@ -46,33 +55,90 @@ class Stretch(NamedTuple):
         return steps
 
 
+class Member(NamedTuple):
+    """A request of a batch between two steps."""
+
+    number: int
+    context: int  # tokens that its next step reads, the one included that it stores
+    left: int  # steps that it still takes
+
+
+def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int) -> int:
+    """Return how many steps, at most *most*, requests whose next step reads *contexts* can take within so many *pages*.
+
+    Each reads one token more with every step, and stores it.
+    """
+    tokens = np.array(contexts, np.int64)
+
+    def need(steps: int) -> int:
+        return int((-(-(tokens + (steps - 1)) // page_size)).sum())
+
+    low, high = 0, most  # need(low) fits, or low is 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if need(middle) <= pages else (low, middle - 1)
+    return low
+
+
 class RunningBatch:
     """The requests that get a token each a step, at most *limit* of them; *time* says how long a step takes.
 
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` the next step.
+    A host of *costs* adds its own to each step and, with *overlap*, only what exceeds the forward without context.
     """
 
-    def __init__(self, time: ForwardTime, limit: int) -> None:
+    def __init__(
+        self,
+        time: ForwardTime,
+        limit: int,
+        costs: HostCosts | None = None,
+        overlap: bool = False,
+        variation: StepVariation | None = None,
+    ) -> None:
         self.limit = limit
-        self._bases = [0.0] + [time.step(batch) for batch in range(1, limit + 1)]
+        self._time = time
+        self._host = costs or HostCosts()
+        self._overlap = overlap
+        self._variation = variation
+        self._bases = [0.0] + [self._iteration(time.step(batch)) for batch in range(1, limit + 1)]
         self._cost = time.context
         self._members: list[tuple[int, int, int]] = []  # a heap: step after which it is done, number, tokens at the end
         self._context = 0  # tokens that the next step reads
         self._step = 0  # steps since the start
-        self._stretch: Stretch | None = None  # since `begin`
+        self._span: DecodeSpan | None = None  # since `begin`
+        self._idle_since = 0.0
 
     def __len__(self) -> int:
         """Return the number of members."""
         return len(self._members)
 
+    def __iter__(self) -> Iterator[Member]:
+        """Yield the members, in order of their numbers."""
+        for end, number, tokens in sorted(self._members, key=lambda member: member[1]):
+            yield Member(number, tokens - (end - self._step), end - self._step)
+
+    @property
+    def runs(self) -> bool:
+        """Whether steps are under way."""
+        return self._span is not None
+
     def boundary(self, now: float) -> float:
-        """Return when the step ends that is under way at *now*; that is at once if there is none."""
-        return now if self._stretch is None else self._stretch.end(self._stretch.steps_until(now))
+        """Return when the scheduler looks next at *now*: when the step under way ends or, if there is none, soon.
+
+        Without a step it looks every `HostCosts.idle` seconds since the last ended; at once if that is 0.
+        """
+        if self._span is not None:
+            return self._span.end(self._span.steps_until(now))
+        idle = self._host.idle
+        if not idle or now <= self._idle_since:
+            return max(now, self._idle_since)
+        looks = math.ceil((now - self._idle_since) / idle)
+        return max(now, self._idle_since + looks * idle)
 
     def advance(self, due: float) -> None:
         """Count the steps until the boundary at *due*, which a wall clock may have passed by now."""
-        if self._stretch is not None:
-            steps = self._stretch.steps_until(due)
+        if self._span is not None:
+            steps = self._span.steps_until(due)
             self._step += steps
             self._context += steps * len(self._members)
 
@@ -83,10 +149,10 @@ class RunningBatch:
             self._context -= tokens
             yield number
 
-    def join(self, number: int, given: int, wanted: int) -> None:
-        """Put in a request that has its first token of *wanted*, and *given* tokens of input."""
-        heapq.heappush(self._members, (self._step + wanted - 1, number, given + wanted))
-        self._context += given + 1
+    def join(self, number: int, context: int, steps: int) -> None:
+        """Put in a request that takes so many *steps*, the first of which reads *context* tokens."""
+        heapq.heappush(self._members, (self._step + steps, number, context + steps))
+        self._context += context
 
     def leave(self, left: Callable[[int], bool]) -> list[int]:
         """Take those out whose numbers *left* says have left; return them."""
@@ -97,11 +163,33 @@ class RunningBatch:
         heapq.heapify(self._members)
         return [number for _, number, _ in gone]
 
-    def begin(self, now: float) -> float:
-        """Begin the next step at *now*; return when the first member will be done, infinity if there is none."""
+    def begin(self, now: float, most: float = math.inf) -> float:
+        """Begin the next step at *now*; return when the first member is done, but no later than after *most* steps.
+
+        Infinity if there is no member.
+        """
         batch = len(self._members)
         if not batch:
-            self._stretch = None
+            self._span, self._idle_since = None, now
             return math.inf
-        self._stretch = Stretch(now, self._bases[batch], self._cost, batch, self._context)
-        return self._stretch.end(self._members[0][0] - self._step)
+        self._span = DecodeSpan(now, self._bases[batch], self._cost, batch, self._context, self._variation, self._step)
+        return self._span.end(min(self._members[0][0] - self._step, most))  # type: ignore[arg-type]
+
+    def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
+        """Begin one step at *now* that also computes *pieces* of prompts (context, new tokens); return when it ends."""
+        batch = len(self._members)
+        forward = self._time.prefill([*pieces, (0, batch)] if batch else pieces)
+        self._span = DecodeSpan(
+            now, self._iteration(forward), self._cost, batch, self._context, self._variation, self._step
+        )
+        return self._span.end(1)
+
+    def first_step(self) -> float:
+        """Return when the first step since `begin` ends.  Raise a `ValueError` if there is none."""
+        if self._span is None:
+            raise ValueError("no step is under way: begin one first")
+        return self._span.end(1)
+
+    def _iteration(self, forward: float) -> float:
+        forward = max(forward, self._host.launch)
+        return max(forward, self._host.step) if self._overlap else forward + self._host.step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
@@ -17,34 +19,23 @@ from pdsim.kv.messages import (
     Return,
 )
 from pdsim.kv.receiver import KvReceiver
-from pdsim.serving.deployment import Job, epoch_of, instance_of, leader, rank_name
-from pdsim.serving.rank_process import EngineMember
+from pdsim.serving.deployment import Deployment, epoch_of, instance_of, leader, rank_name
+from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer import Program
 
-__all__ = ["Worker"]
+__all__ = ["DecodeWorker"]
 
 
-class Worker(EngineMember):
+class DecodeWorker(EngineProcess):
     """A rank that receives its part of each request's KV and tells its leader.
 
     It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
     moves here any more.  So what writes here is always of one life.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self.receiver = KvReceiver(
-            rank,
-            job.decode_layout(index),
-            instance,
-            index,
-            job.rank_map,
-            self.arrived,
-            self.quiet,
-            job.handoff,
-            job.staging,
-            job.checked,
-        )
+        self.receiver = self.make_receiver()
         self._quiesced: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
         self.handlers |= {
             Fence: self._fence,
@@ -57,8 +48,24 @@ class Worker(EngineMember):
             landing = self.receiver.landing
             self.handlers |= {Ask: self._ask, Return: lambda _, message: landing.give_back(message)}
 
+    def make_receiver(self) -> Any:
+        """Return what KV comes in by: a `KvReceiver`, or what stands in its place in another handoff."""
+        job = self.job
+        return KvReceiver(
+            self.rank,
+            job.decode_layout(self.index),
+            self.instance,
+            self.index,
+            job.rank_map,
+            self.arrived,
+            self.quiet,
+            job.handoff,
+            job.staging,
+            job.checked,
+        )
+
     def run(self) -> Program:
-        """As `EngineMember.run`, with an eye on what arrives."""
+        """As `EngineProcess.run`, with an eye on what arrives."""
         self.clock.process(self._notice())
         return (yield from super().run())
 

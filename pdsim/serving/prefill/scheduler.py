@@ -9,7 +9,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.errors import PdsimError
+from pdsim.errors import ConfigError, PdsimError
 from pdsim.job import Rank
 from pdsim.kv.consensus import Consensus
 from pdsim.kv.messages import (
@@ -29,26 +29,28 @@ from pdsim.kv.messages import (
     Submit,
     Took,
 )
-from pdsim.kv.pages import PagePool, SlotPool, after
+from pdsim.kv.pages import PagePool, Pages, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
 from pdsim.kv.status import Status
-from pdsim.serving.deployment import ROUTER, Job, epoch_of, index_of, instance_of, leader, rank_name
-from pdsim.serving.prefill.worker import Worker
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.host import Host
+from pdsim.serving.prefill.worker import PrefillWorker
 from pdsim.serving.rank_process import Handler
+from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 
-__all__ = ["program"]
+__all__ = ["PrefillRequest", "PrefillScheduler", "program"]
 
 
 def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
     """Run one rank of a prefill instance until the router stops it."""
-    member = Leader if index == 0 else Worker
-    return (yield from member(rank, Job.from_plain(job), instance, index).run())
+    deployment = Deployment.from_plain(job)
+    return (yield from handoff_of(deployment.engine).prefill(rank, deployment, instance, index).run())
 
 
 @dataclass(slots=True)
-class _Room:
+class PrefillRequest:
     """A request at the prefill leader."""
 
     request: Submit
@@ -62,6 +64,8 @@ class _Room:
     chunks: int = 0
     source_slot: int = -1
     nbytes: int = 0
+    ended: float = 0.0  # its last forward, on this rank
+    ready: float = 0.0  # when the host has made it known to the scheduler
 
     @property
     def failed(self) -> bool:
@@ -69,7 +73,7 @@ class _Room:
         return self.consensus.status is Status.FAILED
 
 
-class Leader(Worker):
+class PrefillScheduler(PrefillWorker):
     """The rank that also schedules.
 
     A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
@@ -77,22 +81,24 @@ class Leader(Worker):
     takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
         self.pages = PagePool(job.prefill_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, PrefillRequest] = {}
         self._destinations: Fading[Destination] = Fading(rank.clock, OVER)  # that came before their `Submit`
         self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
-        self._queue: deque[_Room] = deque()
+        self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
         self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
         self._stopping = False
+        self.policy = scheduler_of(job.engine)
+        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance)
         handlers: dict[type[Message], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
@@ -104,7 +110,7 @@ class Leader(Worker):
         self.handlers |= handlers
 
     def run(self) -> Program:
-        """As `Worker.run`, and schedule."""
+        """As `PrefillWorker.run`, and schedule."""
         self.clock.process(self._schedule())
         return (yield from super().run())
 
@@ -131,7 +137,7 @@ class Leader(Worker):
         self._conclude(self.index, message)
 
     def peer_gone(self, life: str) -> None:
-        """As `Worker.peer_gone`, and give up the rooms that were to go to *life*."""
+        """As `PrefillWorker.peer_gone`, and give up the rooms that were to go to *life*."""
         super().peer_gone(life)
         self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
         self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
@@ -139,18 +145,18 @@ class Leader(Worker):
             self._give_up(room)
 
     def meet(self, peer: str) -> None:
-        """As a `Worker`, and forget what ranks of an earlier life were ready for."""
+        """As a `PrefillWorker`, and forget what ranks of an earlier life were ready for."""
         self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] == self.life}
         super().meet(peer)
 
     def stop(self, sender: str, message: Stop) -> None:
-        """End once no room is left: those that failed have `Job.deadline` seconds to settle."""
+        """End once no room is left: those that failed have `Deployment.deadline` seconds to settle."""
         self._stopping = True
         super().stop(sender, message)
         self._end_if_drained()
 
     def end(self, *_: Any) -> None:
-        """As `Member.end`, and the followers too."""
+        """As `RankProcess.end`, and the followers too."""
         self.send(self.followers, Stop())
         super().end()
 
@@ -197,10 +203,17 @@ class Leader(Worker):
         if request.prefill != self.life:
             self.ignore()
             return
-        self._rooms[request.room] = _Room(request, Consensus(self.job.prefill.size))
-        self._timers.add(request.room)
+        room = PrefillRequest(request, Consensus(self.job.prefill.size))
+        room.ready = self.clock.now + self.host.arrive(request.input)
+        self._rooms[request.room] = room
         if self.job.query_dp:
             self.send(ROUTER, Took(request.room, self.life))
+        self.accept(room)
+
+    def accept(self, room: PrefillRequest) -> None:
+        """Have *room*, which has just come, wait for its pages on the other side, unless they are known."""
+        request = room.request
+        self._timers.add(request.room)
         destination = self._destinations.pop(request.room)
         if destination is not None:
             self._destination("", destination)
@@ -221,8 +234,19 @@ class Leader(Worker):
             return
         room.destination = message
         room.noticed = self.clock.now
-        self._queue.append(room)
-        self._wake()
+        self.enqueue(room)
+
+    def enqueue(self, room: PrefillRequest) -> None:
+        """Have *room* wait for its first forward, from when the host has made it known to the scheduler."""
+        if room.ready > self.clock.now:
+            self.clock.call_at(room.ready, self._enqueue, room)
+        else:
+            self._enqueue(room)
+
+    def _enqueue(self, room: PrefillRequest) -> None:
+        if not room.failed:
+            self._queue.append(room)
+            self._wake()
 
     def _abort(self, sender: str, message: Abort) -> None:
         """Give a room up: for the router, which is told whether it began; for its decode leader, if it means this life.
@@ -247,12 +271,12 @@ class Leader(Worker):
         reason = f"TransferTimeout: no pages at decode within {self.job.bootstrap_timeout:g} s"
         self._fail(self._rooms[number], reason)
 
-    def _fail(self, room: _Room, reason: str, lost: str = "") -> None:
+    def _fail(self, room: PrefillRequest, reason: str, lost: str = "") -> None:
         if not room.failed:
             self.send(ROUTER, Failed(room.request.room, reason, lost))
             self._give_up(room)
 
-    def _give_up(self, room: _Room) -> None:
+    def _give_up(self, room: PrefillRequest) -> None:
         """Stop working on *room*; `Settled` from every rank ends it."""
         if room.consensus.fail():
             self._timers.drop(room.request.room)
@@ -260,17 +284,22 @@ class Leader(Worker):
             self.sender.abort(room.request.room)
             self._wake()
 
-    def _forget(self, room: _Room) -> None:
+    def _forget(self, room: PrefillRequest) -> None:
         number = room.request.room
         del self._rooms[number]
         if room.failed:
             self._over.set(number, None)
         if room.source_slot >= 0:
-            self.pages.release(number)
-            self.slots.release(number)
-            self.state.release(number)
+            self.give_back(room)
             self._wake()
         self._end_if_drained()
+
+    def give_back(self, room: PrefillRequest) -> None:
+        """Give back what *room* has on this side."""
+        number = room.request.room
+        self.pages.release(number)
+        self.slots.release(number)
+        self.state.release(number)
 
     # --- the scheduler ---
 
@@ -297,10 +326,18 @@ class Leader(Worker):
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
+        partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
+        held_up = 0.0
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
-            room = self._queue[0]
-            if room.failed:
+            if self._queue[0].failed:
                 self._queue.popleft()
+                continue
+            chosen = self.policy.prefill(self._queue, budget)
+            if chosen is None:
+                break
+            room, tokens = self._queue[chosen[0]], chosen[1]
+            if room.failed:
+                del self._queue[chosen[0]]
                 continue
             if room.source_slot < 0 and not self._begin(room):
                 if any(other.source_slot >= 0 and not other.failed for other in self._rooms.values()):
@@ -310,28 +347,37 @@ class Leader(Worker):
                     break
                 self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
                 continue
-            tokens = min(budget, room.request.input - room.done)
+            if not 0 < tokens <= min(budget, room.request.input - room.done):
+                raise ConfigError(
+                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {room.request.room}, "
+                    f"which has {room.request.input - room.done} left in a step of {budget}; give 1 to the lesser"
+                )
+            if not room.done:
+                held_up += self.host.admit(room.request.input)
             pieces.append((room.done, tokens))
             chunks.append(self._chunk(room, tokens))
             budget -= tokens
-            if room.done == room.request.input:
-                self._queue.popleft()
-        return Forward(self.life, self.job.prefill_time.prefill(pieces), tuple(chunks)) if chunks else None
+            del self._queue[chosen[0]]
+            if room.done < room.request.input:
+                partial.append(room)
+        self._queue.extendleft(reversed(partial))
+        return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
 
-    def _begin(self, room: _Room) -> bool:
+    def _seconds(self, pieces: list[tuple[int, int]]) -> float:
+        """Return how long an iteration over *pieces* takes, the host's share included."""
+        forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
+        return max(forward, step) if self.job.engine.overlap else forward + step
+
+    def _begin(self, room: PrefillRequest) -> bool:
         """Give *room* its pages and its slot; return whether there were any."""
         request, destination = room.request, room.destination
         assert destination is not None
         if not self.slots.free:
             return False
-        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
-        if pages is None:
+        found = self._allocate(request, destination.held)
+        if found is None:
             return False
-        rest = after(pages, destination.held)
-        state = self.state.allocate(request.room, request.input, request.input, rest)
-        if state is None:
-            self.pages.release(request.room)
-            return False
+        rest, state = found
         slot = self.slots.allocate(request.room)
         assert slot is not None
         self._blocked.clear()
@@ -341,7 +387,19 @@ class Leader(Worker):
         room.started = self.clock.now
         return True
 
-    def _chunk(self, room: _Room, tokens: int) -> Chunk:
+    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages of *request* after the first *held*, and its rows of state; None if there are too few."""
+        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
+        if pages is None:
+            return None
+        rest = after(pages, held)
+        state = self.state.allocate(request.room, request.input, request.input, rest)
+        if state is None:
+            self.pages.release(request.room)
+            return None
+        return rest, state
+
+    def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
         """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None

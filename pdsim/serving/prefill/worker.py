@@ -22,39 +22,44 @@ from pdsim.kv.messages import (
     Settled,
 )
 from pdsim.kv.sender import KvSender
-from pdsim.serving.deployment import ROUTER, Job, instance_of, leader
-from pdsim.serving.rank_process import EngineMember
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.rank_process import EngineProcess
 
-__all__ = ["Worker"]
+__all__ = ["PrefillWorker"]
 
 
-class Worker(EngineMember):
+class PrefillWorker(EngineProcess):
     """A rank that computes what its leader says, and writes what it computed.
 
     It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
     """
 
-    def __init__(self, rank: Rank, job: Job, instance: str, index: int) -> None:
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self.sender = KvSender(
-            rank,
-            job.prefill_layout(index),
+        self.sender = self.make_sender()
+        self._met: set[str] = set()  # lives of decode instances
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
+        self.handlers |= {
+            Register: self._register,
+            Forward: self._forward,
+            Grant: lambda sender, message: self.sender.grant(sender, message),
+            Abort: self._abort,
+        }
+
+    def make_sender(self) -> Any:
+        """Return what hands KV over here: a `KvSender`, or what stands in its place in another handoff."""
+        job = self.job
+        return KvSender(
+            self.rank,
+            job.prefill_layout(self.index),
             job.prefill,
-            index,
+            self.index,
             self.conclude,
             job.all_cp_ranks,
             job.handoff,
             job.staging,
             job.checked,
         )
-        self._met: set[str] = set()  # lives of decode instances
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
-        self.handlers |= {
-            Register: self._register,
-            Forward: self._forward,
-            Grant: self.sender.grant,
-            Abort: self._abort,
-        }
 
     def report(self) -> dict[str, Any]:
         """Return why metadata did not go the way of the policy, and how often."""

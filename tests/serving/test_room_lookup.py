@@ -9,9 +9,9 @@ import pytest
 
 from experiments.serve import Options
 from pdsim.clock import Clock
-from pdsim.kv.bootstrap import KNOWN, Whereabouts
+from pdsim.kv.bootstrap import KNOWN, RoomDirectory
 from pdsim.kv.messages import Locate, Submit, decode
-from pdsim.serving.decode.room_lookup import PATIENCE, RETRY, Finder
+from pdsim.serving.decode.room_lookup import PATIENCE, RETRY, RoomLookup
 from pdsim.serving.settings import Side
 from tests.experiments.test_serve import GENERATED, GQA, POOL, configured, rows, serve
 from tests.serving.test_faults import at_rest
@@ -25,9 +25,9 @@ class Bench:
         self.asked: list[tuple[float, tuple[int, ...]]] = []
         self.found: list[tuple[float, int, str]] = []
         self.lost: list[tuple[float, int]] = []
-        self.whereabouts = Whereabouts(self.clock)
+        self.directory = RoomDirectory(self.clock)
         self.after = after
-        self.finder = Finder(
+        self.lookup = RoomLookup(
             self.clock,
             self.ask,
             lambda request: self.found.append((self.clock.now, request.room, request.prefill)),
@@ -39,13 +39,13 @@ class Bench:
         self.clock.call_at(self.clock.now + self.after, self.answer, rooms)
 
     def answer(self, rooms: tuple[int, ...]) -> None:
-        self.finder.answer(self.whereabouts.locate(rooms))
+        self.lookup.answer(self.directory.locate(rooms))
 
     def add(self, at: float, room: int) -> None:
-        self.clock.call_at(at, self.finder.add, Submit(room, 10, 5, "", "decode0@1"))
+        self.clock.call_at(at, self.lookup.add, Submit(room, 10, 5, "", "decode0@1"))
 
     def take(self, at: float, room: int, life: str) -> None:
-        self.clock.call_at(at, lambda _: self.whereabouts.took(room, life), None)
+        self.clock.call_at(at, lambda _: self.directory.took(room, life), None)
 
 
 def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
@@ -56,7 +56,7 @@ def test_rooms_that_come_while_a_question_is_open_are_asked_for_together():
     bench.clock.run()
     assert bench.asked == [(0.1, (1,)), (0.35, (2, 3))]
     assert bench.found == [(0.35, 1, "prefill0d1@1"), (0.6, 2, "prefill0d0@1"), (0.6, 3, "prefill0d1@1")]
-    assert len(bench.finder) == 0
+    assert len(bench.lookup) == 0
 
 
 def test_an_unknown_room_is_asked_for_again_and_holds_up_no_other():
@@ -78,13 +78,13 @@ def test_a_room_that_stays_unknown_is_given_up():
     assert (room, bench.found) == (1, [])
     assert PATIENCE <= at < PATIENCE + RETRY + 0.25 + 1e-9  # the first answer after that
     assert len(bench.asked) == pytest.approx(PATIENCE / (RETRY + 0.25), abs=1)
-    assert len(bench.finder) == 0
+    assert len(bench.lookup) == 0
 
 
 def test_a_room_that_is_given_up_is_not_asked_for_again():
     bench = Bench()
     bench.add(0.0, 1)
-    bench.clock.call_at(0.1, bench.finder.drop, 1)
+    bench.clock.call_at(0.1, bench.lookup.drop, 1)
     bench.clock.run()
     assert (len(bench.asked), bench.found, bench.lost) == (1, [], [])
 
@@ -93,24 +93,24 @@ def test_a_room_that_is_given_up_in_the_queue_is_not_kept():
     bench = Bench()
     bench.add(0.0, 1)
     bench.add(0.1, 2)  # waits for the answer of 0.25 s
-    bench.clock.call_at(0.2, bench.finder.drop, 2)
-    bench.clock.call_at(0.2, lambda _: seen.append(tuple(bench.finder._fresh)), None)
-    bench.clock.call_at(0.255, bench.finder.drop, 1)  # not known at 0.25 s, to be asked for again at 0.26 s
+    bench.clock.call_at(0.2, bench.lookup.drop, 2)
+    bench.clock.call_at(0.2, lambda _: seen.append(tuple(bench.lookup._fresh)), None)
+    bench.clock.call_at(0.255, bench.lookup.drop, 1)  # not known at 0.25 s, to be asked for again at 0.26 s
     seen: list[tuple[int, ...]] = []
     bench.clock.run()
     assert [seen, bench.asked] == [[()], [(0.0, (1,))]]
-    assert [len(bench.finder), len(bench.finder._fresh)] == [0, 0]
+    assert [len(bench.lookup), len(bench.lookup._fresh)] == [0, 0]
 
 
 def test_where_a_room_went_is_forgotten_in_time():
     clock = Clock()
-    whereabouts = Whereabouts(clock)
-    whereabouts.took(1, "prefill0d0@1")
-    whereabouts.took(2, "prefill0d0@1")
-    whereabouts.forget(2)  # is over
-    assert whereabouts.locate([1, 2, 99]) == {1: "prefill0d0@1"}
+    directory = RoomDirectory(clock)
+    directory.took(1, "prefill0d0@1")
+    directory.took(2, "prefill0d0@1")
+    directory.forget(2)  # is over
+    assert directory.locate([1, 2, 99]) == {1: "prefill0d0@1"}
     clock.run(until=KNOWN)
-    assert whereabouts.locate([1]) == {}
+    assert directory.locate([1]) == {}
 
 
 # --- in a job -------------------------------------------------------------------------------------------------------

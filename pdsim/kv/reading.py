@@ -1,0 +1,222 @@
+"""The decode side of a pulled handoff, on one rank: it reads its part of a request from the prefill ranks that have it.
+
+One read for each prefill rank, whose descriptors are runs of neighbouring pages on both sides, a layer and plane each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from simpy.events import Event
+
+from pdsim.errors import PeerLost
+from pdsim.job import Rank
+from pdsim.kv.contents import EVERY, Contents
+from pdsim.kv.layout import KvLayout
+from pdsim.kv.mapping import Part, RankMap
+from pdsim.kv.messages import Fetch, MessageError, Quiet, Register, Sent
+from pdsim.kv.pages import Pages
+from pdsim.kv.paths import REGION
+from pdsim.kv.plan import Runs, cut, pair, planner
+from pdsim.kv.policy import Policy
+from pdsim.transfer import Notification, Peer, Transfer
+
+__all__ = ["KvReader"]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A prefill rank that this rank reads from."""
+
+    peer: Peer
+    layout: KvLayout
+    part: Part
+
+
+@dataclass(slots=True)
+class _ReadRoom:
+    """A request that this rank reads."""
+
+    fetch: Fetch
+    missing: int = 0  # reads that have not completed
+    moving: int = 0  # of them and of those that failed, how many have not settled
+    nbytes: int = 0
+    failed: bool = False
+    forgotten: bool = False
+
+
+class KvReader:
+    """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
+
+    *report* is called with `Sent` once for each room, when all is here or a read has failed; *quiet* once for each room
+    to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to number
+    *checked* is compared before the room counts as here.
+    """
+
+    landing = None  # of staged writes, which there are none of
+
+    def __init__(
+        self,
+        rank: Rank,
+        layout: KvLayout,
+        index: int,
+        rank_map: RankMap,
+        report: Callable[[Sent], None],
+        quiet: Callable[[Quiet], None],
+        policy: Policy,
+        checked: int = EVERY,
+    ) -> None:
+        self.layout = layout
+        self.ignored = 0
+        self.writers = rank_map.writers(index)
+        self._rank = rank
+        self._index = index
+        self._map = rank_map
+        self._report = report
+        self._quiet = quiet
+        self._checked = checked
+        self._rooms: dict[int, _ReadRoom] = {}
+        self._sources: dict[str, dict[int, _Source]] = {}  # by life of a prefill instance, then by its rank's index
+        self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
+        self._succeeded = False  # whether one has since `progressed` was called
+        self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
+        self._region = rank.endpoint.register(self._buffer, REGION)
+        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
+
+    def __len__(self) -> int:
+        """Return the number of rooms that are being read, or not forgotten after a failure."""
+        return len(self._rooms)
+
+    def __contains__(self, life: str) -> bool:
+        """Return whether rooms of *life*, of a prefill instance, may be read."""
+        return life in self._sources
+
+    def progressed(self) -> bool:
+        """Return whether a read is under way, or has succeeded since the last call."""
+        succeeded, self._succeeded = self._succeeded, False
+        return succeeded or self._under_way > 0
+
+    def meet(self, life: str) -> None:
+        """Take note that rooms of *life* may be read."""
+        self._sources.setdefault(life, {})
+
+    def drop(self, life: str) -> None:
+        """Forget the ranks of *life*, which is over."""
+        self._sources.pop(life, None)
+
+    def connected(self, life: str) -> bool:
+        """Return whether this rank can read from every rank of *life* that it has to."""
+        return len(self._sources.get(life, ())) == len(self.writers)
+
+    def connect(self, message: Register) -> None:
+        """Connect to the prefill rank that sent *message*.
+
+        Raise a `MessageError` with both values if its pool is of another kind, and what `Endpoint.connect` raises.
+        """
+        layout = message.layout
+        if layout.shape != self.layout.shape or layout.page_size != self.layout.page_size:
+            raise MessageError(
+                f"{message.instance} keeps {layout.shape} in pages of {layout.page_size} tokens, this rank "
+                f"{self.layout.shape} in pages of {self.layout.page_size}: both sides must be alike"
+            )
+        part = self._map.part(message.index, self._index)
+        if part is None:
+            raise MessageError(f"rank {self._index} needs nothing of rank {message.index} of {message.instance}")
+        source = _Source(self._rank.endpoint.connect(message.address), layout, part)
+        self._sources[message.instance][message.index] = source
+
+    def read(self, message: Fetch) -> None:
+        """Read a room into its pages.  `Sent` follows; with a reason, at once, if its prefill instance is gone."""
+        room = self._rooms[message.room] = _ReadRoom(message)
+        if not self.connected(message.prefill):
+            self._fail(room, PeerLost(f"{message.prefill} is gone"), message.prefill)
+            return
+        runs = pair(message.source, message.pages)
+        state = tuple(map(pair, message.source_state, message.state))
+        for index, source in self._sources[message.prefill].items():
+            share = self._map.share(index, sum(count for _, _, count in runs))
+            rows: Runs = cut(runs, share.start, len(share)) if "kv" in source.part.components else ()
+            self._post(room, source, rows, state if source.part.components != ("kv",) else ())
+        if not room.missing and not room.failed:
+            self._complete(room)
+
+    def notice(self, notification: Notification) -> None:
+        """Raise a `MessageError`: nobody writes here."""
+        raise MessageError(f"{notification.sender} notified {self._rank.name} of a write, which pulls what it needs")
+
+    def forget(self, number: int) -> None:
+        """Give *number* up: `Quiet` follows once nothing of it moves into this rank's pages any more."""
+        room = self._rooms.get(number)
+        if room is None or not room.moving:
+            self._rooms.pop(number, None)
+            self._quiet(Quiet(number))
+        else:
+            room.forgotten = room.failed = True
+
+    def _post(self, room: _ReadRoom, source: _Source, rows: Runs, state: tuple[Runs, ...]) -> None:
+        if not rows and not state:
+            return
+        plan = planner(source.layout, self.layout, source.part)
+        batch = plan.batch(rows, None, state).over(source.peer.regions[REGION], self._region)
+        path = "grouped" if source.part.heads is None else "sliced"
+        transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.fetch.room}/0/{path}")
+        room.missing += 1
+        room.moving += 1
+        self._under_way += 1
+        transfer.callbacks.append(partial(self._ended, room))
+
+    def _ended(self, room: _ReadRoom, event: Event) -> None:
+        assert isinstance(event, Transfer)
+        room.missing -= 1
+        self._under_way -= 1
+        if event.ok:
+            self._succeeded = True
+            room.nbytes += event.batch.nbytes
+            self._settled(room, event)
+            if not room.missing and not room.failed:
+                self._complete(room)
+            return
+        if event.settled.triggered:
+            self._settled(room, event)
+        else:
+            assert event.settled.callbacks is not None
+            event.settled.callbacks.append(partial(self._settled, room))
+        error = event.value
+        assert isinstance(error, Exception)
+        self._fail(room, error, room.fetch.prefill if isinstance(error, PeerLost) else "")
+
+    def _settled(self, room: _ReadRoom, _: Event) -> None:
+        room.moving -= 1
+        if room.forgotten and not room.moving:
+            self._rooms.pop(room.fetch.room, None)
+            self._quiet(Quiet(room.fetch.room))
+
+    def _fail(self, room: _ReadRoom, error: Exception, lost: str) -> None:
+        """Report the first failure of *room*; its pages may be written until it is forgotten and quiet."""
+        if not room.failed:
+            room.failed = True
+            self._report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
+
+    def _complete(self, room: _ReadRoom) -> None:
+        number, reason = room.fetch.room, ""
+        if self._rank.device.holds_bytes and number <= self._checked:
+            fetch = room.fetch
+            reason = self._contents.verify(number, first(fetch.pages, fetch.source), fetch.input)
+            reason = reason or self._contents.verify_state(number, fetch.state, fetch.input)
+        if reason:
+            self._fail(room, MessageError(reason), "")
+            return
+        del self._rooms[number]
+        self._report(Sent(number, room.nbytes))
+
+
+def first(pages: Pages, others: Pages) -> Pages:
+    """Return the first of *pages*, as many as *others* has."""
+    left, found = sum(count for _, count in others), []
+    for start, count in pages:
+        if left:
+            found.append((start, min(count, left)))
+            left -= found[-1][1]
+    return tuple(found)

@@ -1,0 +1,285 @@
+"""The decode side of a pulled handoff: pages, then one read of each prefill rank, looked at once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdsim.errors import PeerLost, TransferFailed
+from pdsim.job import Rank
+from pdsim.kv.messages import (
+    Abort,
+    Arrival,
+    Busy,
+    Collected,
+    Failed,
+    Fetch,
+    Gone,
+    Lent,
+    Message,
+    MessageError,
+    Pull,
+    Ready,
+    Register,
+    Renew,
+    Revoked,
+    Sent,
+    Stop,
+    Submit,
+)
+from pdsim.kv.pages import Pages
+from pdsim.kv.reading import KvReader, first
+from pdsim.kv.rooms import OVER, Fading
+from pdsim.kv.status import Status
+from pdsim.serving.decode.block_manager import DecodeRequest
+from pdsim.serving.decode.scheduler import DecodeScheduler
+from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, life_name
+from pdsim.serving.rank_process import EngineProcess
+
+__all__ = ["PullDecodeScheduler", "PullDecodeWorker"]
+
+
+class PullDecodeWorker(DecodeWorker):
+    """A rank that reads its part of each request's KV when its leader says so.
+
+    It connects to those prefill ranks that mean its own life, of lives that the router has told it to meet.
+    """
+
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
+        self.handlers |= {Register: self._register, Fetch: self._fetch}
+
+    def make_receiver(self) -> Any:
+        """Return a `KvReader`."""
+        job = self.job
+        layout = job.decode_layout(self.index)
+        return KvReader(self.rank, layout, self.index, job.rank_map, self.read, self.quiet, job.handoff, job.checked)
+
+    def ready(self, message: Ready) -> None:
+        """Tell the leader that this rank is connected to all prefill ranks of a life that it reads from."""
+        self.send(leader(self.instance), message)
+
+    def read(self, message: Sent) -> None:
+        """Tell the leader how the reads of a room ended here."""
+        self.send(leader(self.instance), message)
+
+    def peer_gone(self, life: str) -> None:
+        """Forget the ranks of *life*."""
+        self.receiver.drop(life)
+        self._early = {name: register for name, register in self._early.items() if register.instance != life}
+
+    def meet(self, peer: str) -> None:
+        """Read from *peer* from now on, and from no earlier life of it."""
+        for older in range(1, epoch_of(peer)):
+            self.receiver.drop(life_name(instance_of(peer), older))
+        self.receiver.meet(peer)
+        early, self._early = self._early, {}
+        for sender, register in early.items():
+            self._register(sender, register)
+        self._connected(peer)
+
+    def pong(self) -> Message:
+        """Tell whether reads go on: over a slow link one may take longer than requests may go without progress."""
+        return Busy() if self.receiver.progressed() else super().pong()
+
+    def _register(self, sender: str, message: Register) -> None:
+        if message.peer != self.life or message.instance not in self.receiver:
+            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
+            return
+        try:
+            self.receiver.connect(message)
+        except PeerLost as error:
+            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
+        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
+            self.refuse(sender, str(error))
+        else:
+            self._connected(message.instance)
+
+    def _connected(self, life: str) -> None:
+        if self.receiver.connected(life):
+            self.ready(Ready(life, self.life))
+
+    def _fetch(self, _: str, message: Fetch) -> None:
+        if message.life == self.life:
+            self.receiver.read(message)
+
+
+class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
+    """The rank that also schedules: it hears of a request when prefill has answered, and has the ranks read it.
+
+    Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes there.
+    """
+
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self._sources: dict[int, Lent] = {}  # of rooms that may still have to be read
+        self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
+        self._nbytes: dict[int, int] = {}  # read, of each room that is being read
+        self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that must not be read
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by life of prefill and own: connected ranks
+        self._last_lost: dict[str, int] = {}  # by prefill instance: the last epoch that is known to be over
+        self._beats = False  # whether a heartbeat is due
+        self.handlers |= {
+            Pull: self._pull,
+            Revoked: self._revoked,
+            Ready: lambda sender, message: self._count_ready(index_of(sender), message),
+            Sent: lambda sender, message: self._count_read(index_of(sender), message),
+        }
+
+    def report(self) -> dict[str, int]:
+        """As `DecodeScheduler.report`, with the rooms whose KV prefill still keeps for this side."""
+        found = super().report()
+        return found | {"open_rooms": found["open_rooms"] + len(self._sources) + len(self._asked) + len(self._nbytes)}
+
+    def ready(self, message: Ready) -> None:
+        """Count this rank."""
+        self._count_ready(self.index, message)
+
+    def read(self, message: Sent) -> None:
+        """Count this rank's part of a room."""
+        self._count_read(self.index, message)
+
+    def has_slot(self) -> bool:
+        """Return True: no metadata comes."""
+        return True
+
+    def release_slot(self, room: DecodeRequest) -> None:
+        """Do nothing: there is none."""
+
+    def peer_gone(self, life: str) -> None:
+        """Fail the rooms that are read from *life*; their pages come back when those reads have settled."""
+        PullDecodeWorker.peer_gone(self, life)
+        self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
+        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] != life}
+        for room in [room for room in self._rooms.values() if room.request.prefill == life]:
+            self._fail(room)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """End once no room is left; those that failed have `Deployment.deadline` seconds to settle."""
+        self._stopping = True
+        EngineProcess.stop(self, sender, message)
+        self._end_if_drained()
+
+    def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:  # noqa: ARG002
+        """Have all ranks read *request*."""
+        number, lent = request.room, self._sources[request.room]
+        room = self._rooms[number]
+        room.asked = self._asked.pop(number)
+        room.stamps = Arrival(number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
+        self._nbytes[number] = 0
+        into = first(pages, lent.pages)
+        fetch = Fetch(self.life, number, request.input, request.prefill, lent.pages, into, lent.state, state)
+        self.send(self.followers, fetch)
+        self.receiver.read(fetch)
+
+    # --- what comes in ---
+
+    def _pull(self, _: str, message: Pull) -> None:
+        request = message.submit
+        if request.decode == self.life and request.room in self._over:
+            self._collect(message.lent, 0)
+        else:
+            if request.decode == self.life:
+                self._sources[request.room] = message.lent
+                self._beat()
+            self._submit("", request)
+
+    def _enqueue(self, request: Submit) -> None:
+        self._asked[request.room] = self.clock.now
+        super()._enqueue(request)
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        super()._abort(sender, message)
+        if message.room not in self._rooms:
+            self.unadmitted(message.room)
+
+    def _revoked(self, _: str, message: Revoked) -> None:
+        """Give a room up that prefill keeps no more; `Collected` follows once nothing of it is read."""
+        if message.life != self.life:
+            self.ignore()
+            return
+        room = self._rooms.get(message.room)
+        if room is None:
+            self._coming.pop(message.room, None)
+            for request in [request for request in self._queue if request.room == message.room]:
+                self._queue.remove(request)
+            self.unadmitted(message.room)
+            self.send(leader(message.prefill), Collected(message.room, message.prefill, 0))
+        elif room.consensus.status is not Status.SUCCESS:
+            self._fail(room)
+
+    def unadmitted(self, number: int) -> None:
+        """Take note that a room without pages here will not be read, and tell its prefill leader."""
+        self._over.set(number, None)
+        self._asked.pop(number, None)
+        lent = self._sources.pop(number, None)
+        if lent is not None:
+            self._collect(lent, 0)
+
+    def _count_ready(self, rank: int, message: Ready) -> None:
+        """Tell the router once all ranks are connected to a prefill instance."""
+        over = epoch_of(message.life) <= self._last_lost.get(instance_of(message.life), -1)
+        if over or (self.life and message.peer != self.life):
+            self.ignore()
+            return
+        ranks = self._ready.setdefault((message.life, message.peer), set())
+        ranks.add(rank)
+        if len(ranks) == self.job.decode.size:
+            self.send(ROUTER, message)
+
+    # --- what becomes of a room ---
+
+    def _count_read(self, rank: int, message: Sent) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.consensus.over:
+            self.ignore()
+            return
+        self._nbytes[message.room] += message.nbytes
+        if message.reason:
+            self.send(ROUTER, Failed(message.room, message.reason, message.lost))
+            self._fail(room)
+        elif room.consensus.succeed(rank):
+            room.arrived = self.clock.now
+            self._timers.drop(message.room)
+            self._collect(self._sources.pop(message.room), self._nbytes.pop(message.room))
+            self._complete.append(room)
+            self._wake()
+
+    def _fail(self, room: DecodeRequest) -> None:
+        """Give *room* up; `quiet` from every rank ends it."""
+        if room.consensus.fail():
+            number = room.request.room
+            self._timers.drop(number)
+            self.send(self.followers, Abort(number))
+            self.receiver.forget(number)
+            self._wake()
+
+    def _drop(self, number: int) -> None:
+        """Give the pages of a failed room back, into which nothing is read any more."""
+        del self._rooms[number]
+        self.pages.release(number)
+        self.state.release(number)
+        self._nbytes.pop(number, None)
+        self.unadmitted(number)
+        self._end_if_drained()
+
+    def _collect(self, lent: Lent, nbytes: int) -> None:
+        self.send(leader(lent.life), Collected(lent.room, lent.life, nbytes))
+
+    def _beat(self) -> None:
+        """Renew the leases of all rooms every `ServingEngine.heartbeat` seconds, as long as there are any."""
+        if self.job.engine.lease and not self._beats:
+            self._beats = True
+            self.clock.call_at(self.clock.now + self.job.engine.heartbeat, self._renew, None)
+
+    def _renew(self, _: Any) -> None:
+        self._beats = False
+        if not self._sources or self.ended.triggered:
+            return
+        rooms: dict[str, list[int]] = {}
+        for number, lent in self._sources.items():
+            rooms.setdefault(lent.life, []).append(number)
+        for life, numbers in rooms.items():
+            self.send(leader(life), Renew(life, tuple(numbers)))
+        self._beat()

@@ -1,0 +1,1 @@
+"""Who moves the KV: prefill pushes it, or decode pulls it."""

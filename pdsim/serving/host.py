@@ -1,0 +1,62 @@
+"""What the host of a scheduler takes, as `HostCosts` says, and how it varies.
+
+Each draw is from a stream of its own, named by the instance, so that one seed gives one run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pdsim.serving.settings import HostCosts
+from pdsim.serving.workload import stream
+
+__all__ = ["Host", "StepVariation"]
+
+_DRAWS = 1024  # at a time
+
+
+class Host:
+    """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean."""
+
+    def __init__(self, costs: HostCosts, variation: float, seed: int, name: str) -> None:
+        self.costs = costs
+        self.steps = StepVariation(costs.step, variation, seed, name) if variation and costs.step else None
+        self._shape = variation**-2 if variation else 0.0
+        self._random = stream(seed, f"{name}.host")
+
+    def arrive(self, tokens: int) -> float:
+        """Return the seconds from the arrival of a request of *tokens* to its scheduler."""
+        return self._drawn(self.costs.arrive + tokens * self.costs.arrive_token)
+
+    def admit(self, tokens: int) -> float:
+        """Return the seconds for which preparing a request of *tokens* holds the scheduler's loop up."""
+        return self._drawn(self.costs.admit + tokens * self.costs.admit_token)
+
+    def answer(self) -> float:
+        """Return the seconds from the end of a step to the answer leaving the server."""
+        return self._drawn(self.costs.answer)
+
+    def step(self) -> float:
+        """Return the seconds of one iteration."""
+        return self._drawn(self.costs.step)
+
+    def _drawn(self, mean: float) -> float:
+        return mean * self._random.gamma(self._shape) / self._shape if mean and self._shape else mean
+
+
+class StepVariation:
+    """By how much the host time of steps differs from its mean, one draw a step, summed up ahead of time."""
+
+    def __init__(self, mean: float, variation: float, seed: int, name: str) -> None:
+        self._mean = mean
+        self._shape = variation**-2
+        self._random = stream(seed, f"{name}.steps")
+        self._sums: npt.NDArray[np.float64] = np.zeros(1)
+
+    def until(self, step: int) -> float:
+        """Return the sum of the deviations of the first *step* steps, in seconds."""
+        while step >= len(self._sums):
+            drawn = self._mean * (self._random.gamma(self._shape, 1 / self._shape, _DRAWS) - 1)
+            self._sums = np.concatenate((self._sums, self._sums[-1] + np.cumsum(drawn)))
+        return float(self._sums[step])

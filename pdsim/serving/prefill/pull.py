@@ -1,0 +1,261 @@
+"""The prefill side of a pulled handoff: what is computed stays, under a lease, until its reader says that it has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdsim.job import Rank
+from pdsim.kv.lending import KvLender
+from pdsim.kv.messages import (
+    Abort,
+    Collected,
+    Destination,
+    Dropped,
+    Failed,
+    Fence,
+    Fenced,
+    Lent,
+    Prefilled,
+    Renew,
+    Revoked,
+    Sent,
+    Settled,
+    Stop,
+)
+from pdsim.kv.pages import Pages
+from pdsim.kv.plan import pair
+from pdsim.kv.rooms import Timers
+from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.prefill.scheduler import PrefillRequest, PrefillScheduler
+from pdsim.serving.prefill.worker import PrefillWorker
+from pdsim.transfer import Program
+
+__all__ = ["PullPrefillScheduler", "PullPrefillWorker"]
+
+
+class PullPrefillWorker(PrefillWorker):
+    """A rank that computes what its leader says and makes its pool known to the decode ranks that read from it.
+
+    It does so to a new life of a decode instance only once it is proven that no earlier one reads here any more.  So a
+    `Fence` about a life is never held up by the reads of the next.
+    """
+
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self._readers = job.rank_map.readers(index)
+        self._proven: dict[str, int] = {}  # by decode instance: up to which epoch nothing is read here any more
+        self.handlers |= {Fence: self._fence}
+
+    def make_sender(self) -> Any:
+        """Return a `KvLender`."""
+        job = self.job
+        return KvLender(
+            self.rank, job.prefill_layout(self.index), job.prefill, self.index, self.conclude, job.handoff, job.checked
+        )
+
+    def peer_gone(self, life: str) -> None:
+        """Forget *life*."""
+        self._met.discard(life)
+
+    def fenced(self, message: Fenced) -> None:
+        """Tell the leader that nothing is read here any more by a decode instance that is gone."""
+        self.send(leader(self.instance), message)
+
+    def meet(self, peer: str) -> None:
+        """Make this rank's pool known to *peer*, once no earlier life of it reads here."""
+        for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
+            self.peer_gone(life)
+        self._met.add(peer)
+        self.clock.process(self._introduce(peer))
+
+    def _introduce(self, peer: str) -> Program:
+        yield from self._part(instance_of(peer), epoch_of(peer) - 1)
+        if not self.ended.triggered:
+            readers = [rank_name(instance_of(peer), reader) for reader in self._readers]
+            self.send(readers, self.sender.register(self.life, peer))
+
+    def _fence(self, _: str, message: Fence) -> None:
+        self.clock.process(self._prove(message))
+
+    def _prove(self, message: Fence) -> Program:
+        yield from self._part(instance_of(message.life), epoch_of(message.life))
+        if not self.ended.triggered:
+            self.fenced(Fenced(message.number))
+
+    def _part(self, instance: str, epoch: int) -> Program:
+        """Wait for the proof that nothing is read here by *instance* up to *epoch*; there is none while it lives."""
+        for reader in self._readers:
+            if self._proven.get(instance, 0) >= epoch:
+                return
+            yield self.rank.endpoint.quiesced(rank_name(instance, reader))
+        self._proven[instance] = max(epoch, self._proven.get(instance, 0))
+
+
+class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
+    """The rank that also schedules: a request runs as soon as it has pages, whatever decode does.
+
+    When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease` seconds
+    since the answer or the last `Renew`; then the request fails.
+    """
+
+    def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
+        super().__init__(rank, job, instance, index)
+        self._lent: dict[int, PrefillRequest] = {}
+        self._revoked: set[int] = set()  # of them, those that must not be read any more
+        self._leases = Timers(rank.clock, job.engine.lease, self._lease_ends)
+        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
+        self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
+        self.handlers |= {
+            Collected: self._collected,
+            Renew: self._renew,
+            Fenced: lambda sender, message: self._fenced(index_of(sender), message),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """As `PrefillScheduler.report`; pages of rooms that were revoked are in quarantine."""
+        found = super().report()
+        held = sum(self.job.page_count(self._lent[number].request.input) for number in self._revoked)
+        found["used_pages"] -= held
+        found["quarantined_pages"] += held
+        return found
+
+    def accept(self, room: PrefillRequest) -> None:
+        """Have *room* wait for its first forward."""
+        room.noticed = max(self.clock.now, room.ready)
+        self.enqueue(room)
+
+    def give_back(self, room: PrefillRequest) -> None:
+        """Give the pages of *room* back; there is no row for metadata."""
+        self.pages.release(room.request.room)
+        self.state.release(room.request.room)
+
+    def fenced(self, message: Fenced) -> None:
+        """Count this rank's proof."""
+        self._fenced(self.index, message)
+
+    def peer_gone(self, life: str) -> None:
+        """Give up what *life* has not begun to read, and wait for the proof that it reads nothing more."""
+        super().peer_gone(life)
+        rooms = [number for number, room in self._lent.items() if room.request.decode == life]
+        for number in rooms:
+            self._revoked.add(number)
+            self._leases.drop(number)
+        self._begin_fence(life, rooms)
+
+    def stop(self, sender: str, message: Stop) -> None:
+        """As `PrefillScheduler.stop`; a reader may end before it answers, so its end is waited for, too."""
+        lives = dict.fromkeys(self._lent[number].request.decode for number in self._revoked)
+        for life in lives:
+            self._begin_fence(life, [n for n in self._revoked if self._lent[n].request.decode == life])
+        super().stop(sender, message)
+
+    def _begin_fence(self, life: str, rooms: list[int]) -> None:
+        """Have *rooms* given back once every rank has proof that *life* reads nothing here."""
+        self._fence_number += 1
+        self._fences[self._fence_number] = rooms, set(range(self.job.prefill.size))
+        fence = Fence(self._fence_number, life)
+        self.send(self.followers, fence)
+        self._fence("", fence)
+
+    def _begin(self, room: PrefillRequest) -> bool:
+        found = self._allocate(room.request, 0)
+        if found is None:
+            return False
+        pages, state = found
+        self._blocked.clear()
+        room.destination = Destination(self.life, room.request.room, pages, 0, state)
+        room.source_slot = 0
+        room.runs = pair(pages, pages)
+        room.state = tuple(map(pair, state, state))
+        room.started = self.clock.now
+        return True
+
+    def _conclude(self, rank: int, message: Sent | Settled) -> None:
+        room = self._rooms.get(message.room)
+        if room is None:
+            self.ignore()
+        elif isinstance(message, Settled):
+            if room.consensus.settle(rank):
+                self._forget(room)
+        elif not room.failed:
+            if rank == self.index:
+                room.ended = self.clock.now
+            if room.consensus.succeed(rank):
+                self._lend(room)
+
+    def _lend(self, room: PrefillRequest) -> None:
+        self._lent[room.request.room] = room
+        seconds = self.host.answer()
+        if seconds:
+            self.clock.call_at(self.clock.now + seconds, self._answer, room)
+        else:
+            self._answer(room)
+
+    def _answer(self, room: PrefillRequest) -> None:
+        number = room.request.room
+        if self._lent.get(number) is not room or number in self._revoked:
+            return
+        assert room.destination is not None
+        self._leases.add(number)
+        where: tuple[Pages, tuple[Pages, ...]] = room.destination.pages, room.destination.state
+        self.send(ROUTER, Lent(number, self.life, *where, room.noticed, room.started, room.ended))
+
+    def _abort(self, sender: str, message: Abort) -> None:
+        if message.room in self._lent:
+            if sender == ROUTER:
+                self.send(ROUTER, Dropped(message.room, False))
+            self._revoke(message.room)
+        else:
+            super()._abort(sender, message)
+
+    def _lease_ends(self, number: int) -> None:
+        reason = f"TransferTimeout: the lease of {self.job.engine.lease:g} s ended without a heartbeat of the reader"
+        self.send(ROUTER, Failed(number, reason))
+        self._revoke(number)
+
+    def _revoke(self, number: int) -> None:
+        """Have a lent room read no more; its pages come back with `Collected`, or with the proof of a fence."""
+        if number not in self._revoked:
+            self._revoked.add(number)
+            self._leases.drop(number)
+            decode = self._lent[number].request.decode
+            self.send(leader(decode), Revoked(number, decode, self.life))
+
+    def _renew(self, _: str, message: Renew) -> None:
+        if message.life != self.life:
+            self.ignore()
+            return
+        for number in message.rooms:
+            if number in self._lent and number not in self._revoked:
+                self._leases.drop(number)
+                self._leases.add(number)
+
+    def _collected(self, _: str, message: Collected) -> None:
+        room = self._lent.get(message.room)
+        if room is None or message.life != self.life:
+            self.ignore()
+            return
+        if message.room not in self._revoked:
+            self.send(ROUTER, Prefilled(message.room, message.nbytes))
+        self._return(room)
+
+    def _fenced(self, rank: int, message: Fenced) -> None:
+        fence = self._fences.get(message.number)
+        if fence is None:
+            self.ignore()
+            return
+        rooms, missing = fence
+        missing.discard(rank)
+        if not missing:
+            del self._fences[message.number]
+            for number in rooms:
+                if number in self._lent:
+                    self._return(self._lent[number])
+
+    def _return(self, room: PrefillRequest) -> None:
+        """Give a lent room's pages back, which nobody reads any more."""
+        number = room.request.room
+        del self._lent[number]
+        self._revoked.discard(number)
+        self._leases.drop(number)
+        self._forget(room)

@@ -1,0 +1,267 @@
+"""Serving engines as data: exact times of single requests, queues, preemption and retraction, on the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.serve import Options, job, specs
+from pdsim.config import Config
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.settings import HostCosts, Scheduler, ServingEngine
+from pdsim.serving.workload import Request
+from tests.experiments.test_serve import EIGHT, configured, serve
+
+QUIET = replace(EIGHT, host=replace(EIGHT.host, tcp_latency=0.0, tcp_rate=1e30))
+"""Control messages take no time."""
+
+VLLM = ServingEngine(
+    name="vllm",
+    handoff="pull",
+    recompute=1,
+    memory="grow",
+    proxy=0.001,
+    lease=30.0,
+    prefill=HostCosts(arrive=0.002, admit=0.0003, step=0.0004, launch=0.05, answer=0.0005),
+    decode=HostCosts(arrive=0.003, arrive_token=1e-6, admit=0.0006, step=0.0007, idle=0.004, answer=0.0008),
+)
+SGLANG = ServingEngine(
+    name="sglang",
+    scheduler="least_generated",
+    memory="grow",
+    reserved_tokens=32,
+    preemption="retract",
+    overlap=True,
+    prefill=HostCosts(arrive=0.002, admit=0.0003, step=0.0004, launch=0.05),
+    decode=HostCosts(arrive=0.003, admit=0.0006, admit_token=1e-5, step=0.0007, idle=0.004, answer=0.0008),
+)
+NAMES = ["reserved", "noticed", "started", "prefilled", "arrived", "polled", "joined", "finished", "first", "asked"]
+
+
+def run(engine: ServingEngine, requests: list[Request], **changes: Any) -> tuple[Config, list[dict[str, Any]], Outcome]:
+    """Serve *requests* and return the times of each, from the time at which the first could arrive."""
+    config = replace(configured(**({"hw": QUIET} | changes)), engine=engine)
+    outcome = Model(config.hw, config.backend).run(specs(config, job(config, Options()), requests))
+    value = outcome.ranks["router"].value
+    assert [row[3] for row in value["rows"]] == ["ok"] * len(requests)
+    rows = [dict(zip(NAMES, row[4:], strict=False)) for row in value["rows"]]
+    return config, [{name: at and at - value["start"] for name, at in row.items()} for row in rows], outcome
+
+
+def look(time: float, idle: float, start: float = 0.0) -> float:
+    """Return when a scheduler that looks every *idle* seconds since *start* looks next."""
+    return start + math.ceil((time - start) / idle) * idle
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, abs=1e-9)
+
+
+# --- one request ----------------------------------------------------------------------------------------------------
+
+
+def test_a_pulled_request_takes_the_sum_of_its_terms():
+    config, (row), outcome = run(VLLM, [Request(0.0, 100, 3)])
+    (row,) = row
+    what, start = job(config, Options()), outcome.ranks["router"].value["start"]
+    (read,) = outcome.ranks["decode0.0"].transfers
+    assert read.operation == "read"
+    assert row["started"] == close(0.001 + 0.002)  # proxy, then prefill's server
+    assert row["prefilled"] == close(row["started"] + 0.05 + 0.0004 + 0.0003)  # a forward is shorter than its launch
+    assert row["asked"] == close(row["prefilled"] + 0.0005 + 0.001 + 0.003 + 100 * 1e-6)  # answer, proxy, server
+    # an idle decode scheduler looks every 4 ms, counted from the start of the job
+    assert row["reserved"] == close(look(row["asked"] + start, 0.004) - start)
+    assert row["arrived"] == close(row["reserved"] + read.seen - read.submitted)
+    assert row["polled"] == row["joined"] == close(look(row["arrived"] + start, 0.004) - start)
+    step = what.decode_time.step(1) + 0.0007
+    first = row["polled"] + 0.0006 + step + 100 * what.decode_time.context  # the last token of the prompt, again
+    assert row["first"] == close(first + 0.0008)
+    assert row["finished"] == close(first + 2 * step + (101 + 102) * what.decode_time.context + 0.0008)
+
+
+def test_a_pushed_request_takes_the_sum_of_its_terms():
+    config, (row), outcome = run(SGLANG, [Request(0.0, 100, 3)])
+    (row,) = row
+    what, start = job(config, Options()), outcome.ranks["router"].value["start"]
+    (write,) = outcome.ranks["prefill0.0"].transfers
+    assert row["reserved"] == close(look(0.003 + start, 0.004) - start)  # decode's server, then its next look
+    assert row["started"] == close(max(row["reserved"], 0.002))
+    assert row["prefilled"] == close(row["started"] + 0.05 + 0.0003)  # the step overlaps the forward
+    assert row["arrived"] == close(row["prefilled"] + write.completed - write.submitted)
+    assert row["polled"] == close(look(row["arrived"] + start, 0.004) - start)
+    ready = row["polled"] + 0.0006 + 100 * 1e-5
+    assert row["first"] == close(ready + 0.0008)  # with the metadata: nothing is computed again
+    step = max(what.decode_time.step(1), 0.0007)
+    assert row["finished"] == close(ready + 2 * step + (101 + 102) * what.decode_time.context + 0.0008)
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["pull", "push"])
+def test_the_phases_of_an_engines_request_add_up(engine: ServingEngine):
+    result = serve(replace(configured(), engine=engine))
+    for row in zip(*(result.requests[name] for name in ("e2e", *PHASES)), strict=True):
+        assert sum(row[1:]) == pytest.approx(row[0], abs=0.002)  # the last token's answer is no phase
+
+
+PHASES = ("queueing", "compute", "handshake", "transfer", "polling")
+
+
+def test_a_second_request_waits_for_the_forward_of_the_first():
+    _, (one, two), _ = run(VLLM, [Request(0.0, 256, 2), Request(0.001, 256, 2)])
+    assert two["started"] == close(one["prefilled"])
+
+
+def test_what_arrives_within_a_step_is_seen_at_its_end():
+    engine = replace(VLLM, decode=replace(VLLM.decode, idle=0.0))
+    config, (one, two), _ = run(engine, [Request(0.0, 100, 400), Request(0.001, 100, 2)])
+    decode = job(config, Options()).decode_time
+    # the steps of the first, alone: step k ends after k bases and the contexts 100, 101, ...
+    steps, end = 0, one["joined"] + 0.0006
+    while end < two["arrived"] - 1e-12:
+        end += decode.step(1) + 0.0007 + decode.context * (100 + steps)
+        steps += 1
+    assert two["polled"] == close(end)
+
+
+def test_with_overlap_a_request_joins_one_step_later():
+    costs = replace(SGLANG.decode, idle=0.0)
+    late, early = (replace(SGLANG, decode=costs, overlap=overlap) for overlap in (True, False))
+    requests = [Request(0.0, 100, 400), Request(0.001, 100, 20)]
+    for engine, waits in ((late, True), (early, False)):
+        _, (_, two), _ = run(engine, requests)
+        assert (two["joined"] > two["polled"]) is waits
+
+
+def test_one_seed_gives_one_run_and_another_gives_another():
+    requests = [Request(0.01 * number, 100, 20) for number in range(20)]
+    varied = replace(VLLM, variation=0.3)
+    first, again = (run(varied, requests)[1] for _ in range(2))
+    assert first == again
+    assert run(varied, requests, seed=1)[1] != first
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request], retract: bool) -> list[float]:
+    """Return when each request ends, stepping token by token; pages are reserved and KV arrives as *rows* say."""
+    page, size = what.page_size, what.decode_pages
+    move = what.shape.token_bytes(what.decode.tp) / what.engine.retract_rate
+    coming = sorted(range(len(rows)), key=lambda n: rows[n]["polled"])
+    context = [request.input + 1 for request in requests]
+    left = [request.output - 1 for request in requests]
+    held = [0] * len(rows)
+    running: list[int] = []
+    preempted: list[int] = []
+    ends = [0.0] * len(rows)
+    now = 0.0
+
+    def need(n: int) -> int:
+        return -(-context[n] // page)
+
+    while coming or running or preempted:
+        delay = 0.0
+        for n in [n for n in running if not left[n]]:
+            running.remove(n)
+            held[n], ends[n] = 0, now
+        while coming and rows[coming[0]]["polled"] <= now + 1e-12:
+            running.append(coming.pop(0))
+        for n, row in enumerate(rows):  # pages of requests that are not here yet
+            if n in coming:
+                held[n] = -(-requests[n].input // page) if row["reserved"] < now - 1e-12 else 0
+        while sum(need(n) for n in running) + sum(held[n] for n in coming) > size:
+            victim = min(running, key=lambda n: (requests[n].output - left[n], -requests[n].input)) \
+                if retract else running[-1]  # fmt: skip
+            running.remove(victim)
+            held[victim] = 0
+            preempted.append(victim)
+            delay += context[victim] * move if retract else 0
+        while preempted and sum(need(n) for n in running) + sum(held[n] for n in coming) + need(preempted[0]) <= size:
+            back = preempted.pop(0)
+            running.append(back)
+            delay += context[back] * move
+        if running:
+            now += (
+                delay
+                + what.decode_time.step(len(running))
+                + what.decode_time.context * sum(map(context.__getitem__, running))
+            )
+            for n in running:
+                context[n], left[n] = context[n] + 1, left[n] - 1
+        elif coming:
+            now = rows[coming[0]]["polled"]
+    return ends
+
+
+BARE = ServingEngine(name="bare", memory="grow", preemption="retract", scheduler="fcfs")
+
+
+def together(what: Deployment, one: dict[str, Any], two: dict[str, Any]) -> float:
+    """Return when the second of two requests of 48 tokens, which came a step later, runs out of pages.
+
+    With 8 pages of 16 tokens both can grow to 4; the first needs a fifth for 65 tokens, when the second has 64.
+    """
+    step, context = what.decode_time.step, what.decode_time.context
+    now = one["joined"] + step(1) + context * 49
+    assert two["joined"] == close(now)
+    return now + 15 * step(2) + context * (sum(range(50, 65)) + sum(range(49, 64)))
+
+
+def test_growth_ends_where_pages_do_and_the_last_is_retracted():
+    config, (one, two), outcome = run(BARE, [Request(0.0, 48, 40)] * 2, kv=pool(8))
+    what = job(config, Options())
+    assert what.decode_pages == 8
+    assert outcome.ranks["decode0.0"].value["preemptions"] == 1
+    step, context = what.decode_time.step, what.decode_time.context
+    move = 64 * what.shape.token_bytes(1) / BARE.retract_rate  # to host memory, and later back
+    now = together(what, one, two) + move + 23 * step(1) + context * sum(range(65, 88))
+    assert one["finished"] == close(now)
+    assert two["finished"] == close(now + move + 24 * step(1) + context * sum(range(64, 88)))
+
+
+def test_a_preempted_request_computes_its_kv_again_in_one_forward():
+    config, (one, two), _ = run(replace(BARE, preemption="recompute"), [Request(0.0, 48, 40)] * 2, kv=pool(8))
+    what = job(config, Options())
+    step, context = what.decode_time.step, what.decode_time.context
+    now = together(what, one, two) + 23 * step(1) + context * sum(range(65, 88))
+    assert one["finished"] == close(now)
+    # 64 tokens at once give it its next token; 23 more follow
+    now += what.decode_time.prefill([(0, 64)]) + 23 * step(1) + context * sum(range(65, 88))
+    assert two["finished"] == close(now)
+
+
+def test_a_step_that_recomputes_serves_the_others_too():
+    # the third keeps 2 pages and runs on while the second, preempted by the first, comes back in chunks of 64 tokens
+    requests = [Request(0.0, 48, 40), Request(0.0, 48, 40), Request(0.0, 10, 60)]
+    engine = replace(BARE, preemption="recompute")
+    _, rows, outcome = run(engine, requests, kv=pool(10), scheduler=Scheduler(chunk=64, decode_batch=8))
+    assert outcome.ranks["decode0.0"].value["preemptions"] >= 1
+    assert all(row["finished"] > row["joined"] for row in rows)
+
+
+@pytest.mark.parametrize(("policy", "pages"), [("fcfs", 20), ("fcfs", 25), ("least_generated", 20)])
+def test_the_engine_retracts_as_stepping_token_by_token_does(policy: str, pages: int):
+    requests = [Request(0.0, 20 + 13 * (number % 7), 30 + 17 * (number % 5)) for number in range(6)]
+    config, rows, outcome = run(replace(BARE, scheduler=policy), requests, kv=pool(pages))
+    assert outcome.ranks["decode0.0"].value["preemptions"] > 0
+    ends = stepped(job(config, Options()), rows, requests, True)
+    assert [row["finished"] for row in rows] == pytest.approx(ends, rel=1e-9)
+
+
+def test_reserved_tokens_keep_requests_out():
+    requests = [Request(0.0, 48, 4), Request(0.0, 48, 4)]
+    # 3 pages each and 8 in all; with 3 more pages kept for each request the second waits for the first
+    _, (one, two), _ = run(replace(BARE, reserved_tokens=48), requests, kv=pool(8))
+    assert two["reserved"] >= one["finished"]
+    _, (one, two), _ = run(BARE, requests, kv=pool(8))
+    assert two["reserved"] < one["finished"]
+
+
+def pool(pages: int) -> Any:
+    kv = configured().kv
+    page = 16 * job(configured(), Options()).shape.token_bytes(1)
+    return replace(kv, pool=pages * page)

@@ -1,0 +1,189 @@
+"""The pulled handoff: contents, leases, and readers and lenders that end, on the model in exact times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from experiments.faults.scenario import attempt, draw
+from experiments.serve import Options, job, specs
+from pdsim.fabric.endpoint import DETECTION
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome
+from pdsim.kv.messages import Renew
+from pdsim.serving.decode.pull import PullDecodeScheduler
+from pdsim.serving.settings import Hybrid, Llm, ServingEngine, Side
+from pdsim.serving.workload import Request
+from tests.experiments.test_serve import GQA, MLA, ONE, configured
+from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
+
+PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=0.4, heartbeat=0.1)
+PATIENT = replace(PULL, lease=30.0)
+LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens, which take 0.3 s on `CRAWLING`
+
+
+def serve(
+    requests: Sequence[Request],
+    kill: Mapping[str, float] = {},
+    restarts: Mapping[str, float] = {},
+    leaves: Sequence[Sequence[float]] = (),
+    prefill: Side = ONE,
+    decode: Side = ONE,
+    model: Llm = GQA,
+    engine: ServingEngine = PULL,
+    **changes: Any,
+) -> Outcome:
+    options = {"deadline": 0.5} | changes.pop("options", {})
+    config = replace(configured(prefill, decode, model, options=options, **changes), engine=engine)
+    ranks = specs(config, job(config, Options(**options)), requests)
+    ranks[0] = replace(ranks[0], arguments={**ranks[0].arguments, "leaves": [list(leave) for leave in leaves]})
+    return Model(config.hw, config.backend, memory="tracked", limit=60.0).run(ranks, kill, restarts)
+
+
+# --- contents -------------------------------------------------------------------------------------------------------
+
+SIDES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIDES, ids=[f"{one}to{other}" for one, other in SIDES])
+def test_every_byte_arrives_between_ranks_of_any_number(prefill: int, decode: int):
+    requests = [Request(0.01 * number, 60 + 7 * number, 5) for number in range(12)]
+    outcome = serve(requests, prefill=Side(tp=prefill), decode=Side(tp=decode))
+    assert statuses(outcome) == ["ok"] * 12  # contents compared
+    assert {record.operation for rank in outcome.ranks.values() for record in rank.transfers} == {"read"}
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MLA, replace(MLA, hybrid=Hybrid(index_bytes=12)), replace(GQA, hybrid=Hybrid(pattern="aw", window=40))],
+    ids=["mla", "sparse index", "window"],
+)
+def test_state_is_pulled_with_the_rest(model: Llm):
+    assert statuses(serve([LONG], model=model)) == ["ok"]
+
+
+def test_stages_and_context_parallel_ranks_are_read_each_for_its_part():
+    assert statuses(serve([LONG], prefill=Side(tp=1, pp=2))) == ["ok"]
+    kv = replace(configured().kv, all_cp_ranks=True)
+    assert statuses(serve([LONG], prefill=Side(tp=1, cp=2), kv=kv)) == ["ok"]
+
+
+def test_neighbouring_pages_are_one_descriptor_a_layer_and_plane():
+    outcome = serve([LONG])
+    (read,) = outcome.ranks["decode0.0"].transfers
+    assert read.descriptors == 2 * GQA.layers
+
+
+def test_prefill_keeps_the_pages_until_they_are_read():
+    # the pool of prefill holds one request: the second begins when the first has been read
+    requests = [Request(0.0, 600, 2), Request(0.001, 600, 2)]
+    one, two = rows(serve(requests, hw=SLOW))
+    assert two["started"] == pytest.approx(one["arrived"], abs=1e-3)
+
+
+# --- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
+    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))  # 1.1 s, the lease is 0.4
+    assert statuses(serve([LONG], hw=crawl, options={"deadline": 5.0})) == ["ok"]
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch):
+    """Let no heartbeat through."""
+    send = PullDecodeScheduler.send
+
+    def without(self: PullDecodeScheduler, receivers: Any, message: Any) -> None:
+        if not isinstance(message, Renew):
+            send(self, receivers, message)
+
+    monkeypatch.setattr(PullDecodeScheduler, "send", without)
+
+
+def test_a_lease_that_ends_fails_the_request_and_quarantines_its_pages_until_the_read_is_over(silent: None):
+    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
+    outcome = serve([LONG, Request(3.0, 20, 2)], hw=crawl)
+    first, _ = statuses(outcome)
+    assert first == "TransferTimeout: the lease of 0.4 s ended without a heartbeat of the reader"
+    assert statuses(outcome)[1] == "ok"
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: None):
+    # the second request needs the pages of the first, whose lease ends at 0.4 s and whose read at 7 s or so
+    crawl = replace(CRAWLING, interconnect=replace(CRAWLING.interconnect, rate=1e5))
+    requests = [Request(0.0, 600, 2), Request(0.1, 600, 2)]
+    outcome = serve(requests, hw=crawl, options={"deadline": 20.0})
+    (read, *_) = outcome.ranks["decode0.0"].transfers
+    assert outcome.ranks["prefill0.0"].value["ignored"] == 0
+    assert read.status == "ok"
+    started = rows(outcome)[1]["started"]
+    assert started is None or started >= read.seen - 1e-9
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_a_dead_reader_was_reading_come_back_with_the_proof_of_its_end():
+    requests = [Request(0.0, 600, 4), Request(0.001, 600, 4)]
+    outcome = serve(
+        requests, {"decode0.0": 0.1}, hw=SLOW, decode=TWO, options={"router": "round_robin"}, engine=PATIENT
+    )
+    first, second = rows(outcome)
+    assert first["status"].startswith("PeerLost")
+    assert second["status"] == "ok"
+    # the silence is noticed by the fourth ping, and the proof is there by then
+    assert second["started"] == pytest.approx(0.5 * 4 / 3, abs=1e-2)
+    assert at_rest(outcome, "prefill0.0", "decode1.0")
+
+
+@pytest.mark.parametrize("instance", ["prefill0", "decode0"])
+@pytest.mark.parametrize("later", [0.01, 0.2, 1.0])
+def test_an_instance_that_starts_again_serves_again(instance: str, later: float):
+    requests = [Request(0.05 * number, 100, 4) for number in range(60)]
+    ranks = [f"{instance}.{index}" for index in range(2)]
+    restarts = {name: 0.5 + later + 0.001 * index for index, name in enumerate(ranks)}
+    outcome = serve(
+        requests, {ranks[1]: 0.5, ranks[0]: 0.5}, restarts, prefill=Side(tp=2), decode=Side(tp=2), engine=PATIENT
+    )
+    found = statuses(outcome)
+    assert found[:9] == ["ok"] * 9
+    assert found[-10:] == ["ok"] * 10  # served by the new life
+    assert {status.partition(":")[0] for status in found} <= {"ok", "PeerLost"}
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_a_lender_that_ends_fails_its_reads_once_that_is_noticed():
+    outcome = serve([LONG], {"prefill0.0": 0.1}, hw=CRAWLING)
+    (read,) = outcome.ranks["decode0.0"].transfers
+    assert read.status == "PeerLost"
+    assert read.seen == pytest.approx(0.1 + DETECTION, abs=1e-2)
+    assert at_rest(outcome, "decode0.0")
+
+
+@pytest.mark.parametrize("leaves", [0.0005, 0.0021, 0.1], ids=["computed", "answered", "read"])
+def test_a_user_who_leaves_frees_the_pages_on_both_sides(leaves: float):
+    outcome = serve([LONG, Request(1.0, 100, 4)], leaves=[(0, leaves)], hw=CRAWLING)
+    assert statuses(outcome) == [f"Aborted: the user left after {leaves:g} s", "ok"]
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_quarantine_counts_as_such():
+    outcome = serve([LONG], leaves=[(0, 0.1)], hw=CRAWLING)
+    assert sum(account(outcome, "prefill0.0")) == 64
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("lease", [30.0, 0.03])
+def test_the_trial_of_faults_finds_nothing(first: int, lease: float):
+    engine = replace(PULL, lease=lease, heartbeat=lease / 3)
+    for seed in range(first, first + 10):
+        scenario = draw(seed, 30, 0.4)
+        what = replace(scenario.job, engine=engine, staging=None)
+        ranks = [replace(spec, arguments={**spec.arguments, "job": what.plain()}) for spec in scenario.specs]
+        assert attempt(replace(scenario, job=what, specs=ranks)).violations == []
