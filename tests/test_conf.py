@@ -178,7 +178,7 @@ def test_the_machine_decides_what_is_not_said(hw, backend, prefill, decode):
 
 def test_the_command_line_wins_over_the_machine():
     config = composed("hw=2x8xh20", "backend=nixl", "parallel=tp4", "model=qwen3-8b")
-    assert (config.backend.name, config.parallel.prefill.tp, config.model.name) == ("nixl", "nixl_vllm", 4, "qwen3-8b")
+    assert (config.backend.name, config.parallel.prefill.tp, config.model.name) == ("nixl", 4, "qwen3-8b")
 
 
 def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
@@ -239,11 +239,11 @@ def modelled(config: Config, blocks: int, size: int) -> float:
         ("mooncake_nvlink", 1, 2**28, 689e-6, 0.03),
         ("mooncake_nvlink", 1024, 16384, 2290e-6, 0.03),
         ("mooncake_nvlink", 256, 2**20, 1285e-6, 0.03),
-        ("nixl", "nixl_vllm", 1, 4096, 19e-6, 0.03),
-        ("nixl", "nixl_vllm", 1, 2**20, 20e-6, 0.06),
-        ("nixl", "nixl_vllm", 1, 2**28, 728e-6, 0.03),
-        ("nixl", "nixl_vllm", 1024, 16384, 5120e-6, 0.03),
-        ("nixl", "nixl_vllm", 256, 2**20, 1314e-6, 0.03),
+        ("nixl", 1, 4096, 19e-6, 0.03),
+        ("nixl", 1, 2**20, 20e-6, 0.06),
+        ("nixl", 1, 2**28, 728e-6, 0.03),
+        ("nixl", 1024, 16384, 5120e-6, 0.03),
+        ("nixl", 256, 2**20, 1314e-6, 0.03),
     ],
 )
 def test_the_shipped_numbers_give_back_what_was_measured_on_two_h200(backend, blocks, size, measured, within):
