@@ -209,7 +209,7 @@ def _run_loads(campaign: Campaign, pair: Deployment, base: Sequence[str], loads:
 SHOWN = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "e2e_p50_s", "handoff_p50_s")
 
 
-def _trace_load(trace: Path, folder: Path, count: int, context: int, capacity: float) -> list[str]:
+def trace_load(trace: Path, folder: Path, count: int, context: int, capacity: float) -> list[str]:
     """Write the first *count* requests of *trace* that fit into *context*, and return the load that replays them.
 
     The pace is such that they ask for `TRACE_SHARE` of *capacity* input tokens a second.
@@ -279,10 +279,10 @@ def main(words: Sequence[str] | None = None) -> int:
 def _measure(campaign: Campaign, asked: argparse.Namespace, base: Sequence[str]) -> None:
     config = compose([*base, "target=live"])
     campaign.about["config"] = as_written(config)
-    loads = dict(_scaled(asked.loads, asked.seconds, asked.scale))
+    loads = dict(scaled(asked.loads, asked.seconds, asked.scale))
     if asked.trace:
         capacity = CAPACITY * asked.scale
-        loads["trace-50"] = _trace_load(asked.trace, asked.output, asked.trace_count, config.model.context, capacity)
+        loads["trace-50"] = trace_load(asked.trace, asked.output, asked.trace_count, config.model.context, capacity)
     with tempfile.TemporaryDirectory() as work:
         try:
             with deployed(config, Path(work), lambda *_: None) as pair:
@@ -296,7 +296,7 @@ def _measure(campaign: Campaign, asked: argparse.Namespace, base: Sequence[str])
                 (asked.output / log.name).write_bytes(text[:2000] + text[2000:][-LOG:])
 
 
-def _scaled(names: str, seconds: float, scale: float) -> Iterator[tuple[str, list[str]]]:
+def scaled(names: str, seconds: float, scale: float) -> Iterator[tuple[str, list[str]]]:
     """Yield name and words of each load that was asked for, for so many *seconds* at *scale* times its rate."""
     for name in names.split(",") if names != "none" else ():
         words = dict(word.split("=") for word in LOADS[name])
