@@ -125,6 +125,10 @@ class Deployment:
         """Return the ranks of *instance*."""
         return self.prefill if instance.startswith("prefill") else self.decode
 
+    def layers(self, instance: str) -> int:
+        """Return how many layers a rank of *instance* has: of its largest stage, if there are several."""
+        return -(-self.shape.layers // self.grid(instance).pp)
+
     def ranks(self, instance: str) -> Iterator[str]:
         """Yield the ranks of *instance*, its leader first."""
         for index in range(self.grid(instance).size):

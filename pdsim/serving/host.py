@@ -5,6 +5,8 @@ Each draw is from a stream of its own, named by the instance, so that one seed g
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,10 +19,13 @@ _DRAWS = 1024  # at a time
 
 
 class Host:
-    """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean."""
+    """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean.
 
-    def __init__(self, costs: HostCosts, variation: float, seed: int, name: str) -> None:
-        self.costs = costs
+    *costs* are those of a forward of so many *layers*: `HostCosts.launch` is that of all of them.
+    """
+
+    def __init__(self, costs: HostCosts, variation: float, seed: int, name: str, layers: int = 1) -> None:
+        self.costs = replace(costs, launch=costs.launch * layers)
         self.steps = StepVariation(costs.step, variation, seed, name) if variation and costs.step else None
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")

@@ -286,7 +286,7 @@ class HostCosts:
     admit: Seconds = 0.0  # that a request holds the scheduler's loop up when its step is prepared (decode: KV is here)
     admit_token: Seconds = 0.0  # of that, each token of its prompt
     step: Seconds = 0.0  # of an iteration; with *overlap* only what exceeds the forward
-    launch: Seconds = 0.0  # the least that a forward takes which is launched kernel by kernel
+    launch: Seconds = 0.0  # the least that each layer of a forward takes which is launched kernel by kernel
     idle: Seconds = 0.0  # of decode: an iteration with nothing to run, after which it looks again; 0 looks at once
     answer: Seconds = 0.0  # from the end of a step to its token, or the answer, leaving the server
 

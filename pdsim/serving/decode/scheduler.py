@@ -60,7 +60,7 @@ class DecodeScheduler(BlockManager):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.policy = scheduler_of(job.engine)
-        self.host = Host(job.engine.decode, job.engine.variation, job.seed, instance)
+        self.host = Host(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
         self.preemptions = 0
         self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet
@@ -69,7 +69,7 @@ class DecodeScheduler(BlockManager):
         self._preempted: deque[DecodeRequest] = deque()  # gave their pages up
         self._recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
         self._batch = RunningBatch(
-            job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap, self.host.steps
+            job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
         )
         self._memory = GrowingMemory(job, self.pages, self._batch) if job.engine.memory == "grow" else None
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins

@@ -98,7 +98,7 @@ class PrefillScheduler(PrefillWorker):
         self._blocked = Blocked(rank.clock, job.deadline, self._wake)
         self._stopping = False
         self.policy = scheduler_of(job.engine)
-        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance)
+        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
         handlers: dict[type[Message], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
