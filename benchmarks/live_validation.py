@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
@@ -56,7 +55,7 @@ APART = 30.0
 def _run(words: Sequence[str]) -> Mapping[str, Any]:
     config = compose(["hw=2xh200", *words])
     target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    found = serve.run(config, target, lambda share, text: None)
+    found = serve.run(config, target, lambda _share, _text: None)
     return {"metrics": {m.name: m.value for m in found.summary}, "rows": found.requests, "failures": found.failures}
 
 
@@ -105,9 +104,22 @@ def singles_of(folder: Path) -> dict[str, dict[str, float]]:
         if not one["warmup"] and one["row"]["status"] == "ok":
             by.setdefault(str(one["length"]), []).append(one["row"])
     return {
-        length: {key: median(r[key] for r in rows) for key in ("ttft", "tpot", "handoff") if rows[0].get(key) is not None}
+        length: {
+            key: median(r[key] for r in rows) for key in ("ttft", "tpot", "handoff") if rows[0].get(key) is not None
+        }
         for length, rows in by.items()
     }
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    return Table(title, {heading: _MEANING.get(heading, heading) for heading in headings}, rows)
+
+
+_MEANING = {
+    "error %": "predicted over measured, less 1",
+    "asked %": "the relative error that is asked for",
+    "within": "loads within that bound",
+}
 
 
 def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
@@ -123,8 +135,8 @@ def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
             if one and other:
                 errors[name].append(one / other - 1.0)
                 rows.append([load, name, one * 1e3, other * 1e3, 100 * errors[name][-1]])
-    yield Table("Loads", ("load", "metric", "predicted ms", "measured ms", "error %"), rows)
-    yield Table(
+    yield _table("Loads", ("load", "metric", "predicted ms", "measured ms", "error %"), rows)
+    yield _table(
         "Errors",
         ("metric", "loads", "mean absolute %", "median %", "worst %", "asked %", "within"),
         [
@@ -142,7 +154,7 @@ def compare(expected: Mapping[str, Any], folder: Path) -> Iterator[Table]:
             one, other = made.get(key), found.get(length, {}).get(key)
             if one and other:
                 lines.append([int(length), key, one * 1e3, other * 1e3, 100 * (one / other - 1.0)])
-    yield Table("Single requests, medians", ("tokens", "what", "predicted ms", "measured ms", "error %"), lines)
+    yield _table("Single requests, medians", ("tokens", "what", "predicted ms", "measured ms", "error %"), lines)
 
 
 def floor(folders: Sequence[Path]) -> Iterator[Table]:
@@ -158,7 +170,7 @@ def floor(folders: Sequence[Path]) -> Iterator[Table]:
             ]
             if apart:
                 rows.append([name, other, len(apart), 100 * median(apart), 100 * max(apart)])
-    yield Table(f"Against {first[0]}", ("metric", "run", "loads", "median %", "worst %"), rows)
+    yield _table(f"Against {first[0]}", ("metric", "run", "loads", "median %", "worst %"), rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -184,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         tables = floor([Path(asked.first), *map(Path, asked.rest)])
     for table in tables:
-        show_table(replace(table))
+        show_table(table)
     return 0
 
 

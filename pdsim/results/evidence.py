@@ -85,8 +85,18 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
         sources |= _named("model", config.model.sources)
         if config.engine.name != "generic":  # which has no numbers of its own
             sources |= _named("engine", config.engine.sources)
-        sources["compute"] = "assumed: a roofline with the shares and constants of the compute settings"
+        sources["compute"] = _of_compute(config)
     return Evidence(sources, config.calibration if config.target == "model" else None)
+
+
+def _of_compute(config: Config) -> str:
+    compute = config.compute
+    if not compute.source:
+        return "assumed: a roofline with the shares and constants of the compute settings"
+    if not compute.measured_of or config.model.name in compute.measured_of:
+        return compute.source
+    text = compute.source.partition(":")[2].strip()
+    return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {text}"
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:

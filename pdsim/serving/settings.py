@@ -257,17 +257,27 @@ class Scheduler:
 class Compute:
     """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration."""
 
-    flops_share: float = 0.55
-    memory_share: float = 0.8
+    flops_share: float = 0.55  # of the peak, that linear layers reach
+    attention_share: float = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
+    memory_share: float = 0.8  # of the memory's rate, at which keys and values are read
+    weight_share: float = 0.0  # the same of weights; 0 is as *memory_share*
+    blend: float = 0.0  # the norm of the two roofs, 1 adds them; 0: the higher one counts alone
     allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
     allreduce_latency: Seconds = 12e-6
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
+    source: str = ""  # of the shares: "measured: …"; without one they are assumed
+    measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
 
     def __post_init__(self) -> None:
         for name in ("flops_share", "memory_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}")
+        for name in ("attention_share", "weight_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"compute.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
+        if self.blend and not 1.0 <= self.blend <= 64.0:
+            raise ValueError(f"compute.blend must be 0 or from 1 to 64, got {self.blend}")
         not_negative(
             "compute",
             allreduce_rate=self.allreduce_rate,

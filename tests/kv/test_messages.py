@@ -107,7 +107,10 @@ def test_no_message_has_other_fields_than_its_version_has():
         key=lambda kind: kind.__name__,
     )
     text = ";".join(f"{kind.__name__}({','.join(kind.__struct_fields__)})" for kind in kinds)
-    assert (VERSION, sha256(text.encode()).hexdigest()[:12]) == (10, "e61607ce67d9")  # a change of fields raises VERSION
+    assert (VERSION, sha256(text.encode()).hexdigest()[:12]) == (
+        10,
+        "e61607ce67d9",
+    )  # a change of fields raises VERSION
 
 
 # --- whatever anybody may send

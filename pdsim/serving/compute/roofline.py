@@ -41,8 +41,11 @@ class ForwardTime:
     weight_bytes: float  # of the rank
     token_weight_bytes: float  # that one token uses; fewer than all in a mixture of experts
     kv_bytes: float  # of a token
-    flops: float  # a second
-    memory_rate: float  # bytes a second
+    flops: float  # a second, of linear layers
+    attention_flops: float  # a second
+    memory_rate: float  # bytes a second, of keys and values
+    weight_rate: float  # bytes a second
+    blend: float  # the norm of compute and memory; 0: the longer one counts alone
     token_allreduce: float  # seconds a token, all layers
     allreduce: float  # seconds an iteration, all layers
     overhead: float  # seconds an iteration
@@ -55,19 +58,32 @@ class ForwardTime:
             tokens += new
             context += before
             pairs += new * before + new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
-        compute = (tokens * self.token_flops + pairs * self.pair_flops) / self.flops
-        memory = (self._weights(tokens) + (context + tokens) * self.kv_bytes) / self.memory_rate
-        return self.scale * (max(compute, memory) + tokens * self.token_allreduce + self.allreduce + self.overhead)
+        compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
+        kv = (context + tokens) * self.kv_bytes
+        memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
+        return self.scale * (
+            self._roof(compute, memory) + tokens * self.token_allreduce + self.allreduce + self.overhead
+        )
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
-        linear = max(batch * self.token_flops / self.flops, self._weights(batch) / self.memory_rate)
+        linear = self._roof(batch * self.token_flops / self.flops, self._weights(batch) / self.weight_rate)
         return self.scale * (linear + batch * self.token_allreduce + self.allreduce + self.overhead)
 
     @property
     def context(self) -> float:
         """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""
-        return self.scale * max(self.kv_bytes / self.memory_rate, self.pair_flops / self.flops)
+        return self.scale * max(self.kv_bytes / self.memory_rate, self.pair_flops / self.attention_flops)
+
+    @staticmethod
+    def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
+        """Return the seconds of both one after the other; of one rate they are rounded once."""
+        return (one + other) / rate if rate == other_rate else one / rate + other / other_rate
+
+    def _roof(self, compute: float, memory: float) -> float:
+        if not self.blend:
+            return max(compute, memory)
+        return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
 
     def _weights(self, tokens: int) -> float:
         return min(self.weight_bytes, tokens * self.token_weight_bytes)
@@ -97,7 +113,10 @@ def forward_time(
         token_weight_bytes=model.active * model.dtype_bytes / tp / pp,
         kv_bytes=shape.token_bytes(tp // dp) / share,
         flops=peak * compute.flops_share,
+        attention_flops=peak * (compute.attention_share or compute.flops_share),
         memory_rate=memory * compute.memory_share,
+        weight_rate=memory * (compute.weight_share or compute.memory_share),
+        blend=compute.blend,
         token_allreduce=token_allreduce,
         allreduce=allreduce,
         overhead=compute.overhead,
