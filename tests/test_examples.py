@@ -53,7 +53,7 @@ def test_its_backend_runs_by_its_own_configuration(installed, target):
         "experiment.repeat=1",
         "--json",
     )
-    done = installed("pdsim", "run", f"target={target}", *words)
+    done = installed("pdsim", "run", f"target={target}", *words, "--json")
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)
     assert (found["status"], found["backend"], found["target"]) == ("ok", "example", target)
