@@ -109,7 +109,7 @@ def main(words: Sequence[str]) -> None:
     for tokens in map(int, words or ("512", "2048", "8192")):
         for name, plan in blocks(tokens):
             batch = plan()
-            times = median_us(plan), median_us(lambda batch=batch: table(batch)), on_gpu(batch), on_host(batch)
+            times = median_us(plan), median_us(partial(table, batch)), on_gpu(batch), on_host(batch)
             rows.append([name, tokens, len(batch), len(tiles(batch)[0]), *times])
     show_table(Table("Copies of a block", dict.fromkeys(HEADS, ""), rows))
 

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,7 +101,8 @@ def _ways(folder: Path) -> list[str]:
     jobs = [part["jobs"] for part in read(folder / MEASURED).get("took", ()) if part["experiment"] == "handoff"]
     parts = [part for part in read(folder / EXPECTED)["design"] if part["experiment"] == "handoff"]
     for part, count in zip(parts, jobs or [1] * len(parts), strict=True):
-        ways = Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in part["options"].items()}).ways()
+        options: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in part["options"].items()}
+        ways = Options(**options).ways()
         named = [f"{way.prefill}to{way.decode} {way.path}" if way.metadata == "policy" else "" for way in ways]
         found += count * named
     return found
@@ -299,7 +300,7 @@ def fit_cold(config: Config, measured: Sequence[float]) -> float:
     return low + (goal - short) * (high - low) / (long - short)
 
 
-def _with(config: Config, **changes: float) -> Config:
+def _with(config: Config, **changes: Any) -> Config:
     return replace(config, hw=replace(config.hw, host=replace(config.hw.host, **changes)))
 
 

@@ -181,7 +181,7 @@ def serve(rank: Rank) -> Program:
     rank.endpoint.connect(address)
     rank.channel.send("initiator", rank.endpoint.address())
     while True:
-        message: Region | Any = yield rank.channel.receive()
+        message: Any = yield rank.channel.receive()
         if message.payload == b"end":
             return
         if message.payload == b"bare":

@@ -90,7 +90,7 @@ def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
     rows: dict[tuple[str, str], dict[str, list[Any]]] = {}
     for expected in engines:
         for row in foretold([Value(**value) for value in expected["expected"]]).rows:
-            rows.setdefault((row[0], row[1]), {})[expected["backend"]] = row
+            rows.setdefault((row[0], row[1]), {})[expected["backend"]] = list(row)
     names = [expected["backend"] for expected in engines]
     columns = {"class": "", "median": "", "points": ""} | {f"`{name}`": "" for name in names}
     cells = []

@@ -23,6 +23,7 @@ __all__ = [
     "names",
     "provider",
     "resolve",
+    "target",
 ]
 
 BACKENDS = "pdsim.backends"
@@ -49,6 +50,11 @@ def _found(group: str) -> dict[str, EntryPoint]:
 def names(group: str) -> tuple[str, ...]:
     """Return the names that installed packages register under the entry-point *group*, sorted."""
     return tuple(sorted(_found(group)))
+
+
+def target(group: str, name: str) -> str:
+    """Return what *name* under *group* refers to, "module" or "module:object", without importing it."""
+    return _found(group)[name].value
 
 
 def provider(group: str, name: str) -> str:

@@ -222,7 +222,7 @@ def _requests(seed: int, count: int) -> list[Request]:
 
 def _gap(seed: int) -> float:
     """Return the mean seconds between requests."""
-    return 10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0))
+    return float(10.0 ** float(stream(seed, "faults.load").uniform(-3.5, -2.0)))
 
 
 def _cancels(seed: int, count: int) -> dict[int, float]:
@@ -266,12 +266,13 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
 
 def _ends(faults: Faults) -> list[float]:
     """Return when each fault is over that has an end."""
-    return [fault.end for fault in (*faults.slow, *faults.squeezes)]
+    return [*(fault.end for fault in faults.slow), *(fault.end for fault in faults.squeezes)]
 
 
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
     """Start every rank of an instance again that loses one, the killed one first."""
-    random, found = stream(seed, "faults.restarts"), {}
+    random = stream(seed, "faults.restarts")
+    found: dict[str, float] = {}
     for name, at in kill.items():
         again = at + float(random.uniform(0.01, 1.0))
         later = again + float(random.uniform(0.01, 1.0))

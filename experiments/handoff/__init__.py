@@ -68,7 +68,8 @@ class Options:
 
     def ways(self) -> list[Way]:
         """Return the ways to hand over; ranks that keep equal heads have no second path."""
-        found = [Way(*map(int, tp.split("to")), path, meta) for tp, path, meta in self._product()]
+        sides = [(*map(int, tp.split("to")), path, meta) for tp, path, meta in self._product()]
+        found = [Way._make(side) for side in sides]
         return list(dict.fromkeys(way._replace(path="whole") if way.prefill == way.decode else way for way in found))
 
     def _product(self) -> Iterator[tuple[str, str, str]]:
@@ -176,7 +177,7 @@ def _side(rank: str, gpus: int) -> Place:
 
 def _as(config: Config, options: Options, way: Way) -> Config:
     """Return the configuration of one job."""
-    metadata = METADATA[way.metadata]
+    metadata: dict[str, Any] = {**METADATA[way.metadata]}
     tokens = max(options.tokens) + 2 * config.kv.page_size
     largest = tokens * kv_shape(config.model).token_bytes(min(way.prefill, way.decode))
     kv = replace(

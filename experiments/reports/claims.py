@@ -133,7 +133,7 @@ def value(result: Result, name: str) -> float | None:
 def burst(requests: int, tokens: int, output: int = 1) -> Workload:
     """Return *requests* of *tokens* tokens and *output* of output that arrive, in effect, at once."""
     rate = 1e6 * requests  # within a microsecond
-    lengths = {"input_mean": tokens, "input_cv": 0.0, "output_mean": output, "output_cv": 0.0}
+    lengths: dict[str, Any] = {"input_mean": tokens, "input_cv": 0.0, "output_mean": output, "output_cv": 0.0}
     return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
 
 

@@ -97,16 +97,19 @@ def _concurrency(trial: Trial, options: Options, requests: int) -> None:
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
             found.append(trial.run(label, "serve", config, deadline=options.deadline))
-        trial.add(claim, at, *(value(result, "input_tokens_per_s") for result in found))
+        rates: list[Any] = [value(result, "input_tokens_per_s") for result in found]
+        trial.add(claim, at, *rates)
         if scale:
-            trial.add(TOLD, at, *(value(result, "transfer_p50_s") for result in found))
+            times: list[Any] = [value(result, "transfer_p50_s") for result in found]
+            trial.add(TOLD, at, *times)
 
 
 def _handoffs(trial: Trial, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:
     """Return the rows by way and tokens, of ranks that post inline."""
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
-    given = {"tokens": options.lengths, "repeat": options.repeat, "deadline": options.deadline, "paths": ("sliced",)}
+    given: dict[str, Any] = {"tokens": options.lengths, "repeat": options.repeat, "paths": ("sliced",)}
+    given |= {"deadline": options.deadline}
     rows = as_rows(trial.run(label, "handoff", own, **given | more), "Handoffs")
     return {(row["way"], row["tokens"]): row for row in rows}
 

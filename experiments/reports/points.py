@@ -71,7 +71,7 @@ def _text(seed: str) -> str:
 
 
 def _parsed(text: str) -> list[Point]:
-    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    rows: Iterable[dict[str, Any]] = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     return [Point(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows]
 
 

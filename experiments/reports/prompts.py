@@ -61,5 +61,7 @@ def prompts(
     ]
     at, (ttft, requests) = f"{tp} {count} prompts", claims
     times = [value(result, "ttft_avg_s") for result in found]
-    trial.add(ttft, at, *(None if seconds is None else 1e3 * seconds for seconds in times))
-    trial.add(requests, at, *(value(result, "request_rate") for result in found))
+    milliseconds: list[Any] = [None if seconds is None else 1e3 * seconds for seconds in times]
+    rates: list[Any] = [value(result, "request_rate") for result in found]
+    trial.add(ttft, at, *milliseconds)
+    trial.add(requests, at, *rates)

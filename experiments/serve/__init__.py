@@ -150,10 +150,10 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     ):
         for number, instance in enumerate(instances):
             for index in range(what.grid(instance).size):
-                arguments = {"instance": instance, "index": index, "job": plain}
+                own = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, arguments))
+                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, own))
     return found
 
 

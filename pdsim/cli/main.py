@@ -153,9 +153,15 @@ def _list(words: Sequence[str]) -> int:
         for option in options(group):
             _say(f"  {option:<{width}} {describe(group, option)}")
     if not words:
-        found = plugins.names(plugins.BACKENDS)
-        _say(f"implementations of backends for target=real: {', '.join(found)} (pdsim doctor: which work here)")
+        for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
+            found = (f"{name}{_from(group, name)}" for name in plugins.names(group))
+            _say(f"implementations of {what} for target=real: {', '.join(found)} (pdsim doctor: which work here)")
     return 0
+
+
+def _from(group: str, name: str) -> str:
+    provider = plugins.provider(group, name)
+    return "" if provider == "pdsim" else f" (from {provider})"
 
 
 def _doctor(words: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pdsim import plugins
 from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 
@@ -47,19 +48,32 @@ def conf() -> Path:
     return Path(spec.origin).parent
 
 
+def folders() -> dict[str, Path]:
+    """Return the folders of configuration groups by package: pdsim's own, then those of other packages."""
+    found = {"conf": conf()}
+    for name in plugins.names(plugins.CONF):
+        package = plugins.target(plugins.CONF, name)
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            found[package] = Path(spec.origin).parent
+    return found
+
+
 def groups() -> list[str]:
     """Return the names of the configuration groups."""
-    return sorted(path.name for path in conf().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+    every = (path for folder in folders().values() for path in folder.iterdir())
+    return sorted({path.name for path in every if path.is_dir() and any(path.glob("*.yaml"))})
 
 
 def options(group: str) -> list[str]:
     """Return what can be chosen in *group*."""
-    return sorted(path.stem for path in (conf() / group).glob("*.yaml"))
+    return sorted({path.stem for folder in folders().values() for path in (folder / group).glob("*.yaml")})
 
 
 def describe(group: str, option: str) -> str:
     """Return what the file of *option* says of itself: its first comment that is not a directive."""
-    lines = (conf() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    files = [folder / group / f"{option}.yaml" for folder in folders().values()]
+    lines = next(file for file in files if file.is_file()).read_text(encoding="utf-8").splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
     return next((comment for comment in comments if not comment.startswith("@")), "")
 

@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -55,6 +58,19 @@ class _State:
 
 
 _state = _State()
+
+
+class ConfOfPackages(SearchPathPlugin):
+    """Has Hydra look for configuration groups in the packages that register some."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add them after pdsim's own."""
+        for package in overrides.folders():
+            if package != "conf":
+                search_path.append("pdsim", f"pkg://{package}")
+
+
+Plugins.instance().register(ConfOfPackages)
 
 
 class Sweep(Callback):

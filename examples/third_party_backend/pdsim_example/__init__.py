@@ -1,0 +1,1 @@
+"""A transfer engine of another package."""

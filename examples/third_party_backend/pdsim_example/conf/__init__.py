@@ -1,0 +1,1 @@
+"""Configuration groups of this package, beside those of pdsim."""
