@@ -34,7 +34,7 @@ from backends.live.deployment import Deployment, Served, deployed
 from experiments.serve.live import result
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import PdsimError
+from pdsim.errors import ConfigError, PdsimError
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
 from pdsim.results.store import as_written, plain
@@ -229,6 +229,8 @@ def trace_load(trace: Path, folder: Path, count: int, context: int, capacity: fl
     (folder / "trace.jsonl").write_text("".join(kept), encoding="utf-8")
     rows = [json.loads(line) for line in kept]
     seconds = (rows[-1]["timestamp"] - rows[0]["timestamp"]) / 1e3
+    if not seconds:
+        raise ConfigError(f"the first {count} requests of {trace} arrive at one time; raise --trace-count")
     tokens = sum(row["input_length"] for row in rows)
     speed = TRACE_SHARE * capacity * seconds / tokens
     return ["workload=embedded", f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
