@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from backends.live.deployment import Deployment, Served, deployed
 from experiments.serve.live import result
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.errors import PdsimError
+from pdsim.errors import ConfigError, PdsimError
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
 from pdsim.results.store import as_written, plain
@@ -87,6 +88,9 @@ ENGINES = {
     "sglang": ["backend=mooncake_nvlink", "kv.page_size=1"],
 }
 GPUS = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "scheduler.memory_fraction=0.55", "scheduler.decode_batch=256"]
+
+BOUNDS = ["live.timeout=60s", "live.ready=240s"]
+"""Of a request and of the start, so that one that hangs does not cost the campaign its time."""
 
 LOG = 4 << 20
 """Bytes of a server's log that are kept, from its end."""
@@ -225,9 +229,11 @@ def trace_load(trace: Path, folder: Path, count: int, context: int, capacity: fl
     (folder / "trace.jsonl").write_text("".join(kept), encoding="utf-8")
     rows = [json.loads(line) for line in kept]
     seconds = (rows[-1]["timestamp"] - rows[0]["timestamp"]) / 1e3
+    if not seconds:
+        raise ConfigError(f"the first {count} requests of {trace} arrive at one time; raise --trace-count")
     tokens = sum(row["input_length"] for row in rows)
     speed = TRACE_SHARE * capacity * seconds / tokens
-    return [f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
+    return ["workload=embedded", f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
 
 
 def _gpus() -> list[str]:
@@ -261,9 +267,11 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the campaign and return the exit status."""
     asked = _options(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end and files are written on the way out
     asked.output.mkdir(parents=True, exist_ok=True)
     base = [*ENGINES[asked.engine], *(["hw=loopback"] if asked.processor else GPUS), f"live.engine={asked.engine}"]
-    base += [*([] if asked.processor else ARGUMENTS[asked.engine]), "live.launch=true", "live.warmup=0", *asked.words]
+    base += [] if asked.processor else ARGUMENTS[asked.engine]
+    base += ["live.launch=true", "live.warmup=0", *BOUNDS, *asked.words]
     command = ["python", "-m", "benchmarks.live_campaign", *(sys.argv[1:] if words is None else words)]
     about = {"command": command, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "gpus": _gpus(), "not_run": {}}
     campaign = Campaign(asked.output, about | {"words": base} | environment(), asked.limit)
@@ -271,8 +279,9 @@ def main(words: Sequence[str] | None = None) -> int:
         _measure(campaign, asked, base)
     except PdsimError as error:
         campaign.say(str(error))
-        about["error"] = campaign.about["error"] = str(error)
-    campaign.write()
+        campaign.about["error"] = str(error)
+    finally:
+        campaign.write()
     return int(bool(campaign.failures or campaign.about["not_run"] or "error" in campaign.about))
 
 

@@ -19,6 +19,11 @@ pytestmark = pytest.mark.live
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 
 
+@pytest.fixture(autouse=True)
+def _soon_by_force(monkeypatch):
+    monkeypatch.setattr("backends.live.launch.GRACE", 1.0)
+
+
 def launch(folder: Path, name: str, *before: str) -> ServerLaunch:
     port = free_port()
     command = (sys.executable, tiny_server.__file__, str(folder), str(port))
