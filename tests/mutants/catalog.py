@@ -18,6 +18,7 @@ from experiments.faults.scenario import Scenario, attempt, draw
 from pdsim.kv import mapping, sender, sender_rooms
 from pdsim.kv.peers import Links
 from pdsim.kv.queues import Queues
+from pdsim.kv.reading import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.receiver import Landing
@@ -26,13 +27,17 @@ from pdsim.serving import router
 from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.prefill.pull import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
 from tests.mutants.defects import (
     ELEVEN,
     HELD,
+    PULLED,
+    SHORT_LEASES,
     TWO_STAGED,
     Change,
     Unraised,
+    complete_with_the_first,
     counted_as_done,
     counted_by_tp,
     counted_for_ever,
@@ -41,10 +46,13 @@ from tests.mutants.defects import (
     dies,
     drops_without_slot,
     failure_ignored,
+    forgets_at_once,
     forgets_replicas,
+    forgets_the_reader,
     frees_slot_at_once,
     frees_slots_at_once,
     gathers_what_failed,
+    gives_back_with_the_lease,
     gone_by_prefix,
     impatient,
     key_unchecked,
@@ -246,6 +254,15 @@ MUTANTS = (
            lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
            (mutated(meets_as_another, EngineProcess, "_meet"),), both_back),
+    Mutant("P1", "prefill hands pages out again when a lease ends, though they are still read", "I3",
+           (mutated(gives_back_with_the_lease, PullPrefillScheduler, "_revoke"),), failing, SHORT_LEASES),
+    Mutant("P2", "decode frees the pages of a room that failed while its reads are under way", "I3",
+           ((KvReader, "forget", forgets_at_once),), failing, PULLED),
+    Mutant("P3", "a room is complete when the first of its reads is", "I2",
+           (mutated(complete_with_the_first, KvReader, "_ended"),),
+           lambda scenario: scenario.job.prefill.size > scenario.job.decode.size, PULLED),
+    Mutant("P4", "pages that a lost reader was reading never come back", "I8",
+           ((PullPrefillScheduler, "peer_gone", forgets_the_reader),), lost_and_back("decode"), PULLED),
 )  # fmt: skip
 
 IMPOSSIBLE = {

@@ -10,12 +10,13 @@ from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
 from pdsim.errors import TransferTimeout
-from pdsim.kv import mapping, sender
+from pdsim.kv import mapping, messages, sender
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.messages import Arrived, Ask
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
 from pdsim.kv.queues import Queues
+from pdsim.kv.reading import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.kv.staging.receiver import Landing
@@ -26,8 +27,9 @@ from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
 from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.prefill.pull import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
-from pdsim.serving.settings import Side
+from pdsim.serving.settings import ServingEngine, Side
 from pdsim.transfer import Transfer
 
 Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
@@ -127,6 +129,49 @@ def counted_in_the_request(original: Any, self: prefill.PrefillScheduler, room: 
 
 HELD = ((decode.DecodeScheduler, "held", lambda self, request: self.job.page_count(request.input) // 2),)
 """Decode has the first half of the pages of every request already."""
+
+
+# --- pulled handoffs ------------------------------------------------------------------------------------------------
+
+
+def pulled(job: Any, random: Any, lease: float = 30.0) -> Any:
+    """Have decode pull what the scenario would have pushed."""
+    engine = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
+    return replaced(SQUEEZED(job, random), engine=engine, staging=None)
+
+
+SQUEEZED = scenarios._squeezed
+PULLED = ((scenarios, "_squeezed", pulled),)
+SHORT_LEASES = ((scenarios, "_squeezed", partial(pulled, lease=0.03)),)
+"""Leases that end while a link is slow."""
+
+
+def gives_back_with_the_lease(original: Any, self: PullPrefillScheduler, number: int) -> None:
+    """Hand pages out again when a lease ends, as if nobody read them any more."""
+    original(self, number)
+    if number in self._lent:
+        self._return(self._lent[number])
+
+
+def forgets_at_once(self: KvReader, number: int) -> None:
+    """Say that nothing of a room moves while it is read."""
+    room = self._rooms.pop(number, None)
+    if room is not None:
+        room.failed = True
+    self._quiet(messages.Quiet(number))
+
+
+def complete_with_the_first(original: Any, self: KvReader, room: Any, event: Any) -> None:
+    """Take a room for complete when the first of its reads is."""
+    original(self, room, event)
+    if event.ok and room.missing and not room.failed:
+        self._complete(room)
+        room.failed = True
+
+
+def forgets_the_reader(self: PullPrefillScheduler, life: str) -> None:
+    """Do nothing about what a lost reader was reading."""
+    prefill.PrefillScheduler.peer_gone(self, life)
 
 
 # --- staging --------------------------------------------------------------------------------------------------------
