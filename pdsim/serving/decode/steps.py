@@ -173,7 +173,7 @@ class RunningBatch:
             self._span, self._idle_since = None, now
             return math.inf
         self._span = DecodeSpan(now, self._bases[batch], self._cost, batch, self._context, self._variation, self._step)
-        return self._span.end(min(self._members[0][0] - self._step, most))  # type: ignore[arg-type]
+        return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
         """Begin one step at *now* that also computes *pieces* of prompts (context, new tokens); return when it ends."""

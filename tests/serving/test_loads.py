@@ -1,0 +1,23 @@
+"""Each serving engine serves a load of like requests to its end, whatever the page size."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.live_validation import SYSTEMS
+from experiments import serve
+from pdsim.cli.run import compose
+from pdsim.fabric.job import Model
+
+WORDS = (
+    "hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=poisson", "workload.rate=8", "workload.count=12",
+    "workload.input_mean=2048", "workload.output_mean=64", "workload.input_cv=0", "workload.output_cv=0",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", SYSTEMS)
+def test_all_requests_of_a_load_succeed(engine: str):
+    config = compose([*WORDS, *SYSTEMS[engine]])
+    result = serve.run(config, Model(config.hw, config.backend), lambda _share, _text: None)
+    assert not result.failures
+    assert set(result.requests["status"]) == {"success"} or set(result.requests["status"]) == {"ok"}
