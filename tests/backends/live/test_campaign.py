@@ -15,7 +15,7 @@ from tests.backends.live.test_client import NO_CACHE
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_every_load_of_the_campaign_is_a_workload_that_the_model_can_run(engine):
-    for name, words in live_campaign._scaled(",".join(LOADS), 5.0, 1.0):
+    for name, words in live_campaign.scaled(",".join(LOADS), 5.0, 1.0):
         config = compose([*ENGINES[engine], *GPUS, *ARGUMENTS[engine], *words])
         requests = load(config.workload, config.seed, config.model.context)
         assert requests[-1].arrival == pytest.approx(5.0, rel=0.8)
@@ -28,7 +28,7 @@ def test_a_slice_of_a_trace_has_what_fits_at_half_the_capacity(tmp_path):
         {"timestamp": 1000 * n, "input_length": 1000 * n, "output_length": 10, "hash_ids": [n]} for n in range(1, 9)
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = live_campaign._trace_load(trace, tmp_path, 4, 5000, 2000.0)
+    words = live_campaign.trace_load(trace, tmp_path, 4, 5000, 2000.0)
     assert words[1] == f"workload.trace={tmp_path / 'trace.jsonl'}"
     requests = load(compose(["model=tiny", "hw=loopback", *words]).workload, 0, 8192)
     assert [request.input for request in requests] == [1000, 2000, 3000, 4000]
