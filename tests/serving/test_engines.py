@@ -142,9 +142,10 @@ def test_with_overlap_a_request_joins_one_step_later():
         assert (two["joined"] > two["polled"]) is waits
 
 
-def test_one_seed_gives_one_run_and_another_gives_another():
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["pull", "push"])
+def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine):
     requests = [Request(0.01 * number, 100, 20) for number in range(20)]
-    varied = replace(VLLM, variation=0.3)
+    varied = replace(engine, variation=0.3)
     first, again = (run(varied, requests)[1] for _ in range(2))
     assert first == again
     assert run(varied, requests, seed=1)[1] != first
