@@ -69,21 +69,23 @@ class Run:
 SMALL = "workload=poisson workload.count=40"
 RUNS = {
     # serve: TP4 -> TP4 and the trace that is shipped; TP4 -> TP2 in slices and staged; DP and MLA; PP; CP; state
-    "serve-tp4-tp4": Run(""),
-    "serve-tp4-tp2-sliced": Run(f"backend=nixl parallel.decode.tp=2 {SMALL}"),
-    "serve-tp4-tp2-staged": Run(f"backend=nixl parallel.decode.tp=2 kv.staging=true {SMALL}"),
+    "serve-tp4-tp4": Run("engine=generic"),
+    "serve-tp4-tp2-sliced": Run(f"engine=generic backend=nixl parallel.decode.tp=2 {SMALL}"),
+    "serve-tp4-tp2-staged": Run(f"engine=generic backend=nixl parallel.decode.tp=2 kv.staging=true {SMALL}"),
     "serve-dp8-mla": Run(
-        "hw=2x8xh20 model=deepseek-v3 parallel=tp8 parallel.prefill.dp=8 workload=bursty workload.count=30"
+        "engine=generic hw=2x8xh20 model=deepseek-v3 parallel=tp8 parallel.prefill.dp=8 workload=bursty "
+        "workload.count=30"
     ),
-    "serve-pp2": Run("hw=8xh200 parallel=tp2 parallel.prefill.pp=2 workload=gamma workload.count=40"),
+    "serve-pp2": Run("engine=generic hw=8xh200 parallel=tp2 parallel.prefill.pp=2 workload=gamma workload.count=40"),
     "serve-cp2": Run(
-        "hw=8xh200 model=llama-3.1-8b parallel=tp4 parallel.prefill.cp=2 parallel.prefill.tp=2 kv.all_cp_ranks=true "
-        "workload=poisson workload.count=10"
+        "engine=generic hw=8xh200 model=llama-3.1-8b parallel=tp4 parallel.prefill.cp=2 parallel.prefill.tp=2 "
+        "kv.all_cp_ranks=true workload=poisson workload.count=10"
     ),
-    "serve-state-aborts": Run("hw=2x8xmi300x model=qwen3-next-80b-a3b workload.aborts=0.2 " + SMALL),
-    "serve-tracked-state": Run("hw=loopback model=tiny-hybrid memory=tracked parallel.prefill.tp=2"),
+    "serve-state-aborts": Run("engine=generic hw=2x8xmi300x model=qwen3-next-80b-a3b workload.aborts=0.2 " + SMALL),
+    "serve-tracked-state": Run("engine=generic hw=loopback model=tiny-hybrid memory=tracked parallel.prefill.tp=2"),
     "serve-tracked-mla": Run(
-        "hw=8xh200 backend=nvlink model=tiny-mla memory=tracked parallel=tp2 kv.pool=64MiB workload=smoke"
+        "engine=generic hw=8xh200 backend=nvlink model=tiny-mla memory=tracked parallel=tp2 kv.pool=64MiB "
+        "workload=smoke"
     ),
     "transfer-rdma": Run("experiment=transfer hw=2x8xh20 backend=mooncake experiment.repeat=5"),
     "transfer-read-tracked": Run(
@@ -137,7 +139,7 @@ RUNS = {
         "experiment.repeat=2",
         REAL,
     ),
-    "real-serve-mooncake": Run("target=real hw=loopback", SERVED),
+    "real-serve-mooncake": Run("target=real hw=loopback engine=generic", SERVED),
 }
 
 

@@ -26,7 +26,7 @@ from pdsim.serving.settings import Llm, ServingEngine
 __all__ = ["build", "defaults", "experiments", "load", "numbers"]
 
 T = TypeVar("T")
-Lent = TypeVar("Lent", Engine, Collective)
+Lent = TypeVar("Lent", Engine, Collective, ServingEngine)
 Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
 
 SOURCE, SOURCES, OTHERS = "source", "sources", "others"
@@ -56,7 +56,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         hw=_sourced(config.hw, "hw", new),
         backend=_sourced(_borrowed(backend, config.hw), "backend", new),
         model=_sourced(config.model, "model", new),
-        engine=_sourced(config.engine, "engine", new),
+        engine=_sourced(_borrowed(config.engine, config.hw), "engine", new),
         collective=None
         if config.collective is None
         else _sourced(_borrowed(config.collective, config.hw), "collective", new),
@@ -263,7 +263,7 @@ def _on_hardware(backend: Engine, hw: Machine) -> Engine:
 
 
 def _borrowed(backend: Lent, hw: Machine) -> Lent:
-    """Return *backend*, or a collective, its own *measured* numbers *assumed* where *hw* is not what they are of."""
+    """Return *backend*, a collective or a serving engine; what was *measured* on other hardware is *assumed*."""
     if not backend.measured_on or hw.name in backend.measured_on:
         return backend
     there = backend.measured_on[0]

@@ -6,6 +6,11 @@ seconds on the job's clock, pages are those of the receiver's or sender's instan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from typing import Any
+
 import msgspec
 
 from pdsim.errors import MessageError
@@ -440,48 +445,13 @@ class Released(Message, frozen=True):
     room: int
 
 
-_Any = (
-    Enroll
-    | Meet
-    | Fence
-    | Fenced
-    | Dropped
-    | Register
-    | Ready
-    | Ping
-    | Pong
-    | Busy
-    | Gone
-    | Stop
-    | Submit
-    | Took
-    | Locate
-    | Located
-    | Destination
-    | Reserve
-    | Forward
-    | Arrival
-    | Sent
-    | Settled
-    | Arrived
-    | Metadata
-    | Ask
-    | Grant
-    | Return
-    | Quiet
-    | Prefilled
-    | Finished
-    | Failed
-    | Abort
-    | Released
-    | Streamed
-    | Lent
-    | Pull
-    | Fetch
-    | Collected
-    | Renew
-    | Revoked
-)
+def _kinds(base: type[Message]) -> Iterator[type[Message]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+_Any: Any = reduce(or_, _kinds(Message))
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode

@@ -329,6 +329,7 @@ class ServingEngine:
     variation: float = 0.0  # coefficient of variation of each host cost, gamma-distributed
     prefill: HostCosts = field(default_factory=HostCosts)
     decode: HostCosts = field(default_factory=HostCosts)
+    measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

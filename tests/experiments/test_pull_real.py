@@ -13,11 +13,11 @@ from pdsim.config import Config
 from pdsim.job import Outcome
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Side
 from pdsim.serving.workload import Request
-from tests.conformance.conftest import REAL, engine, make_target
 from tests.experiments.test_serve import EIGHT, GQA, serve
 from tests.experiments.test_serve_layouts import HYBRID, SMALL
 from tests.experiments.test_transfer_real import LOOPBACK
 from tests.results.conftest import ENGINE, make_config
+from tests.support.engines import REAL, engine, make_target
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=30.0, heartbeat=0.5)
@@ -110,5 +110,5 @@ def test_a_lender_that_is_started_again_is_read_again(name: str):
     assert account(outcome, "prefill0.0") == (0, 0)
     used, quarantined = account(outcome, "decode0.0")
     assert used == 0
-    # Mooncake gives a read from a process that is gone up only long after the end of this run
-    assert quarantined in ((0, 94) if name == REAL[0] else (0,))
+    # the pages of one request, if it was read at the kill: until the engine gives that read up, after this run perhaps
+    assert quarantined in (0, 94)

@@ -142,9 +142,10 @@ def test_with_overlap_a_request_joins_one_step_later():
         assert (two["joined"] > two["polled"]) is waits
 
 
-def test_one_seed_gives_one_run_and_another_gives_another():
+@pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=["pull", "push"])
+def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine):
     requests = [Request(0.01 * number, 100, 20) for number in range(20)]
-    varied = replace(VLLM, variation=0.3)
+    varied = replace(engine, variation=0.3)
     first, again = (run(varied, requests)[1] for _ in range(2))
     assert first == again
     assert run(varied, requests, seed=1)[1] != first
@@ -153,49 +154,61 @@ def test_one_seed_gives_one_run_and_another_gives_another():
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request], retract: bool) -> list[float]:
+def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request]) -> list[float]:
     """Return when each request ends, stepping token by token; pages are reserved and KV arrives as *rows* say."""
-    page, size = what.page_size, what.decode_pages
-    move = what.shape.token_bytes(what.decode.tp) / what.engine.retract_rate
+    page, size, retract = what.page_size, what.decode_pages, what.engine.preemption == "retract"
+    move = what.shape.token_bytes(what.decode.tp) / what.engine.retract_rate if retract else 0.0
     coming = sorted(range(len(rows)), key=lambda n: rows[n]["polled"])
     context = [request.input + 1 for request in requests]
     left = [request.output - 1 for request in requests]
-    held = [0] * len(rows)
+    awaited = [0] * len(rows)  # pages of requests that are not here yet
     running: list[int] = []
     preempted: list[int] = []
+    again: dict[int, int] = {}  # requests whose KV is computed again, and the tokens that have been
     ends = [0.0] * len(rows)
     now = 0.0
 
-    def need(n: int) -> int:
-        return -(-context[n] // page)
+    def pages(numbers: Any) -> int:
+        return sum(-(-context[n] // page) for n in numbers)
 
-    while coming or running or preempted:
+    while coming or running or preempted or again:
         delay = 0.0
+        for n in [n for n, done in again.items() if done == context[n]]:
+            del again[n]
+            context[n], left[n] = context[n] + 1, left[n] - 1
+            running.append(n)
         for n in [n for n in running if not left[n]]:
             running.remove(n)
-            held[n], ends[n] = 0, now
+            ends[n] = now
         while coming and rows[coming[0]]["polled"] <= now + 1e-12:
+            awaited[coming[0]] = 0
             running.append(coming.pop(0))
-        for n, row in enumerate(rows):  # pages of requests that are not here yet
-            if n in coming:
-                held[n] = -(-requests[n].input // page) if row["reserved"] < now - 1e-12 else 0
-        while sum(need(n) for n in running) + sum(held[n] for n in coming) > size:
-            victim = min(running, key=lambda n: (requests[n].output - left[n], -requests[n].input)) \
-                if retract else running[-1]  # fmt: skip
+        for n in coming:
+            awaited[n] = -(-requests[n].input // page) if rows[n]["reserved"] < now - 1e-12 else 0
+        while pages(running) + pages(again) + sum(awaited) > size:
+            order = sorted(running, key=lambda n: (rows[n]["joined"], n))
+            least = min(running, key=lambda n: (requests[n].output - left[n], -requests[n].input))
+            victim = least if what.engine.scheduler == "least_generated" else order[-1]
             running.remove(victim)
-            held[victim] = 0
-            preempted.append(victim)
-            delay += context[victim] * move if retract else 0
-        while preempted and sum(need(n) for n in running) + sum(held[n] for n in coming) + need(preempted[0]) <= size:
+            preempted.insert(len(preempted) if retract else 0, victim)
+            delay += context[victim] * move
+        while preempted and pages([*running, *again, preempted[0]]) + sum(awaited) <= size:
             back = preempted.pop(0)
-            running.append(back)
             delay += context[back] * move
-        if running:
-            now += (
-                delay
-                + what.decode_time.step(len(running))
-                + what.decode_time.context * sum(map(context.__getitem__, running))
-            )
+            if retract:
+                running.append(back)
+            else:
+                again[back] = 0
+        pieces, budget = [], what.chunk - len(running)
+        for n in again:
+            if tokens := min(budget, context[n] - again[n]):
+                pieces.append((again[n], tokens))
+                again[n], budget = again[n] + tokens, budget - tokens
+        if running or pieces:
+            forward = what.decode_time.step(len(running)) if running else 0.0
+            if pieces:
+                forward = what.decode_time.prefill([*pieces, (0, len(running))] if running else pieces)
+            now += delay + forward + what.decode_time.context * sum(context[n] for n in running)
             for n in running:
                 context[n], left[n] = context[n] + 1, left[n] - 1
         elif coming:
@@ -240,21 +253,15 @@ def test_a_preempted_request_computes_its_kv_again_in_one_forward():
     assert two["finished"] == close(now)
 
 
-def test_a_step_that_recomputes_serves_the_others_too():
-    # the third keeps 2 pages and runs on while the second, preempted by the first, comes back in chunks of 64 tokens
-    requests = [Request(0.0, 48, 40), Request(0.0, 48, 40), Request(0.0, 10, 60)]
-    engine = replace(BARE, preemption="recompute")
-    _, rows, outcome = run(engine, requests, kv=pool(10), scheduler=Scheduler(chunk=64, decode_batch=8))
-    assert outcome.ranks["decode0.0"].value["preemptions"] >= 1
-    assert all(row["finished"] > row["joined"] for row in rows)
-
-
 @pytest.mark.parametrize(("policy", "pages"), [("fcfs", 20), ("fcfs", 25), ("least_generated", 20)])
-def test_the_engine_retracts_as_stepping_token_by_token_does(policy: str, pages: int):
+@pytest.mark.parametrize("preemption", ["retract", "recompute"])
+def test_preemption_goes_as_stepping_token_by_token_does(policy: str, pages: int, preemption: str):
     requests = [Request(0.0, 20 + 13 * (number % 7), 30 + 17 * (number % 5)) for number in range(6)]
-    config, rows, outcome = run(replace(BARE, scheduler=policy), requests, kv=pool(pages))
+    engine = replace(BARE, scheduler=policy, preemption=preemption)
+    scheduler = Scheduler(chunk=64, decode_batch=8)  # some are computed again in two pieces
+    config, rows, outcome = run(engine, requests, kv=pool(pages), scheduler=scheduler)
     assert outcome.ranks["decode0.0"].value["preemptions"] > 0
-    ends = stepped(job(config, Options()), rows, requests, True)
+    ends = stepped(job(config, Options()), rows, requests)
     assert [row["finished"] for row in rows] == pytest.approx(ends, rel=1e-9)
 
 
@@ -299,4 +306,5 @@ def test_single_requests_are_met_within_15_percent(name: str, tokens: int, expec
     (row,) = outcome.ranks["router"].value["rows"]
     times = dict(zip(NAMES, row[4:], strict=True))
     answered = times["prefilled"] + config.engine.prefill.answer if times["asked"] else times["arrived"]
-    assert times["first"] - answered == pytest.approx(expected / 1e3, rel=0.15)
+    rounding = 0.05  # of the medians
+    assert times["first"] - answered == pytest.approx(expected / 1e3, abs=(0.15 * expected + rounding) / 1e3)
