@@ -255,11 +255,11 @@ class SimEndpoint:
         if fabric.observer is not None:
             fabric.observer.posted(batch, flight.transfer.label)
         if fabric.chance is None:
-            return lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number)
+            return lane.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number)
         held = fabric.chance.transfer()
         if held and fabric.observer is not None:
             fabric.observer.held_up(flight.transfer.label)
-        posting = lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number, held)
+        posting = lane.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
             self._stray(flight, number, fabric.chance, lane.seconds(posting))
         return posting
@@ -405,7 +405,7 @@ class SimEndpoint:
             batch.source.owner,
             batch.target.owner,
             batch.nbytes,
-            len(batch.size),
+            len(batch),
             flight.submitted,
             flight.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
             posted,

@@ -63,8 +63,6 @@ class Target:
         self._policy = policy
         self._path = "grouped" if part.heads is None else "sliced"
         self._planner = planner(source, register.layout, part)
-        theirs = set(register.layout.tables[0].planes)
-        self._planes = sum(plane in theirs for plane in source.tables[0].planes)
         self._moves_state = any(component != "kv" for component in part.components)
         self.blocks: BlockPlan | None = None
         if part.heads is not None and self.ring is not None:
@@ -96,19 +94,15 @@ class Target:
 
     def batch(self, piece: Piece) -> Batch:
         """Return the descriptors of *piece*, over nameless regions."""
-        batch = self._planner.batch(piece.rows, piece.slots, piece.state)
-        if piece.plane < 0:
-            return batch
-        each = len(batch) // self._planes  # planes follow one another
-        part = slice(piece.plane * each, (piece.plane + 1) * each)
-        columns = (batch.source_offset[part], batch.target_offset[part], batch.size[part])
-        return Batch(batch.source, batch.target, *columns)
+        if piece.plane >= 0:
+            return self._planner.plane(piece.rows, piece.plane)
+        return self._planner.batch(piece.rows, piece.slots, piece.state)
 
     def _rows(self, rows: Runs) -> list[Piece]:
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
             return [Piece(self._path, rows)]
-        return [Piece(self._path, rows, plane=plane) for plane in range(self._planes)]
+        return [Piece(self._path, rows, plane=plane) for plane in range(self._planner.planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""
