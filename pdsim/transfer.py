@@ -319,11 +319,14 @@ class Transfer(Event):
                 fire(self._settled)
         return self._settled
 
-    def settle(self) -> None:
-        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints."""
+    def settle(self, *, now: bool = False) -> None:
+        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints.
+
+        With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
+        """
         if self._settled is None:
             self._at_rest = True
-        elif self._settled.callbacks:
+        elif self._settled.callbacks and not now:
             self._settled.succeed()
         else:
             fire(self._settled)
@@ -437,6 +440,12 @@ class Channel(Protocol):
 
     def refuse(self, sender: str) -> None:
         """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler*, which must not raise, with every `Message` from now on, instead of `receive`.
+
+        Raise a `RuntimeError` if there is a handler already.
+        """
 
     def close(self) -> None:
         """Close the sockets.  May be called twice."""

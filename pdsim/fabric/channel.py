@@ -90,6 +90,10 @@ class SimChannel:
         self.refused += 1
         self._dropped.add(self._ranks[sender])
 
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler* with every `Message` from now on, instead of `receive`."""
+        self._inbox.listen(handler)
+
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
         self._closed = True

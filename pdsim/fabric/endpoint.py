@@ -392,7 +392,7 @@ class SimEndpoint:
 
     def _end(self, flight: Flight, record: TransferRecord | None, error: TransferError | None) -> None:
         """Tell whoever waits."""
-        fire(flight.transfer.settled)
+        flight.transfer.settle(now=True)
         if record is not None:
             fire(flight.transfer, record if error is None else error, ok=error is None)
 

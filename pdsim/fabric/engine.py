@@ -13,8 +13,9 @@ A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for it
 A *small* transfer takes ``small.saves`` less if all that its poster has under way are such: it is done in the call.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
-work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, one
-more if its wire does not start at once, and one if a copy engine waits for its posting.
+work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows of
+the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy engine
+waits for its posting.
 """
 
 from __future__ import annotations
@@ -278,15 +279,18 @@ class Lane:
         assert posting.posted is not None
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
-        ended = max(self._clock.now, ready, posting._least)
+        now = self._clock.now
+        ended = max(now, ready, posting._least)
         over = max(ended, ended + wire.latency + posting._held)  # rounded, what is saved may be more than the latency
-        self._clock.call_at(over, self._complete, posting)
-        if self._copier is None:
-            return
-        if ended > self._clock.now:
-            self._clock.call_at(ended, self._make_way, posting)
-        else:
-            self._make_way(posting)
+        if over > now:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            if ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+            else:
+                self._make_way(posting)
+        if over <= now:
+            self._complete(posting)
 
     def _make_way(self, posting: Posting) -> None:
         assert self._copier is not None

@@ -211,23 +211,19 @@ class KvSender(SenderRooms):
 
     # --- what a queue does ---
 
-    def _deliver(self, delivery: Delivery, queue: int) -> Program:
+    def _deliver(self, delivery: Delivery, queue: int) -> Program | Transfer | None:
+        """Begin *delivery*; return what its queue waits for.  `_written` sees to a transfer that fails."""
         state, target, piece = delivery.state, delivery.target, delivery.piece
         if state.status is Status.FAILED:
-            return
+            return None
         if piece is None:
             self._control(delivery)
-            return
+            return None
         position = state.asks.get(delivery.key) if state.asks and piece.rows else None
         if position is not None and position >= 0:
-            yield from self._stage(delivery, piece, queue, position)
-            return
+            return self._stage(delivery, piece, queue, position)
         batch = target.batch(piece).over(self._region, target.region)
-        transfer = self._write(delivery, batch, piece.path)
-        try:
-            yield transfer
-        except TransferError:
-            return  # `_written` has seen to it
+        return self._write(delivery, batch, piece.path)
 
     def _stage(self, delivery: Delivery, piece: Piece, queue: int, position: int) -> Program:
         """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""

@@ -295,7 +295,7 @@ class TestEvents:
 
     @pytest.mark.parametrize("descriptors", [1, 100_000])
     @pytest.mark.parametrize(
-        ("overlap", "pipelined", "expected"), [(True, False, 3), (False, False, 4), (True, True, 4)]
+        ("overlap", "pipelined", "expected"), [(True, False, 2), (False, False, 3), (True, True, 3)]
     )
     def test_alone(self, descriptors, overlap, pipelined, expected):
         bench = Bench(overlap=overlap, pipelined=pipelined)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdsim.clock import Clock
 from pdsim.fabric.flows.network import Network
+from pdsim.fabric.flows.waterfill import Waterfill
 
 SLACK = 1e-9
 END = 10.0  # by then all that was going to happen has happened, and dead links are mended
@@ -97,6 +98,25 @@ def networks(draw, amounts, times, changes):
         tuple(draw(st.lists(st.tuples(hops, st.one_of(st.just(math.inf), amounts)), min_size=1, max_size=8))),
         tuple(sorted(events, key=lambda event: event[0])),
     )
+
+
+def never(*_):
+    return False
+
+
+@settings(deadline=None, derandomize=True, max_examples=400)
+@given(scenarios())
+def test_a_flow_alone_has_the_times_that_a_solution_gives_bit_for_bit(scenario):
+    quick, solved = Run(scenario), Run(scenario)
+    with pytest.MonkeyPatch.context() as patch:
+        quick.finish()
+        patch.setattr(Waterfill, "enter_alone", never)
+        patch.setattr(Waterfill, "is_alone", never)
+        solved.finish()
+    assert quick.ends == solved.ends
+    assert quick.left == solved.left
+    assert [link.carried for link in quick.links] == [link.carried for link in solved.links]
+    assert list(quick.ends) == list(solved.ends)  # and in one order
 
 
 def bottleneck(path):

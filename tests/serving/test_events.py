@@ -36,9 +36,9 @@ def events(count: int, tp: int, chunks: int) -> int:
 
 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
-# on each rank more a report of either side; a chunk: forward and, on each rank, posting, sharing and completion
+# on each rank more a report of either side; a chunk: forward and, on each rank, the end of posting and that of the flow
 @pytest.mark.parametrize(
-    ("tp", "chunks", "expected"), [(1, 1, 17), (1, 2, 23), (1, 4, 35), (4, 1, 38), (4, 2, 59), (4, 4, 101)]
+    ("tp", "chunks", "expected"), [(1, 1, 15), (1, 2, 18), (1, 4, 24), (4, 1, 30), (4, 2, 43), (4, 4, 69)]
 )
 def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expected: int):
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected

@@ -179,8 +179,8 @@ class Path:
     """
 
     __slots__ = (
-        "_begun", "_clock", "_count", "_ended", "_flows", "_limit", "_live", "_offset", "_own", "_rest", "_unlimited",
-        "cap", "flows", "index", "links",
+        "_begun", "_clock", "_count", "_ended", "_flows", "_limit", "_live", "_offset", "_own", "_repeats", "_rest",
+        "_unlimited", "cap", "flows", "index", "links",
     )  # fmt: skip
 
     def __init__(self, clock: Clock, index: int, links: tuple[Link, ...], cap: float) -> None:
@@ -194,6 +194,7 @@ class Path:
         # a cap is a link of the path's own that grows with the number of flows
         self._own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
         self._unlimited = not links and cap == inf
+        self._repeats = len(set(links)) < len(links)
         self._live: tuple[Link, ...] = ()
         self._rest: tuple[Link, ...] = ()
         self._limit = NOBODY

@@ -14,7 +14,8 @@ one wake-up at the earliest end serves the whole network.
     network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
     clock.run()
 
-All changes of one instant are solved together, after the last event of the instant.  Latency, posting and queues are
+All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its links
+gets its rate at once, which gives the same times, bit for bit.  Latency, posting and queues are
 not known here: see `pdsim.fabric.engine`.  How rates are found: `pdsim.fabric.flows.waterfill`.
 """
 
@@ -29,7 +30,7 @@ from pdsim.fabric.flows.links import Link, Path
 from pdsim.fabric.flows.waterfill import Waterfill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from simpy.events import Event
 
@@ -72,6 +73,8 @@ class Network:
         self._ends = self._waterfill.ends
         self._changed: dict[Path, None] = {}
         self._resized: dict[Link, None] = {}
+        self._alone: dict[Path, bool] = {}  # what got its rate at once at `_alone_at`, and whether it was taken back
+        self._alone_at = -inf
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._many = 256
         self._flows = 0
@@ -81,7 +84,7 @@ class Network:
 
     @property
     def solves(self) -> int:
-        """How many times rates were solved."""
+        """How many times rates were solved; a flow that is alone needs none of it."""
         return self._waterfill.solves
 
     @property
@@ -121,6 +124,7 @@ class Network:
         Raise a `ValueError` unless *capacity* is finite and not negative.
         """
         _check_capacity(capacity)
+        self._take_back(list(self._alone))
         link._resize(float(capacity))
         self._resized[link] = None
         self._wait()
@@ -145,7 +149,10 @@ class Network:
         path.flows += 1
         path._begun += begin
         heappush(path._flows, (begin + size, self._flows, flow))
-        self._change(path)
+        if path._count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
+            self._change(path)
+        else:
+            self._entered_alone(path)
         return flow
 
     def abort(self, flow: Flow) -> float:
@@ -178,8 +185,39 @@ class Network:
         return path
 
     def _change(self, path: Path) -> None:
+        if self._alone:
+            met = [other for link in path._live for other in link._active if other in self._alone]
+            if met:
+                self._take_back(met)
         self._changed[path] = None
         self._wait()
+
+    def _entered_alone(self, path: Path) -> None:
+        """Note that *path* has its rate, and see to it that the network wakes at the end of its flow."""
+        now = self.clock.now
+        if now != self._alone_at:
+            self._alone_at = now
+            self._alone.clear()
+        self._alone[path] = False
+        self._arm()
+
+    def _take_back(self, paths: Iterable[Path]) -> None:
+        """Solve those of *paths* together with what changes now that got their rates at this instant.
+
+        So all changes of an instant are solved from the state before it, in their order, and times do not depend on
+        how many of them the network took to be alone.
+        """
+        if self.clock.now != self._alone_at:
+            self._alone.clear()
+            return
+        for path in paths:
+            if not self._alone[path]:
+                self._alone[path] = True
+                self._waterfill.leave_alone(path)
+        back = [path for path, taken in self._alone.items() if taken]
+        self._changed = dict.fromkeys(back) | self._changed
+        if back:
+            self._wait()
 
     def _wait(self) -> None:
         """Solve when nothing is left to happen at this instant."""
@@ -208,6 +246,10 @@ class Network:
                 self._wait()
                 return
             self._solve(now)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Wake at the next end, if that is before what the alarm is set to."""
         at = self._next_end()
         if at < self._wake_at:
             self._wake_at = at
@@ -240,8 +282,13 @@ class Network:
                 moved.append(path)
             else:
                 self._waterfill.expect(path._limit, now)
-        if moved or self._resized:
-            self._waterfill.solve(moved, self._resized, now)
+        waterfill = self._waterfill
+        if not self._resized and all(not path.flows and waterfill.is_alone(path) for path in moved):
+            for path in moved:
+                waterfill.leave_alone(path)
+        else:
+            waterfill.solve(moved, self._resized, now)
+        self._alone.clear()
         self._changed.clear()
         self._resized.clear()
         if len(self._ends) > self._many:
