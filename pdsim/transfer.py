@@ -21,6 +21,7 @@ What this module does not know: requests, rooms, pages, layers; which engine run
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -46,6 +47,7 @@ __all__ = [
     "Program",
     "Recorder",
     "Region",
+    "Series",
     "Transfer",
     "TransferRecord",
 ]
@@ -332,11 +334,26 @@ class Transfer(Event):
             fire(self._settled)
 
 
+class Series(Event, ABC):
+    """Equal writes one after the other, of which all times are known: the event of `Endpoint.foresee`.
+
+    Succeeds with how many are complete and, if it was cut, the `Transfer` under way; the others are the caller's.
+    """
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Let the write that is under way be the last one."""
+
+
 class Notification(NamedTuple):
-    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes.
+
+    With a *count*, so many transfers with equal payloads: of the simulator's `Endpoint.foresee` only.
+    """
 
     sender: str  # rank
     payload: bytes
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples
 
 
 @dataclass(frozen=True)
@@ -399,6 +416,14 @@ class Endpoint(Protocol):
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
+
+    def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = "") -> Series | None:
+        """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.
+
+        Return None, and begin nothing, if this endpoint does not know their times now: then `write` them.  Only the
+        simulator ever knows.  Records, notifications and errors are those of `write`, but told of late: when all
+        writes are complete, or the series is cut.
+        """
 
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.

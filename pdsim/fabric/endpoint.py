@@ -14,6 +14,7 @@ once, and the side that is left learns of it `DETECTION` later.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,16 +31,19 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.connections import Connection, Flight, Part, Registration, part_of
+from pdsim.fabric.connections import Connection, Flight, Registration
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
-from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
+from pdsim.fabric.memory import SimBuffer
+from pdsim.fabric.payload import Payload
+from pdsim.fabric.series import SimSeries
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
 
 if TYPE_CHECKING:
     from pdsim.costs import Engine
+    from pdsim.fabric.engine import Stages, Times
     from pdsim.fabric.faults import Chance, Observer
-    from pdsim.fabric.flows.network import Network
+    from pdsim.fabric.flows.network import Flow, Network
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.topology import Site, Topology
     from pdsim.hardware import Gpu
@@ -102,7 +106,9 @@ class SimEndpoint:
         self._flights: dict[int, Flight] = {}  # by number; those that have not settled
         self._number = 0
         self._quarantined = 0
+        self._payload = Payload(fabric.clock, device, fabric.observer, self._flights)
         self._deadlines = Deadlines(fabric.clock, self._flights, self._expire)
+        self._series: SimSeries | None = None  # writes that are foreseen
         fabric.endpoints[name] = self
 
     @property
@@ -123,6 +129,11 @@ class SimEndpoint:
     def notifications(self) -> Mailbox:
         """The `Notification`s of peers, in order of arrival."""
         return self._notifications
+
+    @property
+    def acts_at_once(self) -> bool:
+        """Whether the rank acts upon notifications when they arrive."""
+        return self._device.waking.instant
 
     @property
     def quarantined(self) -> int:
@@ -155,6 +166,7 @@ class SimEndpoint:
             raise RegistrationError(
                 f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them first"
             )
+        self._cut_series()
         registration.buffer.registered = ""
         del self._regions[region.name]
 
@@ -198,6 +210,32 @@ class SimEndpoint:
         """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
         return self._start(peer, batch, False, b"", timeout, label)
 
+    def foresee(
+        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
+    ) -> SimSeries | None:
+        """Begin *count* writes like that of *batch* if their times are known; see `pdsim.transfer.Endpoint.foresee`.
+
+        They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
+        nothing else and the peer acts upon notifications at once, and `Lane.foresee` and `Foreseen.add` say so.
+        """
+        fabric, connection = self._fabric, self._check_peer(peer, batch.target)
+        local, there = self._check_local(batch.source), connection.remote
+        watched = fabric.chance is not None or fabric.observer is not None or self._device.holds_bytes
+        if watched or self._flights or self._series or there.ended is not None or not there.acts_at_once:
+            return None
+        way = connection.lane.foresee(batch.nbytes, len(batch), count)
+        if way is None:
+            return None
+        path, size, steps = way
+        flight = Flight(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
+        report, resume = partial(self._report, flight), partial(self._resume, flight)
+        series = SimSeries(self._clock, fabric.network, steps, there.name, report, resume)
+        if not series.begin(path, size, fabric.engine.timeout):
+            flight.release()
+            return None
+        self._series = series
+        return series
+
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds `DETECTION` after the end of all lives of *peer* that have connected here."""
         event = Event(self._clock)
@@ -227,6 +265,8 @@ class SimEndpoint:
     def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
     ) -> Transfer:
+        if self._series is not None:
+            self._series.cut()
         source, target = batch.source, batch.target
         local = self._check_local(source if write else target)
         remote = target if write else source
@@ -250,6 +290,31 @@ class SimEndpoint:
         self._deadlines.add(now + limit, self._number)
         return transfer
 
+    def _report(self, flight: Flight, last: bool, submitted: Times, posted: Times, complete: Times) -> None:
+        """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
+        batch, count = flight.transfer.batch, len(complete)
+        same = self._engine, "write", batch.source.owner, batch.target.owner, batch.nbytes, len(batch)
+        for begun, post, end in zip(submitted.tolist(), posted.tolist(), complete.tolist(), strict=True):
+            record = TransferRecord(*same, begun, begun, post, end, end, "ok", flight.transfer.label)
+            self._recorder.transfer(record)
+        self._series = None
+        if last:
+            flight.release()
+        if flight.notify and count:
+            there = flight.connection.remote
+            there.notifications.deliver(Notification(self.name, flight.notify, count))
+
+    def _resume(self, flight: Flight, stages: Stages, flow: Flow | None) -> Transfer:
+        """Make *flight* the write of a series that is under way."""
+        batch = flight.transfer.batch
+        flight.submitted = stages[0]
+        self._number += 1
+        self._flights[self._number] = flight
+        way = batch.nbytes, len(batch), stages, flow
+        flight.posting = flight.connection.lane.resume(*way, self._on_complete, self._number)
+        self._deadlines.add(flight.submitted + self._fabric.engine.timeout, self._number)
+        return flight.transfer
+
     def _post(self, flight: Flight, number: int) -> Posting:
         fabric, batch, lane = self._fabric, flight.transfer.batch, flight.connection.lane
         if fabric.observer is not None:
@@ -261,67 +326,8 @@ class SimEndpoint:
             fabric.observer.held_up(flight.transfer.label)
         posting = lane.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
-            self._stray(flight, number, fabric.chance, lane.seconds(posting))
+            self._payload.stray(flight, number, fabric.chance, lane.seconds(posting))
         return posting
-
-    def _stray(self, flight: Flight, number: int, chance: Chance, seconds: float) -> None:
-        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
-        clock, batch = self._fabric.clock, flight.transfer.batch
-        for first, end, read, land in chance.parts(batch.nbytes, seconds):
-            part = Part(part_of(batch, first, end))
-            flight.parts.append(part)
-            clock.call_at(clock.now + read, self._read_early, (number, part))
-            clock.call_at(clock.now + max(read, land), self._land_early, (number, part))
-
-    def _read_early(self, what: tuple[int, Part]) -> None:
-        """Take a copy of what a part has at its source, if its transfer is still under way."""
-        number, part = what
-        flight = self._moving(number)
-        buffers = None if flight is None else flight.buffers()
-        if flight is not None and buffers is not None:
-            self._read(part, flight, buffers[0])
-
-    def _land_early(self, what: tuple[int, Part]) -> None:
-        """Let what was read of a part land, if its transfer is still under way."""
-        number, part = what
-        flight = self._moving(number)
-        buffers = None if flight is None else flight.buffers()
-        if flight is not None and buffers is not None and part.pieces is not None:
-            self._put(part, flight, buffers[1])
-
-    def _read(self, part: Part, flight: Flight, source: SimBuffer) -> None:
-        if self._fabric.observer is not None:
-            self._fabric.observer.read(part.batch, flight.transfer.label)
-        exact = self._device.holds_bytes
-        part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
-
-    def _put(self, part: Part, flight: Flight, target: SimBuffer) -> None:
-        if self._fabric.observer is not None:
-            self._fabric.observer.landed(part.batch, flight.transfer.label)
-        part.landed = True
-        if self._device.holds_bytes:
-            write_pieces(part.batch, target, part.pieces or [])
-
-    def _moving(self, number: int) -> Flight | None:
-        flight = self._flights.get(number)
-        stopped = flight is None or flight.posting is None or flight.posting.aborted
-        return None if stopped else flight
-
-    def _move(self, flight: Flight, source: SimBuffer, target: SimBuffer) -> None:
-        """Move what has not moved yet."""
-        for part in flight.parts:
-            if part.pieces is None:
-                self._read(part, flight, source)
-            if not part.landed:
-                self._put(part, flight, target)
-        if flight.parts:
-            return
-        batch, label, observer = flight.transfer.batch, flight.transfer.label, self._fabric.observer
-        if observer is not None:
-            observer.read(batch, label)
-            observer.landed(batch, label)
-        if self._device.holds_bytes:
-            copy_bytes(batch, source, target)
 
     def _on_complete(self, posting: Posting) -> None:
         """Bytes first, then the notification, then the event that the poster waits for."""
@@ -333,7 +339,7 @@ class SimEndpoint:
             name = f"{flight.remote.owner}/{flight.remote.name}"
             error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
         else:
-            self._move(flight, *buffers)
+            self._payload.move(flight, *buffers)
         record = self._land(posting.tag, flight, error)
         if flight.notify and error is None:
             self._notify(there, Notification(self.name, flight.notify))
@@ -421,6 +427,7 @@ class SimEndpoint:
         """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
         if self.ended is not None:
             return []
+        self._cut_series()
         self.ended = self._fabric.clock.now
         flights = list(self._flights.values())
         for flight in flights:
@@ -436,6 +443,13 @@ class SimEndpoint:
         self._regions.clear()
         self._connections.clear()
         return flights
+
+    def _cut_series(self) -> None:
+        """Cut the series to and from this endpoint."""
+        for other in self._fabric.endpoints.values():
+            series = other._series
+            if series is not None and (other is self or series.peer == self.name):
+                series.cut()
 
     def _part(self, peer: str) -> None:
         """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""

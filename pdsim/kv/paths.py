@@ -42,7 +42,8 @@ class Piece(NamedTuple):
     rows: Runs = ()
     slots: tuple[int, int] | None = None
     state: tuple[Runs, ...] = ()
-    plane: int = -1  # the only one of *rows* that it moves, counted among those that both ranks have; -1 is all
+    plane: int = -1  # the first one of *rows* that it moves, counted among those that both ranks have; -1 is all
+    writes: int = 1  # one after the other, each of the next plane
 
 
 class Target:
@@ -92,17 +93,20 @@ class Target:
             found.append(Piece("metadata", (), slots, state))
         return found
 
-    def batch(self, piece: Piece) -> Batch:
-        """Return the descriptors of *piece*, over nameless regions."""
+    def batch(self, piece: Piece, number: int = 0) -> Batch:
+        """Return the descriptors of the *number*-th write of *piece*, over nameless regions."""
         if piece.plane >= 0:
-            return self._planner.plane(piece.rows, piece.plane)
+            return self._planner.plane(piece.rows, piece.plane + number)
         return self._planner.batch(piece.rows, piece.slots, piece.state)
 
     def _rows(self, rows: Runs) -> list[Piece]:
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
             return [Piece(self._path, rows)]
-        return [Piece(self._path, rows, plane=plane) for plane in range(self._planner.planes)]
+        planes = self._planner.planes
+        if self._policy.queues:  # a queue does one thing after the other
+            return [Piece(self._path, rows, plane=0, writes=planes)]
+        return [Piece(self._path, rows, plane=plane) for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""

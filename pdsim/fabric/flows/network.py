@@ -26,6 +26,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pdsim.clock import LAST, Alarm, Clock
+from pdsim.fabric.flows.foreseen import Foreseen
 from pdsim.fabric.flows.links import Link, Path
 from pdsim.fabric.flows.waterfill import Waterfill
 
@@ -75,6 +76,8 @@ class Network:
         self._resized: dict[Link, None] = {}
         self._alone: dict[Path, bool] = {}  # what got its rate at once at `_alone_at`, and whether it was taken back
         self._alone_at = -inf
+        self.foreseen = Foreseen(self)
+        """Flows that are not in the network until something meets them."""
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._many = 256
         self._flows = 0
@@ -124,6 +127,8 @@ class Network:
         Raise a `ValueError` unless *capacity* is finite and not negative.
         """
         _check_capacity(capacity)
+        if self.foreseen:
+            self.foreseen.cut()
         self._take_back(list(self._alone))
         link._resize(float(capacity))
         self._resized[link] = None
@@ -139,6 +144,8 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
+        if self.foreseen:
+            self.foreseen.meet(path, size)
         flow = Flow(path, size, done, tag)
         self._flows += 1
         if size == 0.0 or path._unlimited:
@@ -176,10 +183,47 @@ class Network:
                 return flow.size
         return 0.0
 
+    def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
+        """Return the paths with a flow on *links*, of which each is alone on its own, and when that flow ends.
+
+        Return None if the end of one is not known, or if one ends now but will be off its links only after *since*.
+        """
+        now, found = self.clock.now, []
+        for path in dict.fromkeys(path for link in links for path in link._active):
+            if not path.flows and since > now:
+                continue
+            if path.flows != 1 or not self._waterfill.is_alone(path):
+                return None
+            found.append((path, path._limit._eta))
+        met = any(path.flows and not set(links).isdisjoint(path._live) for path in self._changed)
+        return None if met or self._resized else found
+
+    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
+        """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
+
+        `on_end` says who is told of their ends.  None of them has ended by now.
+        """
+        found = []
+        for path, size in flows:
+            flow = Flow(path, size, _nobody, None)
+            self._flows += 1
+            path.flows += 1
+            heappush(path._flows, (size, self._flows, flow))
+            found.append(flow)
+        self._waterfill.solve([path for path, _ in flows], (), begin)
+        self._arm()
+        return found
+
+    def on_end(self, flow: Flow, done: Callable[[Any], None], tag: Any) -> None:
+        """Have ``done(tag)`` called at the end of *flow*."""
+        flow._done, flow.tag = done, tag
+
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
         for link in links:
             if link.index >= len(self.links) or self.links[link.index] is not link:
                 raise ValueError(f"links must be of this network, {link} is not")
+        if self.foreseen:  # with another path, a link may limit what it did not limit before
+            self.foreseen.cut()
         path = Path(self.clock, len(self.paths), links, cap)
         self.paths.append(path)
         return path
@@ -315,6 +359,10 @@ class Network:
         ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
         heapify(ends)
         self._many = 4 * len(ends) + 256
+
+
+def _nobody(_: Any) -> None:
+    """Take note of an end that nobody waits for."""
 
 
 def _check_capacity(capacity: float) -> None:
