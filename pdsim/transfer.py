@@ -298,6 +298,20 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not end
     the run: the recorder has it.
 
+    Its life, with the names that `pdsim.fabric.posted` and `backends` use for the transitions::
+
+                        refused by the engine
+        prepared ───────────────────────────────┐
+            │ post                              │
+            ▼         engine, deadline, peer    ▼
+         posted ────────────────────────────► failed
+            │              fail                 │
+            │ complete                          ├─ bytes may still move ──► quarantined
+            ▼                                   │  quarantine                    │
+        completed                               │ nothing moves                  │ quiesce
+            │                                   ▼                                ▼
+            └──────────────────────────────► quiesced ◄──────────────────────────┘
+
     *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
     After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
     then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.

@@ -10,11 +10,11 @@ from pdsim.transfer import Batch
 
 if TYPE_CHECKING:
     from pdsim.fabric.endpoint import SimEndpoint
-    from pdsim.fabric.engine import Lane, Posting
+    from pdsim.fabric.engine import Posting, SendQueue
     from pdsim.fabric.memory import Bytes, SimBuffer
     from pdsim.transfer import Region, Transfer
 
-__all__ = ["Connection", "Flight", "Part", "Registration", "part_of"]
+__all__ = ["Connection", "Part", "PostedTransfer", "Registration", "part_of"]
 
 
 class Registration:
@@ -31,12 +31,12 @@ class Registration:
 class Connection:
     """From one endpoint to a peer."""
 
-    __slots__ = ("lane", "owner", "remote")
+    __slots__ = ("owner", "remote", "send_queue")
 
-    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, lane: Lane) -> None:
+    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, send_queue: SendQueue) -> None:
         self.owner = owner
         self.remote = remote
-        self.lane = lane
+        self.send_queue = send_queue
 
 
 class Part:
@@ -63,7 +63,7 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
     return Batch(batch.source, batch.target, source, target, size)
 
 
-class Flight:
+class PostedTransfer:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
     __slots__ = (

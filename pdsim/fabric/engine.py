@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from pdsim.fabric.topology import Route
     from pdsim.hardware import Gpu
 
-__all__ = ["CopyEngine", "Lane", "Poster", "Posting", "SeriesSteps"]
+__all__ = ["CopyEngine", "Posting", "PostingThread", "SendQueue", "SeriesSteps"]
 
 Times = npt.NDArray[np.float64]
 Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
 
 
-class Poster:
+class PostingThread:
     """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
 
     __slots__ = ("free", "slowness", "under_way")
@@ -74,17 +74,17 @@ class CopyEngine:
         self._clock = clock
         self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
         self._idle = clock.now  # since when, or when it will have been roused
-        self._busy: dict[Poster, Posting] = {}
-        self._waiting: dict[Poster, deque[tuple[Callable[[Posting], None], Posting]]] = {}
+        self._busy: dict[PostingThread, Posting] = {}
+        self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
 
-    def take(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
+    def take(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         """Call ``start(posting)`` when its turn has come among those of *poster*."""
         if poster in self._busy:
             self._waiting.setdefault(poster, deque()).append((start, posting))
         else:
             self._begin(start, posting, poster)
 
-    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
+    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         now = self._clock.now
         if not self._busy and now - self._idle > self._rest:
             self._idle = now + self._rouse
@@ -99,11 +99,11 @@ class CopyEngine:
         """Whether it takes time to begin after a rest."""
         return self._rouse > 0.0
 
-    def hold(self, posting: Posting, poster: Poster) -> None:
+    def hold(self, posting: Posting, poster: PostingThread) -> None:
         """Carry *posting*, which has begun before."""
         self._busy[poster] = posting
 
-    def leave(self, posting: Posting, poster: Poster) -> None:
+    def leave(self, posting: Posting, poster: PostingThread) -> None:
         """Go on to the next of *poster*, if it was *posting* that was carried."""
         if self._busy.get(poster) is not posting:
             return
@@ -118,7 +118,7 @@ class CopyEngine:
 
 
 class Posting:
-    """One transfer in the hands of the engine.  Made by `Lane.post`."""
+    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     __slots__ = (
         *("_done", "_flow", "_held", "_least", "_wire", "aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
@@ -184,7 +184,7 @@ class SeriesSteps:
     def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
         """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
 
-        These are the sums that `Lane` makes, in its order: the same times, bit for bit.
+        These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
         """
         stages: tuple[float, ...] = (self._posting, seconds, self._latency)
         if self._overlap:
@@ -202,7 +202,7 @@ class SeriesSteps:
         return begins, ends
 
 
-class Lane:
+class SendQueue:
     """Everything that one endpoint posts to one peer.
 
     *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
@@ -213,7 +213,7 @@ class Lane:
     def __init__(
         self,
         network: Network,
-        poster: Poster,
+        poster: PostingThread,
         model: EngineModel,
         outward: Route,
         inward: Route,
