@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pdsim.transfer import Batch
 
 if TYPE_CHECKING:
-    from pdsim.fabric.endpoint import SimEndpoint
+    from pdsim.clock import Mailbox
     from pdsim.fabric.engine import Posting, SendQueue
     from pdsim.fabric.memory import Bytes, SimBuffer
-    from pdsim.transfer import Region, Transfer
+    from pdsim.transfer import Notification, Region, Transfer
 
 __all__ = ["Connection", "Part", "PostedTransfer", "Registration", "part_of"]
 
@@ -28,12 +28,38 @@ class Registration:
         self.unsettled = 0
 
 
+class Remote(Protocol):
+    """What the posting side asks of a peer's endpoint."""
+
+    @property
+    def name(self) -> str:
+        """The rank's."""
+
+    @property
+    def ended(self) -> float | None:
+        """When it was closed or killed."""
+
+    @property
+    def notifications(self) -> Mailbox:
+        """What its program learns at once."""
+
+    @property
+    def acts_at_once(self) -> bool:
+        """Whether its rank acts upon notifications when they arrive."""
+
+    def registration(self, region: Region) -> Registration | None:
+        """Return what is registered there as *region*, if it still is."""
+
+    def notify(self, notification: Notification) -> None:
+        """Deliver *notification* when the rank acts upon what comes now."""
+
+
 class Connection:
     """From one endpoint to a peer."""
 
     __slots__ = ("owner", "remote", "send_queue")
 
-    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, send_queue: SendQueue) -> None:
+    def __init__(self, owner: object, remote: Remote, send_queue: SendQueue) -> None:
         self.owner = owner
         self.remote = remote
         self.send_queue = send_queue

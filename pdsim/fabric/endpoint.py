@@ -331,15 +331,16 @@ class SimEndpoint:
             self._payload.move(flight, *buffers)
         record = self._posted.quiesce(posting.tag, error)
         if flight.notify and error is None:
-            self._notify(there, Notification(self.name, flight.notify))
+            there.notify(Notification(self.name, flight.notify))
         self._posted.conclude(flight, record, error)
 
-    def _notify(self, there: SimEndpoint, notification: Notification) -> None:
-        clock, host_latency = self._fabric.clock, there._device.host_latency
+    def notify(self, notification: Notification) -> None:
+        """Deliver *notification* when the rank acts upon what comes now."""
+        clock, host_latency = self._fabric.clock, self._device.host_latency
         if host_latency.instant:
-            there._notifications.deliver(notification)
+            self._notifications.deliver(notification)
         else:
-            clock.call_at(host_latency.acts(clock.now), there._wake_with, notification)
+            clock.call_at(host_latency.acts(clock.now), self._wake_with, notification)
 
     def _wake_with(self, notification: Notification) -> None:
         if self.ended is None:

@@ -333,7 +333,7 @@ class TestRounding:
         for tag in "abcd":
             start([port], 0.0625, tag, cap=0.0625)
         clock.run(until=0.5)
-        port._free = -1e-17
+        port.free = -1e-17
         start([port], 0.025, "late")
         clock.run()
         assert done[0] == (1.0, "late")
@@ -394,7 +394,7 @@ class TestRounding:
         port = network.link("port", 1e9)
         network.start(network.path([port]), 1e15, lambda _: None)
         clock.run()
-        assert port._service == 0.0
+        assert port.service == 0.0
 
 
 class TestWork:
@@ -460,10 +460,10 @@ class TestWork:
         ports = [network.link(f"port {i}", 50.0) for i in range(8)]
         memory = [network.link(f"memory {i}", 3350.0) for i in range(8)]
         paths = [network.path([m, p, up]) for m, p in zip(memory, ports, strict=True)]
-        assert [path._live for path in paths] == [(port,) for port in ports]
+        assert [path.live for path in paths] == [(port,) for port in ports]
         ninth = network.path([network.link("port 8", 50.0), up])
-        assert ninth._live[-1] is up
-        assert all(path._live[-1] is up for path in paths)
+        assert ninth.live[-1] is up
+        assert all(path.live[-1] is up for path in paths)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("load", [0.3, 0.5])

@@ -162,7 +162,7 @@ def test_the_bytes_that_enter_leave_or_are_reported_as_left(scenario):
 def test_every_flow_ends_and_then_nothing_is_left_behind(scenario):
     run = Run(scenario).finish()
     assert sorted(run.ends) == list(range(len(run.flows)))
-    assert all(link.load == 0.0 and link._free == link.capacity and not link._active for link in run.links)
+    assert all(link.load == 0.0 and link.free == link.capacity and not link.active for link in run.links)
     for path in dict.fromkeys(run.paths):
         assert path.carried == pytest.approx(sum(flow.size for flow in run.flows if flow.path is path), rel=1e-12)
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from pdsim.fabric.flows.links import Link, Path
-    from pdsim.fabric.flows.network import Flow, Network
+    from pdsim.clock import Clock
+    from pdsim.fabric.flows.links import Flow, Link, Path
 
 __all__ = ["Foreseen", "Plan", "Steps"]
 
@@ -34,6 +34,18 @@ class Steps(Protocol):
 
     def alike(self, other: Steps) -> bool:
         """Return whether `times` of both are the same for the same arguments."""
+
+
+class Flows(Protocol):
+    """What plans must know of a network: a `Network`."""
+
+    clock: Clock
+
+    def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
+        """Return the paths with a flow on *links*, each alone on its own, and its end; None if there are others."""
+
+    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
+        """Return flows of these sizes that began over these paths at *begin*."""
 
 
 class Plan:
@@ -73,7 +85,7 @@ class Plan:
 class Foreseen:
     """All plans of a network."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Flows) -> None:
         self._network = network
         self._plans: dict[Link, dict[Plan, None]] = {}
         self._all: dict[Plan, None] = {}
@@ -85,10 +97,10 @@ class Foreseen:
 
     def add(self, plan: Plan) -> bool:
         """Keep *plan*, which starts now; return False, and cut what is in its way, if its times cannot be known."""
-        links = plan.path._live
+        links = plan.path.live
         others = list(dict.fromkeys(other for link in links for other in self._plans.get(link, ())))
         level = _level([plan])
-        if plan.path._repeats or not 0.0 < level < inf:
+        if plan.path.repeats or not 0.0 < level < inf:
             return False
         plan.set(level)
         if not (plan.begins[1:] > plan.ends[:-1]).all():  # the network would go on with the counters of the path
@@ -118,7 +130,7 @@ class Foreseen:
         level = _level(members)
         if not alike or not 0.0 < level < inf:
             return False
-        links = {link for member in members for link in member.path._live}
+        links = {link for member in members for link in member.path.live}
         if any(member in plans for plans in self._guests.values() for member in group):
             return False
         if any(other not in group for link in links for other in self._plans.get(link, ())):
@@ -135,7 +147,7 @@ class Foreseen:
         if plan not in self._all:
             return
         del self._all[plan]
-        for link in plan.path._live:
+        for link in plan.path.live:
             plans = self._plans[link]
             plans.pop(plan, None)
             if not plans:
@@ -145,15 +157,15 @@ class Foreseen:
 
     def meet(self, path: Path, size: float) -> None:
         """Cut the plans that a flow of *size* bytes meets that is about to start over *path*."""
-        links, now = path._live, self._network.clock.now
+        links, now = path.live, self._network.clock.now
         met: dict[Plan, None] = {}
         if self._guests:
-            for guest in {other for link in links for other in link._active if other in self._guests}:
+            for guest in {other for link in links for other in link.active if other in self._guests}:
                 met |= dict.fromkeys(self._guests.pop(guest))  # whatever its rate will be now
         plans = dict.fromkeys(plan for link in links for plan in self._plans.get(link, ()))
         if plans:
             level = min((_free(path, link) for link in links), default=inf)
-            if path._repeats or self._network.alone_on(links, now) != [] or not 0.0 < level < inf:
+            if path.repeats or self._network.alone_on(links, now) != [] or not 0.0 < level < inf:
                 met |= plans
             else:
                 end = now + size / level
@@ -182,14 +194,14 @@ def _level(plans: list[Plan]) -> float:
     """Return the rate of each of *plans* while all their flows are under way and nothing else; 0.0 if they differ."""
     counts: dict[Any, float] = {}
     for plan in plans:
-        for link in plan.path._live:
+        for link in plan.path.live:
             counts[link] = counts.get(link, 0.0) + 1.0
-    levels = {min((_free(plan.path, link) / counts[link] for link in plan.path._live), default=inf) for plan in plans}
+    levels = {min((_free(plan.path, link) / counts[link] for link in plan.path.live), default=inf) for plan in plans}
     return levels.pop() if len(levels) == 1 else 0.0
 
 
 def _free(path: Path, link: Link) -> float:
-    return path.cap if link is path._own else link._capacity
+    return path.cap if link is path.own else link._capacity
 
 
 def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:

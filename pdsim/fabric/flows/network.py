@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdsim.clock import LAST, Alarm, Clock
 from pdsim.fabric.flows.foreseen import Foreseen
-from pdsim.fabric.flows.links import Link, Path
+from pdsim.fabric.flows.links import Flow, Link, Path
 from pdsim.fabric.flows.waterfill import Waterfill
 
 if TYPE_CHECKING:
@@ -39,22 +39,6 @@ __all__ = ["Flow", "Link", "Network", "Path"]
 
 NOW = 1.0 + 1e-15
 """Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
-
-
-class Flow:
-    """Bytes on their way.  Made by `Network.start`."""
-
-    __slots__ = ("_begin", "_done", "path", "size", "tag")
-
-    def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
-        self.path = path
-        self.size = size
-        self.tag = tag
-        self._done: Callable[[Any], None] | None = done  # None: called or aborted
-        self._begin = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Flow of {self.size:g} bytes over {self.path!r}>"
 
 
 class Network:
@@ -148,7 +132,7 @@ class Network:
             self.foreseen.meet(path, size)
         flow = Flow(path, size, done, tag)
         self._flows += 1
-        if size == 0.0 or path._unlimited:
+        if size == 0.0 or path.unlimited:
             self._instant.append((self._flows, flow))
             self._wait()
             return flow
@@ -156,7 +140,7 @@ class Network:
         path.flows += 1
         path._begun += begin
         heappush(path._flows, (begin + size, self._flows, flow))
-        if path._count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
+        if path.count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
             self._change(path)
         else:
             self._entered_alone(path)
@@ -189,13 +173,13 @@ class Network:
         Return None if the end of one is not known, or if one ends now but will be off its links only after *since*.
         """
         now, found = self.clock.now, []
-        for path in dict.fromkeys(path for link in links for path in link._active):
+        for path in dict.fromkeys(path for link in links for path in link.active):
             if not path.flows and since > now:
                 continue
             if path.flows != 1 or not self._waterfill.is_alone(path):
                 return None
-            found.append((path, path._limit._eta))
-        met = any(path.flows and not set(links).isdisjoint(path._live) for path in self._changed)
+            found.append((path, path.limit.eta))
+        met = any(path.flows and not set(links).isdisjoint(path.live) for path in self._changed)
         return None if met or self._resized else found
 
     def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
@@ -230,7 +214,7 @@ class Network:
 
     def _change(self, path: Path) -> None:
         if self._alone:
-            met = [other for link in path._live for other in link._active if other in self._alone]
+            met = [other for link in path.live for other in link.active if other in self._alone]
             if met:
                 self._take_back(met)
         self._changed[path] = None
@@ -308,7 +292,7 @@ class Network:
             flow.path._ended += flow.size
         while self._next_end() <= now * NOW:
             link = heappop(self._ends)[2]
-            link._queued = link._eta = inf
+            link.queued = link.eta = inf
             for order, flow in link._finish(now):
                 due.append((order, flow))
                 self._changed[flow.path] = None
@@ -322,10 +306,10 @@ class Network:
     def _solve(self, now: float) -> None:
         moved = []
         for path in self._changed:
-            if path.flows != path._count:
+            if path.flows != path.count:
                 moved.append(path)
             else:
-                self._waterfill.expect(path._limit, now)
+                self._waterfill.expect(path.limit, now)
         waterfill = self._waterfill
         if not self._resized and all(not path.flows and waterfill.is_alone(path) for path in moved):
             for path in moved:
@@ -343,20 +327,20 @@ class Network:
         ends = self._ends
         while ends:
             at, index, link = ends[0]
-            if at == link._eta:
+            if at == link.eta:
                 return at
-            if at == link._queued and link._eta < inf:
-                link._queued = link._eta
-                heapreplace(ends, (link._eta, index, link))
+            if at == link.queued and link.eta < inf:
+                link.queued = link.eta
+                heapreplace(ends, (link.eta, index, link))
             else:
                 heappop(ends)
-                if at == link._queued:
-                    link._queued = inf
+                if at == link.queued:
+                    link.queued = inf
         return inf
 
     def _compact(self) -> None:
         ends = self._ends
-        ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
+        ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
         heapify(ends)
         self._many = 4 * len(ends) + 256
 
