@@ -34,8 +34,11 @@ VOLATILE = {
         "started": "date, of real runs",
         "wall_seconds": "of real runs",
     },
-    "summary.json": {"schema": "as in run.json"},
-    "summary.json:metrics": {"scenarios_per_s": "wall time of experiment=faults"},
+    "summary.json": {"schema": "as in run.json", "events": "what the simulation cost"},
+    "summary.json:metrics": {
+        "scenarios_per_s": "wall time of experiment=faults",
+        "events": "what the simulation of experiment=faults cost",
+    },
     "expectations.json": {
         "written": "date",
         "commit": "commit",

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import simpy
 from simpy.core import EmptySchedule
-from simpy.events import NORMAL, Event
+from simpy.events import NORMAL, PENDING, Event
 
 push: Callable[[list[Any], Any], None] = _heappush  # SimPy types its queue's entries by their event class
 
@@ -34,7 +34,7 @@ def fire(event: Event, value: Any = None, ok: bool = True) -> None:
     Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
     With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
     """
-    if event.triggered:
+    if event._value is not PENDING:
         raise RuntimeError(f"{event} has been triggered already")
     event._ok = ok
     event._value = value
@@ -49,7 +49,7 @@ class Clock(simpy.Environment):
     virtual = True
     stopped = False  # the rank that lives on this clock has ended, and its events are dropped
 
-    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
+    def schedule_at(self, event: Event | Call, at: float, priority: int = NORMAL) -> None:
         """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
 
         Raise a `ValueError` if *at* lies in the past.
@@ -67,11 +67,28 @@ class Clock(simpy.Environment):
         return event
 
     def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
-        """Call ``function(argument)`` at the absolute time *when*."""
-        self.at(when).callbacks.append(lambda _: function(argument))
+        """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`."""
+        self.schedule_at(Call(self, function, argument), when)
 
     def settle(self) -> None:
         """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
+
+
+class Call:
+    """A function to be called: what the clock needs of an event, and nothing that anybody could wait for."""
+
+    __slots__ = ("argument", "callbacks", "env", "function")
+    _ok = True
+
+    def __init__(self, clock: Clock, function: Callable[[Any], None], argument: Any) -> None:
+        self.env = clock
+        self.callbacks: Any = (self.run,)
+        self.function = function
+        self.argument = argument
+
+    def run(self, _: Any) -> None:
+        """Make the call."""
+        self.function(self.argument)
 
 
 class Alarm(Event):
@@ -119,21 +136,26 @@ class _Getter(Event):
 class Mailbox:
     """Items in the order in which they were put, for one or more processes that wait for them.
 
-    Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.
+    Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.  With
+    `listen`, a function gets the items instead.
     """
 
-    __slots__ = ("_clock", "_items", "_waiting")
+    __slots__ = ("_clock", "_items", "_listener", "_waiting")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._items: deque[Any] = deque()
         self._waiting: deque[_Getter] = deque()
+        self._listener: Callable[[Any], None] | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, item: Any) -> None:
-        """Hand *item* to the longest-waiting getter, or keep it."""
+        """Hand *item* to the listener or the longest-waiting getter, in a turn of its own, or keep it."""
+        if self._listener is not None:
+            self._clock.call_at(self._clock.now, self._listener, item)
+            return
         getter = self._getter()
         if getter is None:
             self._items.append(item)
@@ -142,11 +164,25 @@ class Mailbox:
 
     def deliver(self, item: Any) -> None:
         """Do as `put` does, without an event of its own.  Like `fire`, only for callbacks."""
+        if self._listener is not None:
+            self._listener(item)
+            return
         getter = self._getter()
         if getter is None:
             self._items.append(item)
         else:
             fire(getter, item)
+
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """Call *listener*, which must not raise, with every item from now on, those that are kept first.
+
+        What `get` returned before gets nothing any more.  Raise a `RuntimeError` if there is a listener already.
+        """
+        if self._listener is not None:
+            raise RuntimeError("this mailbox has a listener already")
+        self._listener = listener
+        for item in self.drain():
+            self.put(item)
 
     def get(self) -> Event:
         """Return an event that succeeds with the next item.
@@ -277,7 +313,7 @@ class WallClock(Clock):
         at = self.now + delay if delay else self._now
         push(self._queue, (at, priority, next(self._eid), event))
 
-    def schedule_at(self, event: Event, at: float, priority: int = NORMAL) -> None:
+    def schedule_at(self, event: Event | Call, at: float, priority: int = NORMAL) -> None:
         """Schedule *event* at *at*; a time that has passed meanwhile means at once."""
         push(self._queue, (max(at, self._now), priority, next(self._eid), event))
 

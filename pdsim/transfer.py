@@ -21,7 +21,8 @@ What this module does not know: requests, rooms, pages, layers; which engine run
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.clock import Clock, Mailbox, fire
-from pdsim.descriptors import check_disjoint, check_inside, int64s
+from pdsim.descriptors import Int64s, check_disjoint, check_inside, int64s
 from pdsim.errors import InvalidBatch
 
 __all__ = [
@@ -39,12 +40,14 @@ __all__ = [
     "Channel",
     "Device",
     "Endpoint",
+    "LazyBatch",
     "Message",
     "Notification",
     "Peer",
     "Program",
     "Recorder",
     "Region",
+    "Series",
     "Transfer",
     "TransferRecord",
 ]
@@ -198,15 +201,69 @@ class Batch:
 
         Raise `InvalidBatch` if either region is smaller than the one it replaces.
         """
+        self._check_over(source, target)
+        batch = object.__new__(Batch)
+        batch.source, batch.target, batch.nbytes, batch.pieces = source, target, self.nbytes, self.pieces
+        batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
+        return batch
+
+    def _check_over(self, source: Region, target: Region) -> None:
         if source.size < self.source.size or target.size < self.target.size:
             raise InvalidBatch(
                 f"regions of {source.size} and {target.size} bytes cannot stand for {self.source.size} and "
                 f"{self.target.size}"
             )
-        batch = object.__new__(Batch)
-        batch.source, batch.target, batch.nbytes, batch.pieces = source, target, self.nbytes, self.pieces
-        batch.source_offset, batch.target_offset, batch.size = self.source_offset, self.target_offset, self.size
-        return batch
+
+
+class LazyBatch(Batch):
+    """A batch whose arrays are made by *make* when somebody first reads one of them.
+
+    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever makes
+    one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over regions at
+    least as large.  It is called at most once, for all batches that `over` derives from this one.
+    """
+
+    __slots__ = ("_count", "_made", "_make")
+
+    def __init__(self, source: Region, target: Region, count: int, nbytes: int, make: Callable[[], Batch]) -> None:
+        self.source = source
+        self.target = target
+        self.nbytes = nbytes
+        self.pieces = self._count = count
+        self._make = make
+        self._made: Batch | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def arrays(self) -> Batch:
+        """Return the batch with arrays that this one stands for."""
+        made = self._made
+        if made is None:
+            made = self._made = self._make()
+            if len(made) != self._count or made.nbytes != self.nbytes:
+                raise AssertionError(f"{self!r} stands for {made!r}")
+        return made
+
+    @property
+    def source_offset(self) -> Int64s:  # type: ignore[override]  # there a slot
+        """Where each descriptor begins in the source."""
+        return self.arrays().source_offset
+
+    @property
+    def target_offset(self) -> Int64s:  # type: ignore[override]
+        """Where each descriptor begins in the target."""
+        return self.arrays().target_offset
+
+    @property
+    def size(self) -> Int64s:  # type: ignore[override]
+        """The bytes of each descriptor."""
+        return self.arrays().size
+
+    def over(self, source: Region, target: Region) -> Batch:
+        """As `Batch.over`."""
+        self._check_over(source, target)
+        return LazyBatch(source, target, self._count, self.nbytes, self.arrays)
 
 
 # --- moving bytes ---------------------------------------------------------------------------------------------------
@@ -241,6 +298,20 @@ class Transfer(Event):
     Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not end
     the run: the recorder has it.
 
+    Its life, with the names that `pdsim.fabric.posted` and `backends` use for the transitions::
+
+                        refused by the engine
+        prepared ───────────────────────────────┐
+            │ post                              │
+            ▼         engine, deadline, peer    ▼
+         posted ────────────────────────────► failed
+            │              fail                 │
+            │ complete                          ├─ bytes may still move ──► quarantined
+            ▼                                   │  quarantine                    │
+        completed                               │ nothing moves                  │ quiesce
+            │                                   ▼                                ▼
+            └──────────────────────────────► quiesced ◄──────────────────────────┘
+
     *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
     After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
     then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
@@ -264,21 +335,39 @@ class Transfer(Event):
                 fire(self._settled)
         return self._settled
 
-    def settle(self) -> None:
-        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints."""
+    def settle(self, *, now: bool = False) -> None:
+        """Trigger `settled`, at once if nobody waits for it, so that it takes no turn of the clock; for endpoints.
+
+        With *now*, who waits for it goes on at once too: only for callbacks, like `fire`.
+        """
         if self._settled is None:
             self._at_rest = True
-        elif self._settled.callbacks:
+        elif self._settled.callbacks and not now:
             self._settled.succeed()
         else:
             fire(self._settled)
 
 
+class Series(Event, ABC):
+    """Equal writes one after the other, of which all times are known: the event of `Endpoint.foresee`.
+
+    Succeeds with how many are complete and, if it was cut, the `Transfer` under way; the others are the caller's.
+    """
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Let the write that is under way be the last one."""
+
+
 class Notification(NamedTuple):
-    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes.
+
+    With a *count*, so many transfers with equal payloads: of the simulator's `Endpoint.foresee` only.
+    """
 
     sender: str  # rank
     payload: bytes
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples
 
 
 @dataclass(frozen=True)
@@ -342,6 +431,14 @@ class Endpoint(Protocol):
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
 
+    def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = "") -> Series | None:
+        """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.
+
+        Return None, and begin nothing, if this endpoint does not know their times now: then `write` them.  Only the
+        simulator ever knows.  Records, notifications and errors are those of `write`, but told of late: when all
+        writes are complete, or the series is cut.
+        """
+
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once it is proven that nothing of rank *peer* moves bytes here any more.
 
@@ -382,6 +479,12 @@ class Channel(Protocol):
 
     def refuse(self, sender: str) -> None:
         """Count a message of *sender* as refused and drop its connection: this life of it is not heard any more."""
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler*, which must not raise, with every `Message` from now on, instead of `receive`.
+
+        Raise a `RuntimeError` if there is a handler already.
+        """
 
     def close(self) -> None:
         """Close the sockets.  May be called twice."""

@@ -50,6 +50,14 @@ class TestAbsoluteTimes:
         with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
             clock.at(1.0)
 
+    def test_a_call_in_the_past_is_refused_on_virtual_time_and_made_at_once_on_real_time(self, clock, wall, log):
+        clock.run(until=2.0)
+        with pytest.raises(ValueError, match=r"at\(=1.0\) must not be before now\(=2.0\)"):
+            clock.call_at(1.0, log.append, "virtual")
+        wall.call_at(-1.0, log.append, "real")
+        wall.run(until=wall.timeout(0.001))
+        assert log == ["real"]
+
     def test_now_is_not_the_past(self, clock, log):
         clock.run(until=2.0)
         clock.call_at(2.0, log.append, "now")
@@ -142,6 +150,33 @@ def collect(clock, mailbox, log):
     while True:
         item = yield mailbox.get()
         log.append((clock.now, item))
+
+
+class TestListener:
+    def test_hears_of_an_item_at_once_and_of_one_that_is_put_in_a_turn(self, clock, log):
+        mailbox = Mailbox(clock)
+        mailbox.listen(log.append)
+        mailbox.deliver("a")
+        assert log == ["a"]
+        mailbox.put("b")
+        assert log == ["a"]
+        clock.run()
+        assert log == ["a", "b"]
+        assert len(mailbox) == 0
+
+    def test_gets_what_came_before_it(self, clock, log):
+        mailbox = Mailbox(clock)
+        mailbox.put("a")
+        mailbox.listen(log.append)
+        mailbox.put("b")
+        clock.run()
+        assert log == ["a", "b"]
+
+    def test_has_no_rival(self, clock, log):
+        mailbox = Mailbox(clock)
+        mailbox.listen(log.append)
+        with pytest.raises(RuntimeError, match="has a listener already"):
+            mailbox.listen(log.append)
 
 
 @pytest.mark.parametrize("put", [Mailbox.put, Mailbox.deliver])

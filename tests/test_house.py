@@ -12,8 +12,6 @@ from benchmarks.house import FIGURES, HEAVY, LONGEST_FILE, LONGEST_LINE, PACKAGE
 from benchmarks.source_figures import Room, read
 
 CIRCLES = {
-    ("pdsim.fabric.connections", "pdsim.fabric.endpoint"): "as of 6db8051",
-    ("pdsim.fabric.flows.links", "pdsim.fabric.flows.network", "pdsim.fabric.flows.waterfill"): "as of 6db8051",
 }
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 

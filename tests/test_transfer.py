@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdsim.clock import Clock
 from pdsim.errors import InvalidBatch
-from pdsim.transfer import Batch, Region, Transfer
+from pdsim.transfer import Batch, LazyBatch, Region, Transfer
 
 SOURCE = Region("prefill0", "kv", 1000, 0, "gpu0")
 TARGET = Region("decode0", "pool", 500, 0, "gpu1")
@@ -125,6 +125,32 @@ class TestOver:
         small = Region("decode1", "pool", 499, 0, "gpu2")
         with pytest.raises(InvalidBatch, match="regions of 1000 and 499 bytes cannot stand for 1000 and 500"):
             batch([0], [8], [16]).over(SOURCE, small)
+
+
+class TestLazily:
+    def test_arrays_are_made_once_for_all_regions(self):
+        made = []
+
+        def make():
+            made.append(batch([0, 10], [20, 0], [5, 7]))
+            return made[-1]
+
+        lazy = LazyBatch(SOURCE, TARGET, 2, 12, make)
+        other = lazy.over(SOURCE, Region("decode1", "pool", 600, 0, "gpu2"))
+        assert (len(other), other.nbytes, other.pieces, made) == (2, 12, 2, [])
+        assert other.size.tolist() == lazy.size.tolist() == [5, 7]
+        assert other.target_offset is lazy.target_offset
+        assert len(made) == 1
+
+    def test_smaller_regions_are_refused(self):
+        lazy = LazyBatch(SOURCE, TARGET, 1, 5, lambda: batch([0], [0], [5]))
+        with pytest.raises(InvalidBatch, match="cannot stand for"):
+            lazy.over(SOURCE, Region("decode1", "pool", 499, 0, "gpu2"))
+
+    def test_arrays_of_other_bytes_are_an_error(self):
+        lazy = LazyBatch(SOURCE, TARGET, 1, 6, lambda: batch([0], [0], [5]))
+        with pytest.raises(AssertionError, match="stands for"):
+            lazy.arrays()
 
 
 def test_a_transfer_that_fails_unseen_does_not_end_the_run():

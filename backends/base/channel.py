@@ -21,7 +21,7 @@ from simpy.events import Event
 from backends.base.authentication import Doorkeeper, Keys, sender_of
 from pdsim.clock import Mailbox, WallClock
 from pdsim.errors import MessageError
-from pdsim.transfer import Message
+from pdsim.transfer import Message, Program
 
 __all__ = ["LARGEST", "QUEUE", "Inbox", "ZmqChannel", "dial"]
 
@@ -237,6 +237,14 @@ class ZmqChannel:
     def refuse(self, sender: str) -> None:
         """Count a message of *sender* as refused, and drop its connection; see `pdsim.transfer.Channel`."""
         self._inbox.drop(sender)
+
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler* with every `Message` from now on, one in each turn, which keeps their number bounded."""
+        self._clock.process(self._hand_on(handler))
+
+    def _hand_on(self, handler: Callable[[Message], None]) -> Program:
+        while True:
+            handler((yield self.receive()))
 
     def close(self) -> None:
         """Close the sockets, once what was sent has been handed to the system or 2 s have passed."""

@@ -43,7 +43,7 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer, TransferRecord
 
 __all__ = ["RealEndpoint"]
 
@@ -239,6 +239,10 @@ class RealEndpoint(EngineHooks):
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from *peer*; see `pdsim.transfer.Endpoint.read`."""
         return self._start("read", peer, batch, batch.target, batch.source, b"", timeout, label)
+
+    def foresee(self, *_: Any, **__: Any) -> Series | None:
+        """Return None: nobody knows the times of real writes beforehand."""
+        return None
 
     def _start(
         self,

@@ -14,7 +14,7 @@ from math import inf, nextafter
 from typing import TYPE_CHECKING
 
 from pdsim.clock import Clock, Mailbox
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.transfer import Message
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class SimChannel:
 
     *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
     *hold*, if given, is asked for how many seconds each message is held up, *watch* told of every message, *delay*
-    asked how long the links between sender and receiver take one way, and *waking* when the rank acts on a message.
+    asked how long the links between sender and receiver take one way, and *host_latency* when the rank acts on a
+    message.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class SimChannel:
         hold: Callable[[], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
         delay: Callable[[str, str], float] | None = None,
-        waking: Waking | None = None,
+        host_latency: HostLatency | None = None,
     ) -> None:
         self.name = name
         self._host = host
@@ -56,7 +57,7 @@ class SimChannel:
         self._hold = hold
         self._watch = watch
         self._delay = delay
-        self._waking = waking or Waking()
+        self._host_latency = host_latency or HostLatency()
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
         self._dropped: set[SimChannel] = set()  # those of senders that were refused
         self.refused = 0
@@ -90,6 +91,10 @@ class SimChannel:
         self.refused += 1
         self._dropped.add(self._ranks[sender])
 
+    def subscribe(self, handler: Callable[[Message], None]) -> None:
+        """Call *handler* with every `Message` from now on, instead of `receive`."""
+        self._inbox.listen(handler)
+
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
         self._closed = True
@@ -102,10 +107,10 @@ class SimChannel:
         return at
 
     def _arrive(self, message: Message) -> None:
-        if self._waking.instant:
+        if self._host_latency.instant:
             self._deliver(message)
         elif not self._closed:
-            self._job.call_at(self._waking.acts(self._job.now), self._deliver, message)
+            self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
 
     def _deliver(self, message: Message) -> None:
         if not self._closed:

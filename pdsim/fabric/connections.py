@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pdsim.transfer import Batch
 
 if TYPE_CHECKING:
-    from pdsim.fabric.endpoint import SimEndpoint
-    from pdsim.fabric.engine import Lane, Posting
+    from pdsim.clock import Mailbox
+    from pdsim.fabric.engine import Posting, SendQueue
     from pdsim.fabric.memory import Bytes, SimBuffer
-    from pdsim.transfer import Region, Transfer
+    from pdsim.transfer import Notification, Region, Transfer
 
-__all__ = ["Connection", "Flight", "Part", "Registration", "part_of"]
+__all__ = ["Connection", "Part", "PostedTransfer", "Registration", "part_of"]
 
 
 class Registration:
@@ -28,15 +28,41 @@ class Registration:
         self.unsettled = 0
 
 
+class Remote(Protocol):
+    """What the posting side asks of a peer's endpoint."""
+
+    @property
+    def name(self) -> str:
+        """The rank's."""
+
+    @property
+    def ended(self) -> float | None:
+        """When it was closed or killed."""
+
+    @property
+    def notifications(self) -> Mailbox:
+        """What its program learns at once."""
+
+    @property
+    def acts_at_once(self) -> bool:
+        """Whether its rank acts upon notifications when they arrive."""
+
+    def registration(self, region: Region) -> Registration | None:
+        """Return what is registered there as *region*, if it still is."""
+
+    def notify(self, notification: Notification) -> None:
+        """Deliver *notification* when the rank acts upon what comes now."""
+
+
 class Connection:
     """From one endpoint to a peer."""
 
-    __slots__ = ("lane", "owner", "remote")
+    __slots__ = ("owner", "remote", "send_queue")
 
-    def __init__(self, owner: SimEndpoint, remote: SimEndpoint, lane: Lane) -> None:
+    def __init__(self, owner: object, remote: Remote, send_queue: SendQueue) -> None:
         self.owner = owner
         self.remote = remote
-        self.lane = lane
+        self.send_queue = send_queue
 
 
 class Part:
@@ -63,7 +89,7 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
     return Batch(batch.source, batch.target, source, target, size)
 
 
-class Flight:
+class PostedTransfer:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
     __slots__ = (

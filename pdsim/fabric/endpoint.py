@@ -14,12 +14,13 @@ once, and the side that is left learns of it `DETECTION` later.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from simpy.events import Event
 
-from pdsim.clock import Clock, Mailbox, fire
+from pdsim.clock import Clock, Mailbox
 from pdsim.errors import (
     BackendUnavailable,
     InvalidBatch,
@@ -30,16 +31,19 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.connections import Connection, Flight, Part, Registration, part_of
-from pdsim.fabric.deadlines import Deadlines
-from pdsim.fabric.engine import CopyEngine, Lane, Poster, Posting
-from pdsim.fabric.memory import SimBuffer, copy_bytes, read_pieces, write_pieces
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer, TransferRecord
+from pdsim.fabric.connections import Connection, PostedTransfer, Registration
+from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
+from pdsim.fabric.memory import SimBuffer
+from pdsim.fabric.payload import Payload
+from pdsim.fabric.posted import PostedTransfers
+from pdsim.fabric.series import SimSeries
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer
 
 if TYPE_CHECKING:
     from pdsim.costs import Engine
+    from pdsim.fabric.engine import Stages, Times
     from pdsim.fabric.faults import Chance, Observer
-    from pdsim.fabric.flows.network import Network
+    from pdsim.fabric.flows.network import Flow, Network
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.topology import Site, Topology
     from pdsim.hardware import Gpu
@@ -91,18 +95,16 @@ class SimEndpoint:
         self._fabric = fabric
         self._clock = clock
         self._device = device
-        self._recorder = recorder
         self._engine = f"model:{fabric.engine.name}"
         self._notifications = Mailbox(clock)
-        self._poster = Poster()
+        self._poster = PostingThread()
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
         self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed
         self._quiesced: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
-        self._flights: dict[int, Flight] = {}  # by number; those that have not settled
-        self._number = 0
-        self._quarantined = 0
-        self._deadlines = Deadlines(fabric.clock, self._flights, self._expire)
+        self._posted = PostedTransfers(fabric.clock, self._engine, recorder, self._time_out)
+        self._payload = Payload(fabric.clock, device, fabric.observer, self._posted.moving)
+        self._series: SimSeries | None = None  # writes that are foreseen
         fabric.endpoints[name] = self
 
     @property
@@ -125,9 +127,14 @@ class SimEndpoint:
         return self._notifications
 
     @property
+    def acts_at_once(self) -> bool:
+        """Whether the rank acts upon notifications when they arrive."""
+        return self._device.host_latency.instant
+
+    @property
     def quarantined(self) -> int:
         """Transfers of this endpoint that failed and have not settled."""
-        return self._quarantined
+        return self._posted.quarantined
 
     def register(self, buffer: Buffer, name: str) -> Region:
         """Make *buffer* known to the engine as region *name*; the errors of `pdsim.transfer.Endpoint.register`."""
@@ -155,6 +162,7 @@ class SimEndpoint:
             raise RegistrationError(
                 f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them first"
             )
+        self._cut_series()
         registration.buffer.registered = ""
         del self._regions[region.name]
 
@@ -184,7 +192,7 @@ class SimEndpoint:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
-            connection = self._connections[there.rank] = Connection(self, remote, self._lane(remote))
+            connection = self._connections[there.rank] = Connection(self, remote, self._send_queue(remote))
             remote._visitors.setdefault(self.name, []).append(self)
         return Peer(there.rank, {region.name: region for region in there.regions}, connection)
 
@@ -197,6 +205,32 @@ class SimEndpoint:
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
         """Start to move *batch* from *peer*; the contract and errors of `pdsim.transfer.Endpoint.read`."""
         return self._start(peer, batch, False, b"", timeout, label)
+
+    def foresee(
+        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
+    ) -> SimSeries | None:
+        """Begin *count* writes like that of *batch* if their times are known; see `pdsim.transfer.Endpoint.foresee`.
+
+        They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
+        nothing else and the peer acts upon notifications at once, and `SendQueue.foresee` and `Foreseen.add` say so.
+        """
+        fabric, connection = self._fabric, self._check_peer(peer, batch.target)
+        local, there = self._check_local(batch.source), connection.remote
+        watched = fabric.chance is not None or fabric.observer is not None or self._device.holds_bytes
+        if watched or self._posted.moving or self._series or there.ended is not None or not there.acts_at_once:
+            return None
+        way = connection.send_queue.foresee(batch.nbytes, len(batch), count)
+        if way is None:
+            return None
+        path, size, steps = way
+        flight = PostedTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
+        report, resume = partial(self._report, flight), partial(self._resume, flight)
+        series = SimSeries(self._clock, fabric.network, steps, there.name, report, resume)
+        if not series.begin(path, size, fabric.engine.timeout):
+            flight.release()
+            return None
+        self._series = series
+        return series
 
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds `DETECTION` after the end of all lives of *peer* that have connected here."""
@@ -214,7 +248,7 @@ class SimEndpoint:
         for flight in flights:
             error = TransferFailed(f"{self.name} closed its endpoint during the transfer")
             if not flight.transfer.triggered:
-                self._record(flight, error)
+                self._posted.record(flight, error)
                 flight.transfer.fail(error)
             flight.transfer.settled.succeed()
 
@@ -227,6 +261,8 @@ class SimEndpoint:
     def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
     ) -> Transfer:
+        if self._series is not None:
+            self._series.cut()
         source, target = batch.source, batch.target
         local = self._check_local(source if write else target)
         remote = target if write else source
@@ -236,96 +272,55 @@ class SimEndpoint:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._fabric.clock.now
         transfer = Transfer(self._clock, batch, label)
-        flight = Flight(transfer, connection, write, local, remote, notify, now)
-        self._number += 1
-        self._flights[self._number] = flight
+        flight = PostedTransfer(transfer, connection, write, local, remote, notify, now)
+        number = self._posted.add(flight)
         if connection.remote.ended is not None:
-            self._lose(self._number, flight)
+            self._lose(number, flight)
         else:
             try:
-                flight.posting = self._post(flight, self._number)
+                flight.posting = self._post(flight, number)
             except SendQueueFull as error:
-                self._refuse(self._number, flight, error)
+                self._refuse(number, flight, error)
                 return transfer
-        self._deadlines.add(now + limit, self._number)
+        self._posted.time_out_at(now + limit, number)
         return transfer
 
-    def _post(self, flight: Flight, number: int) -> Posting:
-        fabric, batch, lane = self._fabric, flight.transfer.batch, flight.connection.lane
+    def _report(self, flight: PostedTransfer, last: bool, submitted: Times, posted: Times, complete: Times) -> None:
+        """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
+        self._series = None
+        count = self._posted.record_series(flight, submitted, posted, complete)
+        if last:
+            flight.release()
+        if flight.notify and count:
+            flight.connection.remote.notifications.deliver(Notification(self.name, flight.notify, count))
+
+    def _resume(self, flight: PostedTransfer, stages: Stages, flow: Flow | None) -> Transfer:
+        """Make *flight* the write of a series that is under way."""
+        batch = flight.transfer.batch
+        flight.submitted = stages[0]
+        number = self._posted.add(flight)
+        way = batch.nbytes, len(batch), stages, flow
+        flight.posting = flight.connection.send_queue.resume(*way, self._on_complete, number)
+        self._posted.time_out_at(flight.submitted + self._fabric.engine.timeout, number)
+        return flight.transfer
+
+    def _post(self, flight: PostedTransfer, number: int) -> Posting:
+        fabric, batch, queue = self._fabric, flight.transfer.batch, flight.connection.send_queue
         if fabric.observer is not None:
             fabric.observer.posted(batch, flight.transfer.label)
         if fabric.chance is None:
-            return lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number)
+            return queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number)
         held = fabric.chance.transfer()
         if held and fabric.observer is not None:
             fabric.observer.held_up(flight.transfer.label)
-        posting = lane.post(batch.nbytes, len(batch.size), not flight.write, self._on_complete, number, held)
+        posting = queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
-            self._stray(flight, number, fabric.chance, lane.seconds(posting))
+            self._payload.stray(flight, number, fabric.chance, queue.seconds(posting))
         return posting
-
-    def _stray(self, flight: Flight, number: int, chance: Chance, seconds: float) -> None:
-        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
-        clock, batch = self._fabric.clock, flight.transfer.batch
-        for first, end, read, land in chance.parts(batch.nbytes, seconds):
-            part = Part(part_of(batch, first, end))
-            flight.parts.append(part)
-            clock.call_at(clock.now + read, self._read_early, (number, part))
-            clock.call_at(clock.now + max(read, land), self._land_early, (number, part))
-
-    def _read_early(self, what: tuple[int, Part]) -> None:
-        """Take a copy of what a part has at its source, if its transfer is still under way."""
-        number, part = what
-        flight = self._moving(number)
-        buffers = None if flight is None else flight.buffers()
-        if flight is not None and buffers is not None:
-            self._read(part, flight, buffers[0])
-
-    def _land_early(self, what: tuple[int, Part]) -> None:
-        """Let what was read of a part land, if its transfer is still under way."""
-        number, part = what
-        flight = self._moving(number)
-        buffers = None if flight is None else flight.buffers()
-        if flight is not None and buffers is not None and part.pieces is not None:
-            self._put(part, flight, buffers[1])
-
-    def _read(self, part: Part, flight: Flight, source: SimBuffer) -> None:
-        if self._fabric.observer is not None:
-            self._fabric.observer.read(part.batch, flight.transfer.label)
-        exact = self._device.holds_bytes
-        part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
-
-    def _put(self, part: Part, flight: Flight, target: SimBuffer) -> None:
-        if self._fabric.observer is not None:
-            self._fabric.observer.landed(part.batch, flight.transfer.label)
-        part.landed = True
-        if self._device.holds_bytes:
-            write_pieces(part.batch, target, part.pieces or [])
-
-    def _moving(self, number: int) -> Flight | None:
-        flight = self._flights.get(number)
-        stopped = flight is None or flight.posting is None or flight.posting.aborted
-        return None if stopped else flight
-
-    def _move(self, flight: Flight, source: SimBuffer, target: SimBuffer) -> None:
-        """Move what has not moved yet."""
-        for part in flight.parts:
-            if part.pieces is None:
-                self._read(part, flight, source)
-            if not part.landed:
-                self._put(part, flight, target)
-        if flight.parts:
-            return
-        batch, label, observer = flight.transfer.batch, flight.transfer.label, self._fabric.observer
-        if observer is not None:
-            observer.read(batch, label)
-            observer.landed(batch, label)
-        if self._device.holds_bytes:
-            copy_bytes(batch, source, target)
 
     def _on_complete(self, posting: Posting) -> None:
         """Bytes first, then the notification, then the event that the poster waits for."""
-        flight = self._flights[posting.tag]
+        flight = self._posted.moving[posting.tag]
         there = flight.connection.remote
         buffers = flight.buffers()
         error = None
@@ -333,102 +328,64 @@ class SimEndpoint:
             name = f"{flight.remote.owner}/{flight.remote.name}"
             error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
         else:
-            self._move(flight, *buffers)
-        record = self._land(posting.tag, flight, error)
+            self._payload.move(flight, *buffers)
+        record = self._posted.quiesce(posting.tag, error)
         if flight.notify and error is None:
-            self._notify(there, Notification(self.name, flight.notify))
-        self._end(flight, record, error)
+            there.notify(Notification(self.name, flight.notify))
+        self._posted.conclude(flight, record, error)
 
-    def _notify(self, there: SimEndpoint, notification: Notification) -> None:
-        clock, waking = self._fabric.clock, there._device.waking
-        if waking.instant:
-            there._notifications.deliver(notification)
+    def notify(self, notification: Notification) -> None:
+        """Deliver *notification* when the rank acts upon what comes now."""
+        clock, host_latency = self._fabric.clock, self._device.host_latency
+        if host_latency.instant:
+            self._notifications.deliver(notification)
         else:
-            clock.call_at(waking.acts(clock.now), there._wake_with, notification)
+            clock.call_at(host_latency.acts(clock.now), self._wake_with, notification)
 
     def _wake_with(self, notification: Notification) -> None:
         if self.ended is None:
             self._notifications.deliver(notification)
 
-    def _expire(self, number: int) -> None:
-        flight = self._flights[number]
+    def _time_out(self, number: int) -> None:
+        flight = self._posted.moving[number]
         if flight.transfer.triggered:
             return
         batch, posting = flight.transfer.batch, flight.posting
         error = TransferTimeout(f"{batch!r} is not complete after {self._fabric.clock.now - flight.submitted:g} s")
         if posting is not None and posting.posted is None:  # never handed to the engine: it can never land
-            flight.connection.lane.abort(posting)
-            self._end(flight, self._land(number, flight, error), error)
+            flight.connection.send_queue.abort(posting)
+            self._posted.fail(number, error)
         else:
-            self._quarantined += 1
-            self._record(flight, error)
-            fire(flight.transfer, error, ok=False)
+            self._posted.quarantine(flight, error)
 
-    def _lose(self, number: int, flight: Flight) -> None:
+    def _lose(self, number: int, flight: PostedTransfer) -> None:
         """Fail *flight* once the end of its peer is noticed."""
         clock, remote = self._fabric.clock, flight.connection.remote
         assert remote.ended is not None
         clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
 
     def _on_lost(self, number: int) -> None:
-        flight = self._flights.get(number)
+        flight = self._posted.moving.get(number)
         if flight is not None:  # else this endpoint has ended meanwhile
             error = PeerLost(f"{flight.connection.remote.name} is gone")
-            self._end(flight, self._land(number, flight, error), error)
+            self._posted.fail(number, error)
 
-    def _refuse(self, number: int, flight: Flight, error: TransferError) -> None:
-        self._land(number, flight, error)
+    def _refuse(self, number: int, flight: PostedTransfer, error: TransferError) -> None:
+        self._posted.quiesce(number, error)
         flight.transfer.fail(error)
         flight.transfer.settled.succeed()
 
-    def _land(self, number: int, flight: Flight, error: TransferError | None) -> TransferRecord | None:
-        """Nothing of *flight* moves any more: forget it.  Return its record, or None if it had failed before."""
-        del self._flights[number]
-        flight.release()
-        if not flight.transfer.triggered:
-            return self._record(flight, error)
-        self._quarantined -= 1
-        return None
-
-    def _end(self, flight: Flight, record: TransferRecord | None, error: TransferError | None) -> None:
-        """Tell whoever waits."""
-        fire(flight.transfer.settled)
-        if record is not None:
-            fire(flight.transfer, record if error is None else error, ok=error is None)
-
-    def _record(self, flight: Flight, error: TransferError | None) -> TransferRecord:
-        now, posting, batch = self._fabric.clock.now, flight.posting, flight.transfer.batch
-        posted = now if posting is None or posting.posted is None else min(posting.posted, now)
-        record = TransferRecord(
-            self._engine,
-            "write" if flight.write else "read",
-            batch.source.owner,
-            batch.target.owner,
-            batch.nbytes,
-            len(batch.size),
-            flight.submitted,
-            flight.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
-            posted,
-            now,
-            now,  # completions are seen at once: the engine's *latency* contains the polling
-            "ok" if error is None else type(error).__name__,
-            flight.transfer.label,
-        )
-        self._recorder.transfer(record)
-        return record
-
-    def _break(self) -> list[Flight]:
+    def _break(self) -> list[PostedTransfer]:
         """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
         if self.ended is not None:
             return []
+        self._cut_series()
         self.ended = self._fabric.clock.now
-        flights = list(self._flights.values())
+        flights = self._posted.drop()
         for flight in flights:
             if flight.posting is not None:
-                flight.connection.lane.abort(flight.posting)
+                flight.connection.send_queue.abort(flight.posting)
             flight.release()
-        self._flights.clear()
-        self._quarantined = 0
         for other in self._fabric.endpoints.values():
             other._disconnect(self)
         for registration in self._regions.values():
@@ -436,6 +393,13 @@ class SimEndpoint:
         self._regions.clear()
         self._connections.clear()
         return flights
+
+    def _cut_series(self) -> None:
+        """Cut the series to and from this endpoint."""
+        for other in self._fabric.endpoints.values():
+            series = other._series
+            if series is not None and (other is self or series.peer == self.name):
+                series.cut()
 
     def _part(self, peer: str) -> None:
         """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""
@@ -450,9 +414,9 @@ class SimEndpoint:
     def _disconnect(self, remote: SimEndpoint) -> None:
         if remote.name in self._visitors and remote.ended is not None:
             self._fabric.clock.call_at(remote.ended + DETECTION, self._part, remote.name)
-        for number, flight in self._flights.items():
+        for number, flight in self._posted.moving.items():
             if flight.connection.remote is remote and flight.posting is not None:
-                flight.connection.lane.abort(flight.posting)
+                flight.connection.send_queue.abort(flight.posting)
                 self._lose(number, flight)
 
     # --- checks ---
@@ -481,7 +445,7 @@ class SimEndpoint:
             )
         return connection
 
-    def _lane(self, remote: SimEndpoint) -> Lane:
+    def _send_queue(self, remote: SimEndpoint) -> SendQueue:
         fabric, inside = self._fabric, remote.site.node == self.site.node
         model = fabric.engine.intra if inside else fabric.engine.inter
         if model is None:
@@ -495,4 +459,4 @@ class SimEndpoint:
         copier = None
         if model.in_order:
             copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu))
-        return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)
+        return SendQueue(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)

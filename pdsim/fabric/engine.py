@@ -13,8 +13,9 @@ A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for it
 A *small* transfer takes ``small.saves`` less if all that its poster has under way are such: it is done in the call.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
-work``.  A transfer costs the two of its flow (shared with all flows of the instant), one for its completion, one
-more if its wire does not start at once, and one if a copy engine waits for its posting.
+work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows of
+the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy engine
+waits for its posting.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from collections import deque
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pdsim.errors import SendQueueFull
 
 if TYPE_CHECKING:
@@ -30,15 +34,19 @@ if TYPE_CHECKING:
 
     from pdsim.clock import Clock
     from pdsim.costs import EngineModel
+    from pdsim.fabric.flows.foreseen import Steps
     from pdsim.fabric.flows.network import Flow, Link, Network, Path
     from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
     from pdsim.hardware import Gpu
 
-__all__ = ["CopyEngine", "Lane", "Poster", "Posting"]
+__all__ = ["CopyEngine", "Posting", "PostingThread", "SendQueue", "SeriesSteps"]
+
+Times = npt.NDArray[np.float64]
+Stages = tuple[float, float, float, float, float]  # submitted, posted, on the wire, off the wire, complete
 
 
-class Poster:
+class PostingThread:
     """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
 
     __slots__ = ("free", "slowness", "under_way")
@@ -66,17 +74,17 @@ class CopyEngine:
         self._clock = clock
         self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
         self._idle = clock.now  # since when, or when it will have been roused
-        self._busy: dict[Poster, Posting] = {}
-        self._waiting: dict[Poster, deque[tuple[Callable[[Posting], None], Posting]]] = {}
+        self._busy: dict[PostingThread, Posting] = {}
+        self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
 
-    def take(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
+    def take(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         """Call ``start(posting)`` when its turn has come among those of *poster*."""
         if poster in self._busy:
             self._waiting.setdefault(poster, deque()).append((start, posting))
         else:
             self._begin(start, posting, poster)
 
-    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: Poster) -> None:
+    def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         now = self._clock.now
         if not self._busy and now - self._idle > self._rest:
             self._idle = now + self._rouse
@@ -86,7 +94,16 @@ class CopyEngine:
         else:
             start(posting)
 
-    def leave(self, posting: Posting, poster: Poster) -> None:
+    @property
+    def sleeps(self) -> bool:
+        """Whether it takes time to begin after a rest."""
+        return self._rouse > 0.0
+
+    def hold(self, posting: Posting, poster: PostingThread) -> None:
+        """Carry *posting*, which has begun before."""
+        self._busy[poster] = posting
+
+    def leave(self, posting: Posting, poster: PostingThread) -> None:
         """Go on to the next of *poster*, if it was *posting* that was carried."""
         if self._busy.get(poster) is not posting:
             return
@@ -101,7 +118,7 @@ class CopyEngine:
 
 
 class Posting:
-    """One transfer in the hands of the engine.  Made by `Lane.post`."""
+    """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     __slots__ = (
         *("_done", "_flow", "_held", "_least", "_wire", "aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
@@ -145,7 +162,47 @@ class _Wire:
         return (posting.nbytes / posting.descriptors + self.occupancy) / self.rate
 
 
-class Lane:
+class SeriesSteps:
+    """When each of *count* equal transfers begins and ends that are posted one after the other, nothing in their way.
+
+    Each is posted when the one before is complete; with *overlap* its flow begins then, else when it is posted.
+    """
+
+    def __init__(self, count: int, posting: float, overlap: bool, latency: float) -> None:
+        self.count = count
+        self._posting = posting
+        self._overlap = overlap
+        self._latency = latency
+
+    def alike(self, other: Steps) -> bool:
+        """Return whether the transfers of *other* take as long in every respect."""
+        return isinstance(other, SeriesSteps) and self._key() == other._key()
+
+    def _key(self) -> tuple[float, ...]:
+        return self.count, self._posting, self._overlap, self._latency
+
+    def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
+        """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
+
+        These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
+        """
+        stages: tuple[float, ...] = (self._posting, seconds, self._latency)
+        if self._overlap:
+            stages = (max(self._posting, seconds), self._latency)
+        sums = np.add.accumulate([start, *stages * self.count])
+        each = len(stages)
+        submitted, complete = sums[:-1:each], sums[each::each]
+        posted = submitted + self._posting
+        begins = submitted if self._overlap else posted
+        return submitted, posted, begins, begins + seconds, complete
+
+    def times(self, start: float, seconds: float) -> tuple[Times, Times]:
+        """Return when each flow begins and ends."""
+        _, _, begins, ends, _ = self.stages(start, seconds)
+        return begins, ends
+
+
+class SendQueue:
     """Everything that one endpoint posts to one peer.
 
     *depth* bounds the descriptors posted and not complete.  At the limit `post` refuses (``full="refuse"``, as
@@ -156,7 +213,7 @@ class Lane:
     def __init__(
         self,
         network: Network,
-        poster: Poster,
+        poster: PostingThread,
         model: EngineModel,
         outward: Route,
         inward: Route,
@@ -201,6 +258,59 @@ class Lane:
                 f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine takes "
                 f"{self.model.depth} and refuses more; send smaller batches or fewer at once"
             )
+        return posting
+
+    def foresee(self, nbytes: int, descriptors: int, count: int) -> tuple[Path, float, SeriesSteps] | None:
+        """Return path, bytes and steps of *count* writes posted one after the other from now on by an idle poster.
+
+        Return None if what they do to each other, or to others, is more than `SeriesSteps` says.
+        """
+        model, wire, poster = self.model, self._outward, self._poster
+        simple = not (model.depth or model.pipelined or poster.under_way) and wire.streams is None
+        at_once = model.small is not None and model.small.takes(descriptors, nbytes)
+        sleeps = self._copier is not None and self._copier.sleeps
+        size = nbytes + descriptors * wire.occupancy
+        if not simple or at_once or sleeps or poster.free > self._clock.now or not size:
+            return None
+        posting = model.posting(descriptors) * poster.slowness
+        return wire.path, size, SeriesSteps(count, posting, model.overlap, wire.latency)
+
+    def resume(
+        self,
+        nbytes: int,
+        descriptors: int,
+        stages: Stages,
+        flow: Flow | None,
+        done: Callable[[Posting], None],
+        tag: Any,
+    ) -> Posting:
+        """Return a write of a series that is under way, as `post` would have made it.
+
+        *flow* is its own, if it is on the wire.
+        """
+        _, posted, begin, end, over = stages
+        posting = Posting(self._outward, nbytes, descriptors, done, tag, 0.0)
+        posting.posted = self._poster.free = posted
+        self.outstanding += descriptors
+        self._poster.under_way += 1
+        now = self._clock.now
+        if flow is not None:
+            posting._flow = flow
+            self._network.on_end(flow, self._on_carried, posting)
+        elif begin > now:
+            self._clock.call_at(begin, self._begin, posting)
+            return posting
+        elif begin == now:
+            self._begin(posting)
+            return posting
+        else:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            ended = max(end, posted)
+            if flow is not None or ended > now:
+                self._copier.hold(posting, self._poster)
+            if flow is None and ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
         return posting
 
     def seconds(self, posting: Posting) -> float:
@@ -278,15 +388,18 @@ class Lane:
         assert posting.posted is not None
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
-        ended = max(self._clock.now, ready, posting._least)
+        now = self._clock.now
+        ended = max(now, ready, posting._least)
         over = max(ended, ended + wire.latency + posting._held)  # rounded, what is saved may be more than the latency
-        self._clock.call_at(over, self._complete, posting)
-        if self._copier is None:
-            return
-        if ended > self._clock.now:
-            self._clock.call_at(ended, self._make_way, posting)
-        else:
-            self._make_way(posting)
+        if over > now:
+            self._clock.call_at(over, self._complete, posting)
+        if self._copier is not None:
+            if ended > now:
+                self._clock.call_at(ended, self._make_way, posting)
+            else:
+                self._make_way(posting)
+        if over <= now:
+            self._complete(posting)
 
     def _make_way(self, posting: Posting) -> None:
         assert self._copier is not None

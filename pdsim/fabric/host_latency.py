@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdsim.hardware import Host
 
-__all__ = ["Waking"]
+__all__ = ["HostLatency"]
 
 
-class Waking:
+class HostLatency:
     """One life of one rank; a rank that has just started is warm."""
 
     __slots__ = ("_cold", "_last", "_rest", "_wake", "instant")

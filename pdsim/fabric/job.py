@@ -20,7 +20,7 @@ from pdsim.fabric.collective import SimGroups
 from pdsim.fabric.endpoint import Fabric, SimEndpoint
 from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.flows.network import Network
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.topology import Site, Topology
@@ -228,8 +228,8 @@ class _Job:
         host, link = self._model.machine.host, self._topology.memory(site)
         gpu = self._model.machine.gpu if site.gpu is not None else None
         copies = host.copies if gpu is None else gpu.copies
-        waking = Waking(host, self._clock.now)
-        device = SimDevice(self._memory(site), clock, self._network, link, copies, waking)
+        host_latency = HostLatency(host, self._clock.now)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency)
         records = _Records()
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
@@ -237,7 +237,7 @@ class _Job:
         device.watch = observer.copied if observer is not None else None
         endpoint = SimEndpoint(fabric, spec.name, clock, device, site, records)
         delay = self._delay if self._model.machine.link is not None else None
-        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, waking)
+        channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
         return _Member(clock, device, endpoint, channel, records)
 
     def _delay(self, sender: str, receiver: str) -> float:

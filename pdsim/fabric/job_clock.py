@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from heapq import heappop
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
 
-from pdsim.clock import Clock
+from pdsim.clock import Call, Clock
 from pdsim.fabric.faults import Ties
 
 if TYPE_CHECKING:
@@ -66,17 +66,22 @@ class JobClock(Clock):
         Call ``crashed(clock, exception)`` where a rank leaves an exception unhandled; one of the model itself is
         raised.  Raise `EmptySchedule` if nothing is scheduled any more.
         """
-        queue = self._queue
+        queue, pop = self._queue, heappop
         for _ in range(limit):
             if not live:
                 return
             if not queue:
                 raise EmptySchedule
-            self._now, _, _, event = heappop(queue)
+            event: Any
+            self._now, _, _, event = pop(queue)
             self.events += 1
-            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+            if event.__class__ is Call:  # more than half of them
+                if not event.env.stopped:
+                    event.function(event.argument)
+                continue
+            callbacks, event.callbacks = event.callbacks, None
             clock = event.env
-            if clock.stopped:  # type: ignore[attr-defined]
+            if clock.stopped:
                 continue
             for callback in callbacks:
                 callback(event)

@@ -22,7 +22,7 @@ from simpy.events import Event
 from pdsim.clock import Clock, fire
 from pdsim.descriptors import move
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
@@ -289,8 +289,8 @@ class SimDevice:
 
     Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
     everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a device
-    do not slow each other down.  *copies* says what a copy costs beside bandwidth, *waking* when the rank learns of the
-    end of a computation.
+    do not slow each other down.  *copies* says what a copy costs beside bandwidth, *host_latency* when the rank learns
+    of the end of a computation.
     """
 
     holds_bytes: bool
@@ -302,7 +302,7 @@ class SimDevice:
         network: Network,
         link: Link,
         copies: Copies | None = None,
-        waking: Waking | None = None,
+        host_latency: HostLatency | None = None,
     ) -> None:
         self.memory = memory
         self.symmetric = SymmetricPool(memory)
@@ -311,7 +311,7 @@ class SimDevice:
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
         self._copies = copies
-        self.waking = waking or Waking()
+        self.host_latency = host_latency or HostLatency()
         self._planned = 0.0  # when everything that was to be copied has been launched
         self._free = 0.0
         self.slowness = 1.0  # how many times as long as usual computation takes
@@ -383,7 +383,7 @@ class SimDevice:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds} must be >= 0")
         self._free = max(self._clock.now, self._free) + seconds * self.slowness
-        if self.waking.instant:
+        if self.host_latency.instant:
             return self._clock.at(self._free)
         done = Event(self._clock)
         self._clock.call_at(self._free, self._computed, done)
@@ -398,7 +398,7 @@ class SimDevice:
         self.symmetric.close()
 
     def _computed(self, done: Event) -> None:
-        self._clock.call_at(self.waking.acts(self._clock.now), fire, done)
+        self._clock.call_at(self.host_latency.acts(self._clock.now), fire, done)
 
     def _launch(self, work: _Copy) -> None:
         batch, source, target, _ = work

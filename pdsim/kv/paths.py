@@ -42,7 +42,8 @@ class Piece(NamedTuple):
     rows: Runs = ()
     slots: tuple[int, int] | None = None
     state: tuple[Runs, ...] = ()
-    plane: int = -1  # the only one of *rows* that it moves, counted among those that both ranks have; -1 is all
+    plane: int = -1  # the first one of *rows* that it moves, counted among those that both ranks have; -1 is all
+    writes: int = 1  # one after the other, each of the next plane
 
 
 class Target:
@@ -63,8 +64,6 @@ class Target:
         self._policy = policy
         self._path = "grouped" if part.heads is None else "sliced"
         self._planner = planner(source, register.layout, part)
-        theirs = set(register.layout.tables[0].planes)
-        self._planes = sum(plane in theirs for plane in source.tables[0].planes)
         self._moves_state = any(component != "kv" for component in part.components)
         self.blocks: BlockPlan | None = None
         if part.heads is not None and self.ring is not None:
@@ -94,21 +93,20 @@ class Target:
             found.append(Piece("metadata", (), slots, state))
         return found
 
-    def batch(self, piece: Piece) -> Batch:
-        """Return the descriptors of *piece*, over nameless regions."""
-        batch = self._planner.batch(piece.rows, piece.slots, piece.state)
-        if piece.plane < 0:
-            return batch
-        each = len(batch) // self._planes  # planes follow one another
-        part = slice(piece.plane * each, (piece.plane + 1) * each)
-        columns = (batch.source_offset[part], batch.target_offset[part], batch.size[part])
-        return Batch(batch.source, batch.target, *columns)
+    def batch(self, piece: Piece, number: int = 0) -> Batch:
+        """Return the descriptors of the *number*-th write of *piece*, over nameless regions."""
+        if piece.plane >= 0:
+            return self._planner.plane(piece.rows, piece.plane + number)
+        return self._planner.batch(piece.rows, piece.slots, piece.state)
 
     def _rows(self, rows: Runs) -> list[Piece]:
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
             return [Piece(self._path, rows)]
-        return [Piece(self._path, rows, plane=plane) for plane in range(self._planes)]
+        planes = self._planner.planes
+        if self._policy.queues:  # a queue does one thing after the other
+            return [Piece(self._path, rows, plane=0, writes=planes)]
+        return [Piece(self._path, rows, plane=plane) for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""

@@ -1,12 +1,13 @@
 """Descriptors: a chunk's pages, as the `Batch` that one write takes.
 
 Batches are built over nameless regions and cached, because the ranks of a group write the same offsets at the same
-time: `Batch.over` then puts the real regions in their place.
+time: `Batch.over` then puts the real regions in their place.  Their arrays are made when somebody reads them.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
 from pdsim.kv.mapping import WHOLE, HeadSlice, Part
 from pdsim.kv.pages import Pages
-from pdsim.transfer import Batch, Region
+from pdsim.transfer import Batch, LazyBatch, Region
 
 __all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]
 
@@ -50,6 +51,9 @@ class Planner:
 
     Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads of
     keys and values) or each group of dimensions (mamba) is a descriptor of its own.
+
+    Batches are lazy: what is counted and checked follows from the runs of pages, and no array is made until somebody
+    reads one.  Descriptors of state are few, and made at once.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, part: Part = WHOLE) -> None:
@@ -66,8 +70,13 @@ class Planner:
             for component in source.shape.state.components
         ]
         self._source, self._target = _nameless(source), _nameless(target)
-        # a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
+        # with arrays, a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
         self.batch = lru_cache(maxsize=256 if part.heads is None else 8)(self._batch)
+
+    @property
+    def planes(self) -> int:
+        """The planes of keys and values that both ranks have."""
+        return sum(map(len, self._kv))
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
         """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
@@ -76,6 +85,45 @@ class Planner:
         this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is
         nothing to move or if a page or slot lies outside its pool.
         """
+        counted = None if any(state) else self._count(runs, slots)
+        if counted is None:
+            return self._arrays(runs, slots, state)
+        return LazyBatch(self._source, self._target, *counted, lambda: self._arrays(runs, slots, ()))
+
+    def plane(self, runs: Runs, plane: int) -> Batch:
+        """Return the batch that moves *runs* in one of `planes`; errors as `batch`."""
+        whole, planes = self.batch(runs), self.planes
+        each = len(whole) // planes
+        part = slice(plane * each, (plane + 1) * each)  # planes follow one another
+
+        def arrays() -> Batch:
+            columns = whole.source_offset[part], whole.target_offset[part], whole.size[part]
+            return Batch(whole.source, whole.target, *columns)
+
+        return LazyBatch(whole.source, whole.target, each, whole.nbytes // planes, arrays)
+
+    def _count(self, runs: Runs, slots: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the descriptors and bytes of a batch of *runs* and *slots*; None unless it is known to be valid."""
+        end = -1
+        for _, second, count in sorted(runs, key=itemgetter(1)) if len(runs) > 1 else runs:
+            if count <= 0 or second < end:
+                return None
+            end = second + count
+        descriptors = nbytes = 0
+        for section in self._kv:
+            if not section.holds(runs):
+                return None
+            count, size = section.count(runs)
+            descriptors += count
+            nbytes += size
+        if slots is not None and self._aux:
+            if not all(0 <= slot < layout.slots for layout, slot in zip(self._layouts, slots, strict=True)):
+                return None
+            descriptors += len(AUX_ROWS)
+            nbytes += sum(AUX_ROWS)
+        return (descriptors, nbytes) if descriptors else None
+
+    def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
         found = [section.offsets(runs) for section in self._kv] if runs else []
         if slots is not None and self._aux:
             source, target = self._layouts
@@ -104,10 +152,22 @@ class _Section:
         self._source = source.offsets[[source.planes.index(plane) for plane in common]]
         self._target = target.offsets[[target.planes.index(plane) for plane in common]]
         self._pieces = pieces
+        self._each = (1, self._items[0]) if pieces is None else (len(pieces[2]), int(pieces[2].sum()))
 
     def __len__(self) -> int:
         """Return the number of planes."""
         return len(self._source)
+
+    def holds(self, runs: Runs) -> bool:
+        """Return whether all rows of *runs* are in their pools."""
+        first, second = self._rows
+        return all(0 <= a <= first - count and 0 <= b <= second - count for a, b, count in runs)
+
+    def count(self, runs: Runs) -> tuple[int, int]:
+        """Return how many descriptors and bytes `offsets` has for *runs*."""
+        rows = sum(count for _, _, count in runs)
+        pieces, nbytes = self._each  # of a row
+        return len(self) * (len(runs) if self._pieces is None else rows * pieces), len(self) * rows * nbytes
 
     def offsets(self, runs: Runs) -> Offsets:
         """Return the descriptors of *runs*, plane by plane.

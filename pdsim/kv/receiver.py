@@ -122,7 +122,7 @@ class KvReceiver:
         if not isinstance(arrival, Arrival):
             raise MessageError(f"{notification.sender} attached {type(arrival).__name__} to a write, need Arrival")
         if arrival.chunk < 0:
-            self.arrive(arrival)
+            self.arrive(arrival, count=notification.count)
         elif self.landing is not None:
             self.landing.scatter(arrival, self.arrive)
 
@@ -134,13 +134,13 @@ class KvReceiver:
         self._room(message.arrival.room).rows = message.rows
         self.arrive(message.arrival)
 
-    def arrive(self, arrival: Arrival, reason: str = "") -> None:
-        """Count one write, with a *reason* one that cannot be used; not of a room that is forgotten."""
+    def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
+        """Count one write, or *count* alike; with a *reason*, what cannot be used; not of a room that is forgotten."""
         if arrival.room in self._over:
-            self.ignored += 1
+            self.ignored += count
             return
         room = self._room(arrival.room)
-        room.received += 1
+        room.received += count
         room.reason = room.reason or reason
         if arrival.count:
             room.counts[arrival.writer] = arrival.count

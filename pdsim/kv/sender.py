@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 from simpy.events import Event
@@ -33,7 +34,7 @@ from pdsim.kv.queues import Queues
 from pdsim.kv.sender_rooms import Delivery, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
-from pdsim.transfer import Batch, Program, Transfer
+from pdsim.transfer import Batch, Program, Series, Transfer
 
 __all__ = ["KvSender"]
 
@@ -127,7 +128,9 @@ class KvSender(SenderRooms):
         deliveries: list[Delivery] = []
         for target in self.links.targets(chunk.decode):
             deliveries += self._plan(state, chunk, target, rows, arrival, finished)
-        state.unfinished += len(deliveries)  # all of them are counted before the first is posted
+        state.unfinished += sum(
+            delivery.writes for delivery in deliveries
+        )  # all of them are counted before the first is posted
         for delivery in deliveries:
             if state.asks and delivery.waits:
                 state.parked[delivery.key] = delivery
@@ -197,7 +200,7 @@ class KvSender(SenderRooms):
         if not pieces:
             return []
         name = target.peer.name
-        total = state.writes[name] = state.writes.get(name, 0) + len(pieces)
+        total = state.writes[name] = state.writes.get(name, 0) + sum(piece.writes if piece else 1 for piece in pieces)
         if chunk.last if target.part.with_last else finished:
             arrival = replace(arrival, count=total)
         return [Delivery(state, chunk, target, piece, arrival) for piece in pieces]
@@ -211,23 +214,69 @@ class KvSender(SenderRooms):
 
     # --- what a queue does ---
 
-    def _deliver(self, delivery: Delivery, queue: int) -> Program:
+    def _deliver(self, delivery: Delivery, queue: int) -> Program | Transfer | None:
+        """Begin *delivery*; return what its queue waits for.  `_written` sees to a transfer that fails."""
         state, target, piece = delivery.state, delivery.target, delivery.piece
         if state.status is Status.FAILED:
-            return
+            return None
         if piece is None:
             self._control(delivery)
-            return
+            return None
         position = state.asks.get(delivery.key) if state.asks and piece.rows else None
         if position is not None and position >= 0:
-            yield from self._stage(delivery, piece, queue, position)
-            return
+            return self._stage(delivery, piece, queue, position)
+        if piece.writes > 1:
+            return self._planes(delivery, piece)
         batch = target.batch(piece).over(self._region, target.region)
-        transfer = self._write(delivery, batch, piece.path)
-        try:
-            yield transfer
-        except TransferError:
-            return  # `_written` has seen to it
+        return self._write(delivery, batch, piece.path)
+
+    def _planes(self, delivery: Delivery, piece: Piece) -> Program:
+        """Write plane after plane: many at once, for as long as the endpoint knows what will come of it."""
+        state, target, endpoint = delivery.state, delivery.target, self._rank.endpoint
+        notify, label = self._attached(delivery, piece.path)
+        written, ask, pause = 0, 0, 1  # ask again after a pause, twice as long each time that it was in vain
+        while written < piece.writes and state.status is not Status.FAILED:
+            batch = target.batch(piece, written).over(self._region, target.region)
+            transfer, left = None, piece.writes - written
+            if written >= ask and left > 1:
+                series = endpoint.foresee(target.peer, batch, left, notify, label=label)
+                if series is not None:
+                    before = written
+                    count, transfer = yield from self._foreseen(delivery, batch, series)
+                    written += count
+                    if transfer is None:
+                        return
+                    pause = pause if written - before < pause else 1
+                pause = 2 * pause
+                ask = written + pause
+            if transfer is None:
+                transfer = self._write(delivery, batch, piece.path)
+            try:
+                yield transfer
+            except TransferError:
+                return
+            written += 1
+
+    def _foreseen(
+        self, delivery: Delivery, batch: Batch, series: Series
+    ) -> Generator[Event, Any, tuple[int, Transfer | None]]:
+        """Wait for *series*; return how many of its writes are complete, and the one under way if it was cut."""
+        state = delivery.state
+        state.moving += 1
+        self._under_way += 1
+        state.foreseen.append(series)
+        count, transfer = yield series
+        state.foreseen.remove(series)
+        state.moving -= 1
+        self._under_way -= 1
+        self._succeeded = self._succeeded or count > 0
+        state.nbytes += count * batch.nbytes
+        state.unfinished -= count
+        if transfer is not None:
+            self._follow(delivery, transfer)
+        elif not state.unfinished:
+            self._conclude(state)
+        return count, transfer
 
     def _stage(self, delivery: Delivery, piece: Piece, queue: int, position: int) -> Program:
         """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""
@@ -257,16 +306,22 @@ class KvSender(SenderRooms):
             state.moving -= 1
 
     def _write(self, delivery: Delivery, batch: Batch, path: str) -> Transfer:
-        state, chunk, arrival = delivery.state, delivery.chunk, delivery.arrival
+        notify, label = self._attached(delivery, path)
+        transfer = self._rank.endpoint.write(delivery.target.peer, batch, notify, label=label)
+        self._follow(delivery, transfer)
+        return transfer
+
+    def _attached(self, delivery: Delivery, path: str) -> tuple[bytes, str]:
+        """Return the notification and the label of a write of *delivery*."""
+        chunk, arrival = delivery.chunk, delivery.arrival
         if path == "staged":
             arrival = replace(arrival, chunk=chunk.index)
-        notify = encode(arrival) if self._policy.notify == "write" else b""
-        label = f"{chunk.room}/{chunk.index}/{path}"
-        transfer = self._rank.endpoint.write(delivery.target.peer, batch, notify, label=label)
-        state.moving += 1
+        return encode(arrival) if self._policy.notify == "write" else b"", f"{chunk.room}/{chunk.index}/{path}"
+
+    def _follow(self, delivery: Delivery, transfer: Transfer) -> None:
+        delivery.state.moving += 1
         self._under_way += 1
         transfer.callbacks.append(partial(self._written, delivery))
-        return transfer
 
     def _control(self, delivery: Delivery) -> None:
         """Send the metadata of *delivery* as a message."""

@@ -15,6 +15,7 @@ from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
 from pdsim.kv.paths import Piece, Target
 from pdsim.kv.policy import Policy
 from pdsim.kv.status import Status, advance
+from pdsim.transfer import Series
 
 __all__ = ["Delivery", "SenderRoom", "SenderRooms"]
 
@@ -35,6 +36,7 @@ class SenderRoom:
     asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
     parked: dict[tuple[int, str], Delivery] = field(default_factory=dict)  # what waits for an answer to that
     refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
+    foreseen: list[Series] = field(default_factory=list)  # whose writes are told of late
     controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
 
 
@@ -46,6 +48,11 @@ class Delivery(NamedTuple):
     target: Target
     piece: Piece | None
     arrival: Arrival
+
+    @property
+    def writes(self) -> int:
+        """How many writes, or messages, it takes."""
+        return 1 if self.piece is None else self.piece.writes
 
     @property
     def key(self) -> tuple[int, str]:
@@ -94,8 +101,14 @@ class SenderRooms:
         """Give *room* up: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
         state = self._rooms.get(room) or SenderRoom(room)
         state.aborted = True
-        state.status = advance(state.status, Status.FAILED)
+        self._fail(state)
         self._settle(state)
+
+    def _fail(self, state: SenderRoom) -> None:
+        """Let the writes that are under way be the last ones."""
+        state.status = advance(state.status, Status.FAILED)
+        for series in tuple(state.foreseen):
+            series.cut()
 
     def _over(self, state: SenderRoom) -> None:
         """Count one write as done."""
@@ -134,7 +147,7 @@ class SenderRooms:
 
     def _break(self, state: SenderRoom, decode: str, error: Exception) -> None:
         if state.status is not Status.FAILED:
-            state.status = advance(state.status, Status.FAILED)
+            self._fail(state)
             state.parked.clear()
             lost = decode if isinstance(error, PeerLost) else ""
             self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))

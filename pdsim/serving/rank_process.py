@@ -25,6 +25,7 @@ from pdsim.kv.messages import (
     refusal,
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.transfer import Message as Envelope
 from pdsim.transfer import Program
 
 __all__ = ["EngineProcess", "Handler", "RankProcess"]
@@ -57,7 +58,7 @@ class RankProcess:
         """Serve until the router says stop; return `report`."""
         if self.rank.observer is not None:
             self.rank.observer.joined(self)
-        self.clock.process(self._listen())
+        self.rank.channel.subscribe(self._on_message)
         self.clock.process(self.watch())
         yield self.ended
         return self.report()
@@ -105,14 +106,9 @@ class RankProcess:
         except Exception as error:
             self.fail(error)
 
-    def _listen(self) -> Program:
-        receive = self.rank.channel.receive
-        try:
-            while not self.ended.triggered:
-                sender, payload = yield receive()
-                self._handle(sender, payload)
-        except Exception as error:
-            self.fail(error)
+    def _on_message(self, message: Envelope) -> None:
+        if not self.ended.triggered:
+            self.guard(self._handle, *message)
 
     def _handle(self, sender: str, payload: bytes) -> None:
         try:

@@ -6,7 +6,7 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.fabric.channel import SimChannel
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.hardware import Host
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=10.0, tcp_latency=0.5)
@@ -17,7 +17,7 @@ class Bench:
         self.clock = Clock()
         self.ranks = {}
         self.a, self.b, self.c = (
-            SimChannel(name, host, self.clock, self.clock, self.ranks, waking=Waking(host)) for name in "abc"
+            SimChannel(name, host, self.clock, self.clock, self.ranks, host_latency=HostLatency(host)) for name in "abc"
         )
         self.log = []
 

@@ -19,7 +19,7 @@ from pdsim.errors import (
 )
 from pdsim.fabric.endpoint import DETECTION, Fabric, SimEndpoint
 from pdsim.fabric.flows.network import Network
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.topology import Topology
@@ -41,11 +41,13 @@ class Records:
 class Side:
     """One rank: an endpoint with a registered buffer of 1000 bytes."""
 
-    def __init__(self, fabric, name, place, tracked=True, waking=None):
+    def __init__(self, fabric, name, place, tracked=True, host_latency=None):
         self.clock = RankClock(fabric.clock, name)
         site = fabric.topology.site(place)
         memory = DeviceMemory(site.name, 4096, tracked=tracked)
-        self.device = SimDevice(memory, self.clock, fabric.network, fabric.topology.memory(site), waking=waking)
+        self.device = SimDevice(
+            memory, self.clock, fabric.network, fabric.topology.memory(site), host_latency=host_latency
+        )
         self.records = Records()
         self.endpoint = SimEndpoint(fabric, name, self.clock, self.device, site, self.records)
         self.buffer = self.device.allocate(1000)
@@ -64,9 +66,9 @@ class Bench:
         network = Network(self.clock)
         topology = Topology(machine(), network)
         self.fabric = Fabric(self.clock, network, topology, engine(model or cost(), inter, timeout))
-        waking = Waking(replace(machine().host, wake=wake))
+        host_latency = HostLatency(replace(machine().host, wake=wake))
         self.a, self.b = (
-            Side(self.fabric, name, place, tracked, waking) for name, place in zip("ab", places, strict=True)
+            Side(self.fabric, name, place, tracked, host_latency) for name, place in zip("ab", places, strict=True)
         )
         self.log = []
 
@@ -169,7 +171,7 @@ class TestNotification:
         bench.b.clock.process(receive())
         bench.a.buffer.write(0, b"kv")
         bench.write(notify=b"chunk 0")
-        assert bench.run()[0] == (2.75, ("a", b"chunk 0"), b"kv")
+        assert bench.run()[0] == (2.75, ("a", b"chunk 0", 1), b"kv")
 
     def test_is_acted_upon_when_the_receiver_has_woken_up_if_it_is_there_by_then(self):
         for killed, notified in ((3.5, [(3.25, b"x")]), (3.0, [])):
@@ -271,7 +273,7 @@ class TestTimeout:
             bench.write(target=0)
         bench.run()
         assert bench.clock.now <= 1000.0
-        assert len(bench.a.endpoint._deadlines._heap) == 0
+        assert len(bench.a.endpoint._posted._deadlines._heap) == 0
 
 
 class TestLostPeer:

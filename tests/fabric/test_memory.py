@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdsim.errors import InvalidBatch, OutOfMemory
 from pdsim.fabric.flows.network import Network
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import LAUNCH, DeviceMemory, SimDevice
 from pdsim.hardware import Copies
@@ -342,7 +342,7 @@ class TestPlanningACopy:
 
 class TestCompute:
     def test_is_noticed_by_whoever_waits_a_while_after_its_end(self, bench):
-        device = bench.new_device(waking=Waking(replace(machine().host, wake=0.5)))
+        device = bench.new_device(host_latency=HostLatency(replace(machine().host, wake=0.5)))
         log = []
         for seconds in (2.0, 1.0):
             device.compute(seconds).callbacks.append(lambda _: log.append(bench.clock.now))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.fabric.host_latency import Waking
+from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.job import Model
 from pdsim.hardware import Host, Machine
 from pdsim.job import Place, Rank, RankSpec
@@ -17,8 +17,8 @@ HOST = Host(memory=1, memory_rate=1.0, tcp_rate=1e9, tcp_latency=0.5, wake=1.0, 
 
 
 def acts(*arrivals: float, host: Host = HOST) -> list[float]:
-    waking = Waking(host)
-    return [waking.acts(at) for at in arrivals]
+    host_latency = HostLatency(host)
+    return [host_latency.acts(at) for at in arrivals]
 
 
 def test_it_acts_a_wake_later():
@@ -42,13 +42,13 @@ def test_nothing_overtakes_what_came_before():
 
 
 def test_it_is_warm_when_its_life_begins():
-    assert Waking(HOST, now=100.0).acts(105.0) == 106.0
+    assert HostLatency(HOST, now=100.0).acts(105.0) == 106.0
 
 
 def test_without_costs_it_acts_at_once():
-    waking = Waking(replace(HOST, wake=0.0, cold=0.0))
-    assert waking.instant
-    assert not Waking(HOST).instant
+    host_latency = HostLatency(replace(HOST, wake=0.0, cold=0.0))
+    assert host_latency.instant
+    assert not HostLatency(HOST).instant
 
 
 @pytest.mark.parametrize("name", ["wake", "cold", "rest"])

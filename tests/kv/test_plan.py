@@ -14,6 +14,7 @@ from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
 from pdsim.kv.mapping import Grid, HeadSlice, Part, RankMap, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
+from pdsim.transfer import LazyBatch
 from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_32B, QWEN3_235B, layout
 
 WHOLE: Runs = ((0, 0, 128),)
@@ -75,6 +76,43 @@ def test_ranks_of_one_kind_share_their_batches():
 def test_pages_outside_the_pool_are_refused_though_they_lie_within_the_region(runs: Runs):
     pool = layout(LLAMA_8B, pages=256)
     with pytest.raises(InvalidBatch, match="are not all in a pool of 256"):
+        Planner(pool, pool).batch(runs)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Planner, Runs, tuple[int, int] | None]:
+    shape, tp = draw(st.sampled_from([(LLAMA_8B, 1), (LLAMA_8B, 4), (DEEPSEEK_V3, 1)]))
+    heads = None if shape.latent_bytes else draw(st.sampled_from([None, HeadSlice(0, 1, 1)]))
+    runs, first, second = [], 0, 0
+    for _ in range(draw(st.integers(1, 4))):
+        first, second, count = (
+            first + draw(st.integers(0, 2)),
+            second + draw(st.integers(0, 2)),
+            draw(st.integers(1, 3)),
+        )
+        runs.append((first, second, count))
+        first, second = first + count, second + count
+    pool = layout(shape, tp, pages=32)
+    slots = draw(st.sampled_from([None, (0, 1)]))
+    return Planner(pool, pool, Part(("kv",), heads)), tuple(draw(st.permutations(runs))), slots
+
+
+@given(plans())
+def test_a_lazy_batch_counts_what_its_arrays_have(plan: tuple[Planner, Runs, tuple[int, int] | None]):
+    made, runs, slots = plan
+    batch = made.batch(runs, slots)
+    assert isinstance(batch, LazyBatch)
+    assert (len(batch), batch.nbytes) == (len(batch.size), int(batch.size.sum()))
+    whole, planes = made.batch(runs), [made.plane(runs, plane) for plane in range(made.planes)]
+    assert [plane.nbytes for plane in planes] == [whole.nbytes // made.planes] * made.planes
+    for column in ("source_offset", "target_offset", "size"):
+        assert np.array_equal(np.concatenate([getattr(plane, column) for plane in planes]), getattr(whole, column))
+
+
+@pytest.mark.parametrize("runs", [((0, 0, 0),), ((0, 0, 2), (2, 1, 2))])
+def test_runs_that_make_no_batch_are_refused_at_once(runs: Runs):
+    pool = layout(LLAMA_8B)
+    with pytest.raises(InvalidBatch, match=r"sizes must be positive|targets of descriptors"):
         Planner(pool, pool).batch(runs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from simpy.events import Event
 
 from pdsim.clock import Clock
 from pdsim.kv.queues import Queues
@@ -51,6 +52,54 @@ def test_a_worker_outlives_a_job_that_raises(count: int):
 
 def test_a_worker_wakes_for_what_comes_after_a_pause():
     assert run(2, [(0.0, 0, "a", 1.0), (5.0, 0, "b", 1.0)]) == [(1.0, "a"), (6.0, "b")]
+
+
+def test_work_may_return_an_event_or_nothing():
+    clock, done = Clock(), []
+
+    def work(item: float | None, _: int) -> Event | None:
+        done.append((clock.now, item))
+        return None if item is None else clock.timeout(item)
+
+    queues: Queues[float | None] = Queues(clock, 1, work, lambda *_: None)
+    clock.call_at(1.0, lambda items: [queues.put(0, item) for item in items], (2.0, None, 3.0, 1.0))
+    clock.run()
+    assert done == [(1.0, 2.0), (3.0, None), (3.0, 3.0), (6.0, 1.0)]
+
+
+def test_a_worker_goes_on_after_an_event_that_fails():
+    clock, done = Clock(), []
+
+    def work(item: str, _: int) -> Event:
+        done.append((clock.now, item))
+        event = clock.event()
+        event.defused = True
+        clock.call_at(clock.now + 1.0, event.fail, RuntimeError(item))
+        return event
+
+    queues: Queues[str] = Queues(clock, 1, work, lambda *_: done.append((clock.now, "failed")))
+    clock.call_at(1.0, lambda items: [queues.put(0, item) for item in items], "ab")
+    clock.run()
+    assert done == [(1.0, "a"), (2.0, "b")]
+
+
+def test_a_program_is_told_of_the_event_that_failed():
+    clock, done = Clock(), []
+
+    def work(_: str, __: int) -> Program:
+        event = clock.event()
+        clock.call_at(clock.now + 1.0, event.fail, KeyError("gone"))
+        try:
+            yield event
+        except KeyError as error:
+            done.append((clock.now, error.args))
+        value = yield clock.timeout(1.0, "value")
+        done.append((clock.now, value))
+
+    queues: Queues[str] = Queues(clock, 1, work, lambda *_: None)
+    clock.call_at(0.0, lambda item: queues.put(0, item), "a")
+    clock.run()
+    assert done == [(1.0, ("gone",)), (2.0, "value")]
 
 
 def test_a_negative_count_is_refused():

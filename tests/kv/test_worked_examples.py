@@ -60,7 +60,7 @@ def count(
     chunk = Chunk(1, "decode0@1", 0, 0, 2 * TOKENS, runs, False, (0, 1), 0.0, 0.0)
     if ring:
         return Counted(1, 1, target.block(runs, ring))
-    batches = [target.batch(piece) for piece in target.pieces(chunk, runs)]
+    batches = [target.batch(piece, n) for piece in target.pieces(chunk, runs) for n in range(piece.writes)]
     (descriptors,) = {len(batch) for batch in batches}
     return Counted(len(batches), descriptors, sum(batch.nbytes for batch in batches))
 

@@ -15,18 +15,18 @@ CHUNK = 256  # tokens
 LONGER_THAN_THE_RUN = 1e9  # seconds: neither pings nor time limits are among the events
 
 
-def events(count: int, tp: int, chunks: int) -> int:
+def events(count: int, tp: int, chunks: int, decode_tp: int = 0, **policy: str) -> int:
     """Return the events of serving *count* requests of *chunks* prefill iterations, one after the other."""
     given = chunks * CHUNK - 1
     lengths = {"input_mean": given, "input_cv": 0, "output_mean": 10, "output_cv": 0}
     config = configured(
         Side(tp=tp),
-        Side(tp=tp),
+        Side(tp=decode_tp or tp),
         GQA,
         options={"deadline": LONGER_THAN_THE_RUN},
         backend=replace(ENGINE, timeout=LONGER_THAN_THE_RUN),
         kv=replace(POOL, pool=1 << 21),
-        policy=Policy(queues=4),
+        policy=Policy(queues=4, **policy),
         workload=Workload(arrivals="poisson", count=count, rate=0.01, **lengths),
         scheduler=Scheduler(chunk=CHUNK, decode_batch=8),
     )
@@ -36,9 +36,17 @@ def events(count: int, tp: int, chunks: int) -> int:
 
 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
-# on each rank more a report of either side; a chunk: forward and, on each rank, posting, sharing and completion
+# on each rank more a report of either side; a chunk: forward and, on each rank, the end of posting and that of the flow
 @pytest.mark.parametrize(
-    ("tp", "chunks", "expected"), [(1, 1, 17), (1, 2, 23), (1, 4, 35), (4, 1, 38), (4, 2, 59), (4, 4, 101)]
+    ("tp", "chunks", "expected"), [(1, 1, 15), (1, 2, 18), (1, 4, 24), (4, 1, 30), (4, 2, 43), (4, 4, 69)]
 )
 def test_a_request_costs_so_many_events_and_no_more(tp: int, chunks: int, expected: int):
     assert (events(30, tp, chunks) - events(10, tp, chunks)) / 20 == expected
+
+
+# the planes of a chunk, one after the other, are one object at each writer: no more events than one write takes
+@pytest.mark.parametrize(("tp", "decode_tp", "expected"), [(4, 2, 43), (2, 4, 37)])
+def test_slices_plane_by_plane_cost_so_many_events_and_no_more(tp: int, decode_tp: int, expected: int):
+    assert (
+        events(30, tp, 2, decode_tp, slices="plane") - events(10, tp, 2, decode_tp, slices="plane")
+    ) / 20 == expected

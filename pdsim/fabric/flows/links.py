@@ -18,10 +18,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pdsim.clock import Clock
-    from pdsim.fabric.flows.network import Flow
+    from collections.abc import Callable
 
-__all__ = ["NOBODY", "OPEN", "Link", "Path"]
+    from pdsim.clock import Clock
+
+__all__ = ["NOBODY", "OPEN", "Flow", "Link", "Path"]
 
 ENDED = 1.0 + 1e-14
 """Ends within a few roundings of one another, in service, are one end."""
@@ -33,12 +34,47 @@ OPEN = -1.0
 """The level of a link that limits nobody, or whose level is being found."""
 
 
+class Flow:
+    """Bytes on their way.  Made by `Network.start`."""
+
+    __slots__ = ("_begin", "_done", "path", "size", "tag")
+
+    def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
+        self.path = path
+        self.size = size
+        self.tag = tag
+        self._done: Callable[[Any], None] | None = done  # None: called or aborted
+        self._begin = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Flow of {self.size:g} bytes over {self.path!r}>"
+
+
 class Link:
     """A capacity in bytes/s that flows share: a port, a bus, a memory.  Made by `Network.link`."""
 
     __slots__ = (
-        "_active", "_age", "_bound", "_capacity", "_cover", "_covers", "_eta", "_free", "_key", "_level", "_live",
-        "_next", "_paths", "_queued", "_service", "_since", "_unset", "_was", "index", "name", "nominal",
+        "_age",
+        "_capacity",
+        "_cover",
+        "_covers",
+        "_next",
+        "_paths",
+        "active",
+        "bound",
+        "eta",
+        "free",
+        "index",
+        "key",
+        "level",
+        "live",
+        "name",
+        "nominal",
+        "queued",
+        "service",
+        "since",
+        "unset",
+        "was",
     )  # fmt: skip
 
     def __init__(self, name: str, index: int, capacity: float) -> None:
@@ -51,20 +87,20 @@ class Link:
         self._paths: dict[Path, int] = {}  # how many times each passes here
         self._cover: dict[Link, int] = {}  # the links that imply this one, and how often what they carry passes here
         self._covers: dict[Link, None] = {}  # the links that this one helps to imply
-        self._live = False  # not implied
-        self._active: dict[Path, None] = {}  # the paths with flows, if live
-        self._bound: dict[Path, None] = {}  # those that this link limits
-        self._free = capacity  # what flows with a rate leave
-        self._unset = 0.0  # flows without a rate, while solving
-        self._level = OPEN
-        self._key = inf  # the level with which it waits to be settled
-        self._was = 0.0  # the level before the solution under way
-        self._service = 0.0  # bytes that each flow limited here has received at the time `_since`
-        self._since = 0.0
+        self.live = False  # not implied
+        self.active: dict[Path, None] = {}  # the paths with flows, if live
+        self.bound: dict[Path, None] = {}  # those that this link limits
+        self.free = capacity  # what flows with a rate leave
+        self.unset = 0.0  # flows without a rate, while solving
+        self.level = OPEN
+        self.key = inf  # the level with which it waits to be settled
+        self.was = 0.0  # the level before the solution under way
+        self.service = 0.0  # bytes that each flow limited here has received at the time `_since`
+        self.since = 0.0
         self._age = 0  # flows ended since `_service` was 0
         self._next = inf  # the service at which the next flow ends
-        self._eta = inf  # and its time
-        self._queued = inf  # the time for which the network was told
+        self.eta = inf  # and its time
+        self.queued = inf  # the time for which the network was told
 
     def __repr__(self) -> str:
         return f"<Link {self.name!r} {self._capacity:g} bytes/s>"
@@ -100,7 +136,7 @@ class Link:
     def _pass(self, path: Path, times: int) -> bool:
         """Let *path* pass *times* times.  Return whether this link is implied still."""
         self._paths[path] = times
-        if self._live:
+        if self.live:
             return False
         position = path.links.index(self)
         best: tuple[float, float, int, int] | None = None
@@ -122,45 +158,45 @@ class Link:
 
     def _promote(self) -> None:
         """Take part in the solution from now on.  Until now the link was implied, so the rates of now suit it."""
-        self._live = True
+        self.live = True
         for link in self._cover:
             del link._covers[self]
         self._cover.clear()
-        self._free = self._capacity
+        self.free = self._capacity
         for path, times in self._paths.items():
             path._see()
-            if path._count:
-                self._active[path] = None
-                self._free -= times * path._count * path._limit._level
+            if path.count:
+                self.active[path] = None
+                self.free -= times * path.count * path.limit.level
 
     def _resize(self, capacity: float) -> None:
         self._capacity = capacity
         for link in (self, *self._covers):
-            if not link._live and not link._implied():
+            if not link.live and not link._implied():
                 link._promote()
 
     def _finish(self, now: float) -> list[tuple[int, Flow]]:
         """Take the flows that end now off their paths."""
-        self._service = self._next
-        self._since = now
-        limit = self._service * ENDED
+        self.service = self._next
+        self.since = now
+        limit = self.service * ENDED
         ended = []
-        for path in self._bound:
+        for path in self.bound:
             flows = path._flows
-            while flows[0][0] - path._offset <= limit:
+            while flows[0][0] - path.offset <= limit:
                 _, order, flow = heappop(flows)
                 path._drop(flow, flow.size)
                 ended.append((order, flow))
         self._age += len(ended)
-        if self._age > REBASE and self._age > sum(path.flows for path in self._bound):
+        if self._age > REBASE and self._age > sum(path.flows for path in self.bound):
             self._rebase()
         return ended
 
     def _rebase(self) -> None:
         """Count service from zero again: where flows never cease it would grow until small flows drown in it."""
-        for path in self._bound:
-            path._rebase(self._service + path._offset)
-        self._service = 0.0
+        for path in self.bound:
+            path._rebase(self.service + path.offset)
+        self.service = 0.0
         self._age = 0
 
 
@@ -179,8 +215,22 @@ class Path:
     """
 
     __slots__ = (
-        "_begun", "_clock", "_count", "_ended", "_flows", "_limit", "_live", "_offset", "_own", "_rest", "_unlimited",
-        "cap", "flows", "index", "links",
+        "_begun",
+        "_clock",
+        "_ended",
+        "_flows",
+        "cap",
+        "count",
+        "flows",
+        "index",
+        "limit",
+        "links",
+        "live",
+        "offset",
+        "own",
+        "repeats",
+        "rest",
+        "unlimited",
     )  # fmt: skip
 
     def __init__(self, clock: Clock, index: int, links: tuple[Link, ...], cap: float) -> None:
@@ -190,20 +240,21 @@ class Path:
         self.flows = 0
         """How many flows there are now."""
         self._clock = clock
-        self._count = 0.0  # how many there were when the rate was solved
+        self.count = 0.0  # how many there were when the rate was solved
         # a cap is a link of the path's own that grows with the number of flows
-        self._own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
-        self._unlimited = not links and cap == inf
-        self._live: tuple[Link, ...] = ()
-        self._rest: tuple[Link, ...] = ()
-        self._limit = NOBODY
-        self._offset = 0.0
+        self.own = Link(f"cap of path {index}", -2 - index, 0.0) if cap < inf else None
+        self.unlimited = not links and cap == inf
+        self.repeats = len(set(links)) < len(links)
+        self.live: tuple[Link, ...] = ()
+        self.rest: tuple[Link, ...] = ()
+        self.limit = NOBODY
+        self.offset = 0.0
         self._flows: list[tuple[float, int, Flow]] = [NEVER]
         self._begun = 0.0  # the sum of the service at the start of each flow
         self._ended = 0.0  # bytes of flows that are no more
         crowded = [link for link in dict.fromkeys(links) if not link._pass(self, links.count(link))]
         for link in crowded:
-            if not link._live:
+            if not link.live:
                 link._promote()
         self._see()
 
@@ -213,7 +264,7 @@ class Path:
     @property
     def rate(self) -> float:
         """Bytes/s of each flow now (after all events of this instant); 0 if there is none."""
-        return max(self._limit._level, 0.0) if self.flows else 0.0
+        return max(self.limit.level, 0.0) if self.flows else 0.0
 
     @property
     def carried(self) -> float:
@@ -224,20 +275,20 @@ class Path:
 
     def _see(self) -> None:
         """Find the links that can limit this path."""
-        own = () if self._own is None else (self._own,)
-        self._live = (*(link for link in self.links if link._live), *own)
+        own = () if self.own is None else (self.own,)
+        self.live = (*(link for link in self.links if link.live), *own)
         self._aside()
 
     def _aside(self) -> None:
         """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
-        rest = list(self._live)
-        if self._limit in rest:
-            rest.remove(self._limit)
-        self._rest = tuple(rest)
+        rest = list(self.live)
+        if self.limit in rest:
+            rest.remove(self.limit)
+        self.rest = tuple(rest)
 
     def _served(self, now: float) -> float:
-        limit = self._limit
-        return limit._service + max(limit._level, 0.0) * (now - limit._since) + self._offset
+        limit = self.limit
+        return limit.service + max(limit.level, 0.0) * (now - limit.since) + self.offset
 
     def _drop(self, flow: Flow, carried: float) -> None:
         """Count *flow* out, which has carried *carried* bytes."""
@@ -253,21 +304,21 @@ class Path:
             flow._begin -= base
             self._begun += flow._begin
         self._flows.append(NEVER)
-        self._offset = 0.0
+        self.offset = 0.0
 
     def _bind(self, link: Link, now: float) -> None:
         """Let *link* be the limit from now on."""
-        limit = self._limit
-        self._offset += limit._service + limit._was * (now - limit._since) - link._service
+        limit = self.limit
+        self.offset += limit.service + limit.was * (now - limit.since) - link.service
         self._unbind()
-        self._limit = link
-        link._bound[self] = None
+        self.limit = link
+        link.bound[self] = None
         self._aside()
 
     def _unbind(self) -> None:
-        limit = self._limit
-        limit._bound.pop(self, None)
-        if not limit._bound:
-            limit._service = limit._was = 0.0
+        limit = self.limit
+        limit.bound.pop(self, None)
+        if not limit.bound:
+            limit.service = limit.was = 0.0
             limit._age = 0
-            limit._eta = inf
+            limit.eta = inf

@@ -14,7 +14,8 @@ one wake-up at the earliest end serves the whole network.
     network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
     clock.run()
 
-All changes of one instant are solved together, after the last event of the instant.  Latency, posting and queues are
+All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its links
+gets its rate at once, which gives the same times, bit for bit.  Latency, posting and queues are
 not known here: see `pdsim.fabric.engine`.  How rates are found: `pdsim.fabric.flows.waterfill`.
 """
 
@@ -25,11 +26,12 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pdsim.clock import LAST, Alarm, Clock
-from pdsim.fabric.flows.links import Link, Path
+from pdsim.fabric.flows.foreseen import Foreseen
+from pdsim.fabric.flows.links import Flow, Link, Path
 from pdsim.fabric.flows.waterfill import Waterfill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from simpy.events import Event
 
@@ -37,22 +39,6 @@ __all__ = ["Flow", "Link", "Network", "Path"]
 
 NOW = 1.0 + 1e-15
 """Ends within a few roundings of now are now, so that flows alike end in one event and not in two."""
-
-
-class Flow:
-    """Bytes on their way.  Made by `Network.start`."""
-
-    __slots__ = ("_begin", "_done", "path", "size", "tag")
-
-    def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
-        self.path = path
-        self.size = size
-        self.tag = tag
-        self._done: Callable[[Any], None] | None = done  # None: called or aborted
-        self._begin = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Flow of {self.size:g} bytes over {self.path!r}>"
 
 
 class Network:
@@ -72,6 +58,10 @@ class Network:
         self._ends = self._waterfill.ends
         self._changed: dict[Path, None] = {}
         self._resized: dict[Link, None] = {}
+        self._alone: dict[Path, bool] = {}  # what got its rate at once at `_alone_at`, and whether it was taken back
+        self._alone_at = -inf
+        self.foreseen = Foreseen(self)
+        """Flows that are not in the network until something meets them."""
         self._instant: list[tuple[int, Flow]] = []  # flows that take no time
         self._many = 256
         self._flows = 0
@@ -81,7 +71,7 @@ class Network:
 
     @property
     def solves(self) -> int:
-        """How many times rates were solved."""
+        """How many times rates were solved; a flow that is alone needs none of it."""
         return self._waterfill.solves
 
     @property
@@ -121,6 +111,9 @@ class Network:
         Raise a `ValueError` unless *capacity* is finite and not negative.
         """
         _check_capacity(capacity)
+        if self.foreseen:
+            self.foreseen.cut()
+        self._take_back(list(self._alone))
         link._resize(float(capacity))
         self._resized[link] = None
         self._wait()
@@ -135,9 +128,11 @@ class Network:
         """
         if not 0.0 <= size < inf:
             raise ValueError(f"size(={size}) must be >= 0 and finite")
+        if self.foreseen:
+            self.foreseen.meet(path, size)
         flow = Flow(path, size, done, tag)
         self._flows += 1
-        if size == 0.0 or path._unlimited:
+        if size == 0.0 or path.unlimited:
             self._instant.append((self._flows, flow))
             self._wait()
             return flow
@@ -145,7 +140,10 @@ class Network:
         path.flows += 1
         path._begun += begin
         heappush(path._flows, (begin + size, self._flows, flow))
-        self._change(path)
+        if path.count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
+            self._change(path)
+        else:
+            self._entered_alone(path)
         return flow
 
     def abort(self, flow: Flow) -> float:
@@ -169,17 +167,85 @@ class Network:
                 return flow.size
         return 0.0
 
+    def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
+        """Return the paths with a flow on *links*, of which each is alone on its own, and when that flow ends.
+
+        Return None if the end of one is not known, or if one ends now but will be off its links only after *since*.
+        """
+        now, found = self.clock.now, []
+        for path in dict.fromkeys(path for link in links for path in link.active):
+            if not path.flows and since > now:
+                continue
+            if path.flows != 1 or not self._waterfill.is_alone(path):
+                return None
+            found.append((path, path.limit.eta))
+        met = any(path.flows and not set(links).isdisjoint(path.live) for path in self._changed)
+        return None if met or self._resized else found
+
+    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
+        """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
+
+        `on_end` says who is told of their ends.  None of them has ended by now.
+        """
+        found = []
+        for path, size in flows:
+            flow = Flow(path, size, _nobody, None)
+            self._flows += 1
+            path.flows += 1
+            heappush(path._flows, (size, self._flows, flow))
+            found.append(flow)
+        self._waterfill.solve([path for path, _ in flows], (), begin)
+        self._arm()
+        return found
+
+    def on_end(self, flow: Flow, done: Callable[[Any], None], tag: Any) -> None:
+        """Have ``done(tag)`` called at the end of *flow*."""
+        flow._done, flow.tag = done, tag
+
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
         for link in links:
             if link.index >= len(self.links) or self.links[link.index] is not link:
                 raise ValueError(f"links must be of this network, {link} is not")
+        if self.foreseen:  # with another path, a link may limit what it did not limit before
+            self.foreseen.cut()
         path = Path(self.clock, len(self.paths), links, cap)
         self.paths.append(path)
         return path
 
     def _change(self, path: Path) -> None:
+        if self._alone:
+            met = [other for link in path.live for other in link.active if other in self._alone]
+            if met:
+                self._take_back(met)
         self._changed[path] = None
         self._wait()
+
+    def _entered_alone(self, path: Path) -> None:
+        """Note that *path* has its rate, and see to it that the network wakes at the end of its flow."""
+        now = self.clock.now
+        if now != self._alone_at:
+            self._alone_at = now
+            self._alone.clear()
+        self._alone[path] = False
+        self._arm()
+
+    def _take_back(self, paths: Iterable[Path]) -> None:
+        """Solve those of *paths* together with what changes now that got their rates at this instant.
+
+        So all changes of an instant are solved from the state before it, in their order, and times do not depend on
+        how many of them the network took to be alone.
+        """
+        if self.clock.now != self._alone_at:
+            self._alone.clear()
+            return
+        for path in paths:
+            if not self._alone[path]:
+                self._alone[path] = True
+                self._waterfill.leave_alone(path)
+        back = [path for path, taken in self._alone.items() if taken]
+        self._changed = dict.fromkeys(back) | self._changed
+        if back:
+            self._wait()
 
     def _wait(self) -> None:
         """Solve when nothing is left to happen at this instant."""
@@ -208,6 +274,10 @@ class Network:
                 self._wait()
                 return
             self._solve(now)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Wake at the next end, if that is before what the alarm is set to."""
         at = self._next_end()
         if at < self._wake_at:
             self._wake_at = at
@@ -222,7 +292,7 @@ class Network:
             flow.path._ended += flow.size
         while self._next_end() <= now * NOW:
             link = heappop(self._ends)[2]
-            link._queued = link._eta = inf
+            link.queued = link.eta = inf
             for order, flow in link._finish(now):
                 due.append((order, flow))
                 self._changed[flow.path] = None
@@ -236,12 +306,17 @@ class Network:
     def _solve(self, now: float) -> None:
         moved = []
         for path in self._changed:
-            if path.flows != path._count:
+            if path.flows != path.count:
                 moved.append(path)
             else:
-                self._waterfill.expect(path._limit, now)
-        if moved or self._resized:
-            self._waterfill.solve(moved, self._resized, now)
+                self._waterfill.expect(path.limit, now)
+        waterfill = self._waterfill
+        if not self._resized and all(not path.flows and waterfill.is_alone(path) for path in moved):
+            for path in moved:
+                waterfill.leave_alone(path)
+        else:
+            waterfill.solve(moved, self._resized, now)
+        self._alone.clear()
         self._changed.clear()
         self._resized.clear()
         if len(self._ends) > self._many:
@@ -252,22 +327,26 @@ class Network:
         ends = self._ends
         while ends:
             at, index, link = ends[0]
-            if at == link._eta:
+            if at == link.eta:
                 return at
-            if at == link._queued and link._eta < inf:
-                link._queued = link._eta
-                heapreplace(ends, (link._eta, index, link))
+            if at == link.queued and link.eta < inf:
+                link.queued = link.eta
+                heapreplace(ends, (link.eta, index, link))
             else:
                 heappop(ends)
-                if at == link._queued:
-                    link._queued = inf
+                if at == link.queued:
+                    link.queued = inf
         return inf
 
     def _compact(self) -> None:
         ends = self._ends
-        ends[:] = [entry for entry in ends if entry[0] == entry[2]._queued]
+        ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
         heapify(ends)
         self._many = 4 * len(ends) + 256
+
+
+def _nobody(_: Any) -> None:
+    """Take note of an end that nobody waits for."""
 
 
 def _check_capacity(capacity: float) -> None:

@@ -38,7 +38,7 @@ class Waterfill:
         self.ends: list[tuple[float, int, Link]] = []
         """A heap with an entry, not too late, for every link that limits flows: (time, index, link)."""
         self.solves = 0
-        """How many times rates were solved."""
+        """How many times rates were solved; a flow that is alone needs none of it."""
         self.touched = 0
         """How many paths were given a rate, over all solves."""
         self._now = 0.0
@@ -53,95 +53,156 @@ class Waterfill:
         for link in resized:
             self._refit(link)
         for path in changed:
-            if self._rising and not any(link._unset for link in path._live):
+            if self._rising and not any(link.unset for link in path.live):
                 self._fill()  # what comes now is far from what came before, so that apart both are smaller
             self._recount(path)
         self._fill()
         self._opened.clear()
 
+    def enter_alone(self, path: Path, now: float) -> bool:
+        """Give the first flow of *path* its rate if no link of the path has others; return whether that was so.
+
+        What `solve` would do, for the most frequent case by far.  Nothing else may have changed at this instant.
+        """
+        live = path.live
+        lowest = inf
+        tightest = None
+        own = path.own
+        for link in live:
+            if link.active:
+                return False
+            free = link.free if link is not own else path.cap
+            if free < lowest:
+                lowest = free
+                tightest = link
+        if tightest is None or lowest <= 0.0 or path.repeats:
+            return False
+        if own is not None:
+            own.free = own._capacity = path.cap
+        for link in live:
+            link.active[path] = None
+            link.free -= lowest
+        path.count = 1.0
+        path.limit = tightest
+        path.offset = 0.0
+        path._aside()
+        tightest.bound[path] = None
+        tightest.free = tightest.service = 0.0
+        tightest.since = now
+        tightest.level = tightest.was = lowest
+        tightest._next = first = path._flows[0][0]
+        self.touched += 1
+        tightest.eta = eta = now + first / lowest
+        if eta < tightest.queued:
+            tightest.queued = eta
+            heappush(self.ends, (eta, tightest.index, tightest))
+        return True
+
+    def is_alone(self, path: Path) -> bool:
+        """Return whether *path* has one flow with a rate, and its links have no other path."""
+        if path.count != 1.0:
+            return False
+        for link in path.live:  # noqa: SIM110 a generator takes longer than the loop
+            if len(link.active) != 1:
+                return False
+        return True
+
+    def leave_alone(self, path: Path) -> None:
+        """Take *path*, which `is_alone`, off its links, as `solve` would after the end of its flow."""
+        if path.own is not None:
+            path.own._capacity = 0.0
+        for link in path.live:
+            link.active.clear()
+            link.free = link._capacity
+        path.limit.level = OPEN
+        path.count = 0.0
+        path._unbind()
+        path.limit = NOBODY
+        path.offset = 0.0
+
     def expect(self, link: Link, now: float) -> None:
         """Find the next end of a flow that *link* limits, without new rates."""
         self._now = now
-        link._next = min((path._flows[0][0] - path._offset for path in link._bound), default=inf)
+        link._next = min((path._flows[0][0] - path.offset for path in link.bound), default=inf)
         self._announce(link)
 
     def _refit(self, link: Link) -> None:
         """Solve all paths over *link* anew, its capacity being another."""
-        for path in link._active:
-            if path._limit._level >= 0.0:
-                self._open(path._limit)
-        link._free = link._capacity  # as none of them has a rate: a sum would lose digits
+        for path in link.active:
+            if path.limit.level >= 0.0:
+                self._open(path.limit)
+        link.free = link._capacity  # as none of them has a rate: a sum would lose digits
 
     def _recount(self, path: Path) -> None:
         """Let the links of *path* know how many flows it has now."""
-        if path._limit._level >= 0.0:
-            self._open(path._limit)
+        if path.limit.level >= 0.0:
+            self._open(path.limit)
         flows = float(path.flows)
-        gained = flows - path._count
-        if path._own is not None:
-            path._own._free += path.cap * gained
-            path._own._capacity = path.cap * path.flows
-        for link in path._live:
-            if link._level >= 0.0:
+        gained = flows - path.count
+        if path.own is not None:
+            path.own.free += path.cap * gained
+            path.own._capacity = path.cap * path.flows
+        for link in path.live:
+            if link.level >= 0.0:
                 self._open(link)
-            if not link._unset:
+            if not link.unset:
                 self._near.append(link)
-            link._unset += gained
-        if not path._count:
+            link.unset += gained
+        if not path.count:
             self._rising += 1
-            for link in path._live:
-                link._active[path] = None
-        path._count = flows
-        if not path._count:
+            for link in path.live:
+                link.active[path] = None
+        path.count = flows
+        if not path.count:
             self._retire(path)
 
     def _retire(self, path: Path) -> None:
         self._rising -= 1
         path._unbind()
-        path._limit = NOBODY
-        path._offset = 0.0
-        for link in path._live:
-            link._active.pop(path, None)  # where it passes twice, it is gone already
-            if not link._active:
-                link._free = link._capacity
+        path.limit = NOBODY
+        path.offset = 0.0
+        for link in path.live:
+            link.active.pop(path, None)  # where it passes twice, it is gone already
+            if not link.active:
+                link.free = link._capacity
 
     def _open(self, link: Link) -> None:
         """Take back the rates of all paths that *link* limits."""
         near = self._near
         self._opened.append(link)
-        link._was = level = link._level
-        link._level = OPEN
-        self._rising += len(link._bound)
+        link.was = level = link.level
+        link.level = OPEN
+        self._rising += len(link.bound)
         total = 0.0
-        for path in link._bound:
-            flows = path._count
+        for path in link.bound:
+            flows = path.count
             total += flows
-            for other in path._rest:
-                other._free += flows * level
-                if other._unset:
-                    other._unset += flows
+            for other in path.rest:
+                other.free += flows * level
+                if other.unset:
+                    other.unset += flows
                 else:
-                    other._unset = flows
+                    other.unset = flows
                     near.append(other)
-        link._free += total * level
-        if not link._unset:
+        link.free += total * level
+        if not link.unset:
             near.append(link)
-        link._unset += total
+        link.unset += total
 
     def _fill(self) -> None:
         """Find the rates taken back, the lowest first: the next link to be full is the one that can give least."""
         near = self._near
         while self._rising:
             if len(near) > FEW:
-                near[:] = [link for link in near if link._unset]
+                near[:] = [link for link in near if link.unset]
                 if len(near) > FEW:
                     self._fill_many()
                     return
             lowest = inf
             for link in near:
-                flows = link._unset
+                flows = link.unset
                 if flows:
-                    level = link._free / flows
+                    level = link.free / flows
                     if level < lowest:
                         lowest = level
                         tightest = link
@@ -154,32 +215,32 @@ class Waterfill:
         fresh = self._near
         while self._rising:
             for link in fresh:
-                flows = link._unset
+                flows = link.unset
                 if flows:
-                    level = link._free / flows
-                    if level < link._key:
-                        link._key = level
+                    level = link.free / flows
+                    if level < link.key:
+                        link.key = level
                         heappush(heap, (level, link.index, link))
             fresh.clear()
             key, index, link = heappop(heap)
-            if key != link._key:
+            if key != link.key:
                 continue
-            link._key = inf
-            flows = link._unset
+            link.key = inf
+            flows = link.unset
             if not flows:
                 continue
-            level = link._free / flows
+            level = link.free / flows
             if level > key + abs(key) * SAME:  # others were settled since
-                link._key = level
+                link.key = level
                 heappush(heap, (level, index, link))
                 continue
             self._opened.clear()
             self._settle(link, max(level, 0.0))
             for other in self._opened:  # only this can let a level sink
-                for path in other._bound:
-                    fresh += path._live
+                for path in other.bound:
+                    fresh += path.live
         for _, _, link in heap:
-            link._key = inf
+            link.key = inf
         fresh.clear()
 
     def _settle(self, link: Link, level: float) -> None:
@@ -187,64 +248,64 @@ class Waterfill:
 
         Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
         """
-        if link._level >= 0.0:
+        if link.level >= 0.0:
             self._open(link)
             return
         above = level * (1.0 + SAME)
         limited = []
         fair = True
-        for path in link._active:
-            rate = path._limit._level
+        for path in link.active:
+            rate = path.limit.level
             if rate < 0.0:
                 limited.append(path)
             elif rate > above:
-                self._open(path._limit)
+                self._open(path.limit)
                 fair = False
         if not fair:
             return
         now = self._now
-        link._service = service = link._service + link._was * (now - link._since)
-        link._since = now
+        link.service = service = link.service + link.was * (now - link.since)
+        link.since = now
         first = inf
         for path in limited:
-            limit = path._limit
-            slower = limit._was > above
+            limit = path.limit
+            slower = limit.was > above
             if limit is not link:
                 path._bind(link, now)
-            end = path._flows[0][0] - path._offset
+            end = path._flows[0][0] - path.offset
             if end < first:
                 first = end
-            flows = path._count
-            for other in path._rest:
-                other._free -= flows * level
-                other._unset -= flows
-                if slower and other._level >= 0.0:
+            flows = path.count
+            for other in path.rest:
+                other.free -= flows * level
+                other.unset -= flows
+                if slower and other.level >= 0.0:
                     self._open(other)
-        link._free = link._unset = 0.0
-        link._level = link._was = level
+        link.free = link.unset = 0.0
+        link.level = link.was = level
         link._next = first
         count = len(limited)
         self._rising -= count
         self.touched += count
         if first > service and level > 0.0:
-            link._eta = eta = now + (first - service) / level
-            if eta < link._queued:
-                link._queued = eta
+            link.eta = eta = now + (first - service) / level
+            if eta < link.queued:
+                link.queued = eta
                 heappush(self.ends, (eta, link.index, link))
         else:
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
         """Say when the next flow that *link* limits ends, unless an earlier time is queued, to be corrected then."""
-        ahead = link._next - link._service
-        level = link._level
+        ahead = link._next - link.service
+        level = link.level
         if ahead <= 0.0:
             eta = self._now
         elif level > 0.0:
-            eta = max(link._since + ahead / level, self._now)
+            eta = max(link.since + ahead / level, self._now)
         else:
             eta = inf
-        link._eta = eta
-        if eta < link._queued:
-            link._queued = eta
+        link.eta = eta
+        if eta < link.queued:
+            link.queued = eta
             heappush(self.ends, (eta, link.index, link))

@@ -21,7 +21,7 @@ from pdsim.kv.messages import (
 from pdsim.kv.receiver import KvReceiver
 from pdsim.serving.deployment import Deployment, epoch_of, instance_of, leader, rank_name
 from pdsim.serving.rank_process import EngineProcess
-from pdsim.transfer import Program
+from pdsim.transfer import Notification, Program
 
 __all__ = ["DecodeWorker"]
 
@@ -66,7 +66,7 @@ class DecodeWorker(EngineProcess):
 
     def run(self) -> Program:
         """As `EngineProcess.run`, with an eye on what arrives."""
-        self.clock.process(self._notice())
+        self.rank.endpoint.notifications.listen(self._on_notification)
         return (yield from super().run())
 
     def report(self) -> dict[str, int]:
@@ -89,15 +89,13 @@ class DecodeWorker(EngineProcess):
         """Tell the leader that nothing of a prefill instance that is gone moves here any more."""
         self.send(leader(self.instance), message)
 
-    def _notice(self) -> Program:
-        notifications, notice = self.rank.endpoint.notifications, self.receiver.notice
+    def _on_notification(self, notification: Notification) -> None:
+        if self.ended.triggered:
+            return
         try:
-            while not self.ended.triggered:
-                notification = yield notifications.get()
-                try:
-                    notice(notification)
-                except MessageError as error:
-                    self.refuse(notification.sender, str(error))
+            self.receiver.notice(notification)
+        except MessageError as error:
+            self.refuse(notification.sender, str(error))
         except Exception as error:
             self.fail(error)
 

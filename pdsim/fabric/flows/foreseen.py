@@ -1,0 +1,217 @@
+"""Flows whose begins and ends are known beforehand, so that no event is spent on them while nobody meets them.
+
+A *plan* is a series of equal flows over one path, one after the other.  It is kept apart from the network's flows for
+as long as each of its flows has its links to itself, or shares them with those of plans in *lockstep*: plans that began
+at the same instant with the same steps.  Then all rates are the same from flow to flow, and so are the times, bit for
+bit.  Whatever else is about to change on a link of a plan *cuts* it first: the flow that is under way is put into the
+network as of its begin, and the rest of the series is its owner's business again.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdsim.clock import Clock
+    from pdsim.fabric.flows.links import Flow, Link, Path
+
+__all__ = ["Foreseen", "Plan", "Steps"]
+
+Times = npt.NDArray[np.float64]
+
+
+class Steps(Protocol):
+    """When the flows of a series begin and end, given how long each takes."""
+
+    def times(self, start: float, seconds: float) -> tuple[Times, Times]:
+        """Return begin and end of each flow of a series that starts at *start*, *seconds* apart."""
+
+    def alike(self, other: Steps) -> bool:
+        """Return whether `times` of both are the same for the same arguments."""
+
+
+class Flows(Protocol):
+    """What plans must know of a network: a `Network`."""
+
+    clock: Clock
+
+    def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
+        """Return the paths with a flow on *links*, each alone on its own, and its end; None if there are others."""
+
+    def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
+        """Return flows of these sizes that began over these paths at *begin*."""
+
+
+class Plan:
+    """Equal flows of *size* bytes over *path* with the times of *steps*.
+
+    ``changed()`` is called when *begins* and *ends* are other than before because of a plan in lockstep, and
+    ``cut(flow)`` when the plan is one no more, with its flow that is under way.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        size: float,
+        steps: Steps,
+        start: float,
+        changed: Callable[[], None],
+        cut: Callable[[Flow | None], None],
+    ) -> None:
+        self.path = path
+        self.size = size
+        self.steps = steps
+        self.start = start
+        self.seconds = 0.0
+        """How long each flow takes."""
+        self.begins: Times = np.empty(0)
+        self.ends: Times = np.empty(0)
+        self.group: list[Plan] = [self]
+        self._changed = changed
+        self._cut = cut
+
+    def set(self, level: float) -> None:
+        """Let each flow have the rate *level*."""
+        self.seconds = self.size / level
+        self.begins, self.ends = self.steps.times(self.start, self.seconds)
+
+
+class Foreseen:
+    """All plans of a network."""
+
+    def __init__(self, network: Flows) -> None:
+        self._network = network
+        self._plans: dict[Link, dict[Plan, None]] = {}
+        self._all: dict[Plan, None] = {}
+        self._guests: dict[Path, list[Plan]] = {}  # paths whose one flow ends before it meets these plans
+
+    def __bool__(self) -> bool:
+        """Return whether there is any plan."""
+        return bool(self._all)
+
+    def add(self, plan: Plan) -> bool:
+        """Keep *plan*, which starts now; return False, and cut what is in its way, if its times cannot be known."""
+        links = plan.path.live
+        others = list(dict.fromkeys(other for link in links for other in self._plans.get(link, ())))
+        level = _level([plan])
+        if plan.path.repeats or not 0.0 < level < inf:
+            return False
+        plan.set(level)
+        if not (plan.begins[1:] > plan.ends[:-1]).all():  # the network would go on with the counters of the path
+            return False
+        guests = self._network.alone_on(links, float(plan.begins[0]))
+        if guests is None or any(_hits(plan, end) for _, end in guests):
+            return False
+        met = [other for other in others if _meet(plan, other)]
+        if met:
+            group = list(dict.fromkeys(member for other in met for member in other.group))
+            if guests or not self._join(plan, group):
+                self.cut(met)
+                return False
+        for path, _ in guests:
+            self._guests.setdefault(path, []).append(plan)
+        self._all[plan] = None
+        for link in links:
+            self._plans.setdefault(link, {})[plan] = None
+        return True
+
+    def _join(self, plan: Plan, group: list[Plan]) -> bool:
+        """Have *plan* go on in lockstep with *group*; return whether that is possible."""
+        alike = all(
+            other.start == plan.start and other.size == plan.size and other.steps.alike(plan.steps) for other in group
+        )
+        members = [*group, plan]
+        level = _level(members)
+        if not alike or not 0.0 < level < inf:
+            return False
+        links = {link for member in members for link in member.path.live}
+        if any(member in plans for plans in self._guests.values() for member in group):
+            return False
+        if any(other not in group for link in links for other in self._plans.get(link, ())):
+            return False
+        for member in members:
+            member.group = members
+            member.set(level)
+        for member in group:
+            member._changed()
+        return True
+
+    def drop(self, plan: Plan, flows: int) -> None:
+        """Forget *plan*, of which *flows* have ended."""
+        if plan not in self._all:
+            return
+        del self._all[plan]
+        for link in plan.path.live:
+            plans = self._plans[link]
+            plans.pop(plan, None)
+            if not plans:
+                del self._plans[link]
+        for _ in range(flows):  # one by one: the sum of floats depends on the order
+            plan.path._ended += plan.size
+
+    def meet(self, path: Path, size: float) -> None:
+        """Cut the plans that a flow of *size* bytes meets that is about to start over *path*."""
+        links, now = path.live, self._network.clock.now
+        met: dict[Plan, None] = {}
+        if self._guests:
+            for guest in {other for link in links for other in link.active if other in self._guests}:
+                met |= dict.fromkeys(self._guests.pop(guest))  # whatever its rate will be now
+        plans = dict.fromkeys(plan for link in links for plan in self._plans.get(link, ()))
+        if plans:
+            level = min((_free(path, link) for link in links), default=inf)
+            if path.repeats or self._network.alone_on(links, now) != [] or not 0.0 < level < inf:
+                met |= plans
+            else:
+                end = now + size / level
+                met |= {plan: None for plan in plans if _hits(plan, end, now)}
+                self._guests = {other: found for other, found in self._guests.items() if other.flows}
+                self._guests[path] = list(plans)
+        self.cut(met)
+
+    def cut(self, plans: Iterable[Plan] | None = None) -> None:
+        """Cut *plans*, by default all, and those in lockstep with them."""
+        for plan in list(self._all if plans is None else plans):
+            group = [member for member in plan.group if member in self._all] if plan in self._all else []
+            now = self._network.clock.now
+            for member in group:
+                self.drop(member, int(np.searchsorted(member.ends, now, side="right")))
+            first = int(np.searchsorted(plan.ends, now, side="right"))
+            flows: list[Flow | None] = [None] * len(group)
+            if group and first < int(np.searchsorted(plan.begins, now, side="left")):  # in lockstep: of all or none
+                sizes = [(member.path, member.size) for member in group]
+                flows = [*self._network.resume(sizes, float(plan.begins[first]))]
+            for member, flow in zip(group, flows, strict=True):
+                member._cut(flow)
+
+
+def _level(plans: list[Plan]) -> float:
+    """Return the rate of each of *plans* while all their flows are under way and nothing else; 0.0 if they differ."""
+    counts: dict[Any, float] = {}
+    for plan in plans:
+        for link in plan.path.live:
+            counts[link] = counts.get(link, 0.0) + 1.0
+    levels = {min((_free(plan.path, link) / counts[link] for link in plan.path.live), default=inf) for plan in plans}
+    return levels.pop() if len(levels) == 1 else 0.0
+
+
+def _free(path: Path, link: Link) -> float:
+    return path.cap if link is path.own else link._capacity
+
+
+def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
+    """Return whether a flow of *plan* is under way between *begin* and *end*, both included."""
+    first = int(np.searchsorted(plan.ends, begin, side="left"))
+    return first < len(plan.begins) and bool(plan.begins[first] <= end)
+
+
+def _meet(plan: Plan, other: Plan) -> bool:
+    """Return whether a flow of one is under way, its begin and its end included, when one of the other is."""
+    after = np.searchsorted(other.ends, plan.begins, side="left")  # the first of the other's that does not end before
+    inside = after < len(other.begins)
+    return bool((other.begins[after[inside]] <= plan.ends[inside]).any())

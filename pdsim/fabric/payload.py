@@ -1,0 +1,89 @@
+"""How the bytes of simulated transfers move: together at the end or, as chance has it, in parts before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdsim.fabric.connections import Part, part_of
+from pdsim.fabric.memory import copy_bytes, read_pieces, write_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdsim.clock import Clock
+    from pdsim.fabric.connections import PostedTransfer
+    from pdsim.fabric.faults import Chance, Observer
+    from pdsim.fabric.memory import SimBuffer, SimDevice
+
+__all__ = ["Payload"]
+
+
+class Payload:
+    """Moves the bytes of the transfers *flights*, by number, that an endpoint on *device* posts."""
+
+    def __init__(
+        self, clock: Clock, device: SimDevice, observer: Observer | None, flights: Mapping[int, PostedTransfer]
+    ) -> None:
+        self._clock = clock
+        self._device = device
+        self._observer = observer
+        self._flights = flights
+
+    def stray(self, flight: PostedTransfer, number: int, chance: Chance, seconds: float) -> None:
+        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
+        clock, batch = self._clock, flight.transfer.batch
+        for first, end, read, land in chance.parts(batch.nbytes, seconds):
+            part = Part(part_of(batch, first, end))
+            flight.parts.append(part)
+            clock.call_at(clock.now + read, self._read_early, (number, part))
+            clock.call_at(clock.now + max(read, land), self._land_early, (number, part))
+
+    def _read_early(self, what: tuple[int, Part]) -> None:
+        """Take a copy of what a part has at its source, if its transfer is still under way."""
+        number, part = what
+        flight = self._moving(number)
+        buffers = None if flight is None else flight.buffers()
+        if flight is not None and buffers is not None:
+            self._read(part, flight, buffers[0])
+
+    def _land_early(self, what: tuple[int, Part]) -> None:
+        """Let what was read of a part land, if its transfer is still under way."""
+        number, part = what
+        flight = self._moving(number)
+        buffers = None if flight is None else flight.buffers()
+        if flight is not None and buffers is not None and part.pieces is not None:
+            self._put(part, flight, buffers[1])
+
+    def _read(self, part: Part, flight: PostedTransfer, source: SimBuffer) -> None:
+        if self._observer is not None:
+            self._observer.read(part.batch, flight.transfer.label)
+        exact = self._device.holds_bytes
+        part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
+
+    def _put(self, part: Part, flight: PostedTransfer, target: SimBuffer) -> None:
+        if self._observer is not None:
+            self._observer.landed(part.batch, flight.transfer.label)
+        part.landed = True
+        if self._device.holds_bytes:
+            write_pieces(part.batch, target, part.pieces or [])
+
+    def _moving(self, number: int) -> PostedTransfer | None:
+        flight = self._flights.get(number)
+        stopped = flight is None or flight.posting is None or flight.posting.aborted
+        return None if stopped else flight
+
+    def move(self, flight: PostedTransfer, source: SimBuffer, target: SimBuffer) -> None:
+        """Move what has not moved yet."""
+        for part in flight.parts:
+            if part.pieces is None:
+                self._read(part, flight, source)
+            if not part.landed:
+                self._put(part, flight, target)
+        if flight.parts:
+            return
+        batch, label, observer = flight.transfer.batch, flight.transfer.label, self._observer
+        if observer is not None:
+            observer.read(batch, label)
+            observer.landed(batch, label)
+        if self._device.holds_bytes:
+            copy_bytes(batch, source, target)

@@ -1,0 +1,114 @@
+"""The transfers that an endpoint has posted and that are not quiesced: their states, records and deadlines.
+
+States and transitions are those of `pdsim.transfer.Transfer`.  Why a transfer fails is decided in
+`pdsim.fabric.endpoint`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdsim.clock import fire
+from pdsim.fabric.deadlines import Deadlines
+from pdsim.transfer import TransferRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdsim.clock import Clock
+    from pdsim.errors import TransferError
+    from pdsim.fabric.connections import PostedTransfer
+    from pdsim.fabric.engine import Times
+    from pdsim.transfer import Recorder
+
+__all__ = ["PostedTransfers"]
+
+
+class PostedTransfers:
+    """Those of one endpoint, by number.  ``time_out(number)`` is called for one that is here at its deadline."""
+
+    def __init__(self, clock: Clock, engine: str, recorder: Recorder, time_out: Callable[[int], None]) -> None:
+        self.moving: dict[int, PostedTransfer] = {}
+        self.quarantined = 0
+        """How many of them have failed."""
+        self._clock = clock
+        self._engine = engine
+        self._recorder = recorder
+        self._number = 0
+        self._deadlines = Deadlines(clock, self.moving, time_out)
+
+    def add(self, posted: PostedTransfer) -> int:
+        """Return the number of *posted* from now on."""
+        self._number += 1
+        self.moving[self._number] = posted
+        return self._number
+
+    def time_out_at(self, at: float, number: int) -> None:
+        """Set the deadline of *number*."""
+        self._deadlines.add(at, number)
+
+    def quarantine(self, posted: PostedTransfer, error: TransferError) -> None:
+        """Fail *posted*, whose bytes may still move."""
+        self.quarantined += 1
+        self.record(posted, error)
+        fire(posted.transfer, error, ok=False)
+
+    def quiesce(self, number: int, error: TransferError | None) -> TransferRecord | None:
+        """Let go of the memory of *number*, of which nothing moves any more.
+
+        Return its record: it has completed or, with *error*, failed.  Return None if it was in quarantine.
+        """
+        posted = self.moving.pop(number)
+        posted.release()
+        if not posted.transfer.triggered:
+            return self.record(posted, error)
+        self.quarantined -= 1
+        return None
+
+    def conclude(self, posted: PostedTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
+        """Tell whoever waits for *posted*, which is quiesced, or for its *record*."""
+        posted.transfer.settle(now=True)
+        if record is not None:
+            fire(posted.transfer, record if error is None else error, ok=error is None)
+
+    def fail(self, number: int, error: TransferError) -> None:
+        """Fail *number*, of which nothing moves any more, and tell whoever waits."""
+        posted = self.moving[number]
+        self.conclude(posted, self.quiesce(number, error), error)
+
+    def drop(self) -> list[PostedTransfer]:
+        """Forget all of them, and return them."""
+        dropped = list(self.moving.values())
+        self.moving.clear()
+        self.quarantined = 0
+        return dropped
+
+    def record(self, posted: PostedTransfer, error: TransferError | None) -> TransferRecord:
+        """Record that *posted* ends now."""
+        now, posting, batch = self._clock.now, posted.posting, posted.transfer.batch
+        record = TransferRecord(
+            self._engine,
+            "write" if posted.write else "read",
+            batch.source.owner,
+            batch.target.owner,
+            batch.nbytes,
+            len(batch),
+            posted.submitted,
+            posted.submitted,  # descriptor lists cost nothing here: the engine's *descriptor* contains them
+            now if posting is None or posting.posted is None else min(posting.posted, now),
+            now,
+            now,  # completions are seen at once: the engine's *latency* contains the polling
+            "ok" if error is None else type(error).__name__,
+            posted.transfer.label,
+        )
+        self._recorder.transfer(record)
+        return record
+
+    def record_series(self, posted: PostedTransfer, submitted: Times, at: Times, complete: Times) -> int:
+        """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
+        batch = posted.transfer.batch
+        same = self._engine, "write", batch.source.owner, batch.target.owner, batch.nbytes, len(batch)
+        label, keep = posted.transfer.label, self._recorder.transfer
+        for begun, post, end in zip(submitted.tolist(), at.tolist(), complete.tolist(), strict=True):
+            keep(TransferRecord(*same, begun, begun, post, end, end, "ok", label))
+        return len(complete)
