@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.serve import tables
@@ -19,9 +19,10 @@ from pdsim.kv.policy import Staging
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
+from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
-from pdsim.serving.settings import Parallel, Side
-from pdsim.serving.workload import Request, load
+from pdsim.serving.settings import Parallel, Side, Workload
+from pdsim.serving.workload import Request, draw
 from pdsim.units import Seconds
 
 __all__ = ["TARGETS", "Options", "check_fits", "job", "run", "specs"]
@@ -61,17 +62,33 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
-    requests = load(config.workload, config.seed, config.model.context, progress)
+    drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
         from experiments.serve import live
 
-        return live.run(config, target, requests, options.router, progress)
+        # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
+        requests = drawn.requests
+        if config.workload.load:
+            requests = scaled(config.workload, job(config, options), requests, config.seed)
+        found = live.run(config, target, requests, options.router, progress)
+        return replace(found, notes=[*drawn.notes, *found.notes])
     what = job(config, options)
+    requests = scaled(config.workload, what, drawn.requests, config.seed)
+    first = [*_first(config.workload, offered_load(what, requests)), *drawn.notes]
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests")
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
-    return result(config, what, requests, outcome)
+    found = result(config, what, requests, outcome)
+    return replace(found, notes=[*first, *found.notes])
+
+
+def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
+    """Return what is said before all else: the offered load, and what it means if it is high."""
+    if offered is None:
+        return ["offered load: none, for all requests arrive at once"]
+    warning = offered.warning(workload)
+    return [offered.line(workload), *([warning] if warning else [])]
 
 
 def job(config: Config, options: Options) -> Deployment:
@@ -181,6 +198,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
     value = router.value or {"start": 0.0, "rows": [["", "", 0, lost, *[None] * 8]] * len(requests)}
     columns = tables.columns(requests, value)
+    offered = offered_load(what, requests)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
     failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
@@ -190,13 +208,18 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
         if status != "ok" and not tables.left(status, patience)
     ]
     return Result(
-        summary=tables.metrics(columns, config.slo, outcome) + paths.metrics(),
-        tables=tables.tables(columns, outcome) + paths.tables(),
+        summary=[
+            *tables.metrics(columns, config.workload, config.slo, outcome),
+            *paths.metrics(),
+            *tables.load_metrics(offered),
+        ],
+        tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,
         transfers=[record for rank in outcome.ranks.values() for record in rank.transfers],
         failures=failures,
-        notes=tables.notes(columns, what, outcome) + notes(outcome),
+        notes=tables.notes(columns, config.workload, what, outcome) + notes(outcome),
         outcome=outcome,
+        offered_load=None if offered is None else offered.plain(config.workload),
     )
 
 
