@@ -16,7 +16,8 @@ from math import isfinite
 
 from pdsim.errors import ConfigError
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Workload
+from pdsim.serving.seams import handoff_of
+from pdsim.serving.settings import HostCosts, Workload
 from pdsim.serving.workload import Request, stream
 
 __all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
@@ -89,10 +90,12 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
         return None
     rate = (len(requests) - 1) / span
     share = rate / len(requests)  # of all work, a second
-    batch = decode_batch(job, requests)
+    decoding = _Decoding.of(job, requests)
+    batch = decoding.batch(job) if decoding.steps else job.decode_batch
+    seconds = decoding.steps / batch * decoding.step(job, batch) + decoding.held_up if decoding.steps else 0.0
     return OfferedLoad(
         prefill=share * sum(prefill_iterations(job, requests)) / len(job.prefills),
-        decode=share * _decode_seconds(job, requests, batch) / len(job.decodes),
+        decode=share * seconds / len(job.decodes),
         rate=rate,
         decode_batch=batch,
     )
@@ -102,58 +105,75 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
     """Yield the seconds of each iteration of a prefill instance whose queue holds all of *requests* in order.
 
     An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of which
-    may go on in the next: as `pdsim.serving.prefill.scheduler` does.
+    may go on in the next: as `pdsim.serving.prefill.scheduler` does with ``engine.scheduler=fcfs``.
     """
+    host = job.engine.prefill
     pieces: list[tuple[int, int]] = []
-    budget = job.chunk
+    budget, held_up = job.chunk, 0.0
     for request in requests:
         done = 0
+        held_up += host.admit + host.admit_token * request.input
         while done < request.input:
             tokens = min(budget, request.input - done)
             pieces.append((done, tokens))
             done += tokens
             budget -= tokens
             if not budget or len(pieces) == job.prefill_batch:
-                yield job.prefill_time.prefill(pieces)
-                pieces, budget = [], job.chunk
+                yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
+                pieces, budget, held_up = [], job.chunk, 0.0
     if pieces:
-        yield job.prefill_time.prefill(pieces)
+        yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
 
 
-def decode_batch(job: Deployment, requests: Sequence[Request]) -> int:
-    """Return the mean number of requests in a decode iteration of an instance that never lacks any.
-
-    Pages of a request are reserved for all of its output, and held from before its prefill: while it decodes and,
-    beside that, as long as its own prefill takes.
-    """
-    limit = min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch
-    steps = sum(request.output - 1 for request in requests)
-    if not steps:
-        return limit
-    sizes = [job.page_count(request.input + request.output) for request in requests]
-    running = sum(size * (request.output - 1) for size, request in zip(sizes, requests, strict=True)) / steps
-    before = sum(size * sum(prefill_iterations(job, [request])) for size, request in zip(sizes, requests, strict=True))
-
-    def pages(batch: int) -> float:
-        return batch * running + batch / _step(job, requests, batch) * before / steps
-
-    low, high = 1, limit  # pages grow with the batch
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if pages(middle) <= job.decode_pages else (low, middle - 1)
-    return low
+def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:
+    forward = max(forward, host.launch)
+    return max(forward, host.step) if overlap else forward + host.step
 
 
-def _step(job: Deployment, requests: Sequence[Request], batch: int) -> float:
-    """Return the seconds of a decode iteration of *batch* requests of mean context, each weighted by its steps."""
-    steps = sum(request.output - 1 for request in requests)
-    tokens = sum((request.output - 1) * (2 * request.input + request.output) for request in requests) / 2
-    return job.decode_time.step(batch) + job.decode_time.context * batch * tokens / steps
+@dataclass(frozen=True)
+class _Decoding:
+    """What requests ask of decode, summed over all steps of all of them."""
 
+    steps: int
+    tokens: int  # of context, read in all steps
+    pages: float  # held, in all steps
+    before: float  # pages times seconds of prefill, for which they are held already
+    held_up: float  # seconds that admissions keep the batch waiting
 
-def _decode_seconds(job: Deployment, requests: Sequence[Request], batch: int) -> float:
-    steps = sum(request.output - 1 for request in requests)
-    return steps / batch * _step(job, requests, batch) if steps else 0.0
+    @classmethod
+    def of(cls, job: Deployment, requests: Sequence[Request]) -> _Decoding:
+        engine, reserved = job.engine, not handoff_of(job.engine).serial
+        steps = tokens = 0
+        pages = before = held_up = 0.0
+        for request in requests:
+            own = request.output - 1 + engine.recompute
+            last = request.input + (own // 2 if engine.memory == "grow" else request.output)
+            size = job.page_count(last)
+            steps += own
+            tokens += own * (request.input + 1 - engine.recompute) + own * (own - 1) // 2
+            pages += own * size
+            held_up += engine.decode.admit + engine.decode.admit_token * request.input
+            if reserved:
+                before += size * sum(prefill_iterations(job, [request]))
+        return cls(steps, tokens, pages, before, held_up)
+
+    def step(self, job: Deployment, batch: int) -> float:
+        """Return the seconds of an iteration of *batch* requests of mean context."""
+        base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
+        return base + job.decode_time.context * batch * self.tokens / self.steps
+
+    def batch(self, job: Deployment) -> int:
+        """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.
+
+        Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill takes.
+        """
+        limit = min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch
+        low, high = 1, limit  # pages grow with the batch
+        while low < high:
+            middle = (low + high + 1) // 2
+            held = middle * (self.pages + self.before / self.step(job, middle)) / self.steps
+            low, high = (middle, high) if held <= job.decode_pages else (low, middle - 1)
+        return low
 
 
 def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> list[Request]:
