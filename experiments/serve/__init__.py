@@ -35,6 +35,7 @@ TARGETS = ("model", "real", "live")
 class Options:
     """What is particular to serving: `conf/experiment/serve.yaml`."""
 
+    deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
     router: str = "least_tokens"  # or "round_robin"
     dp_rank: str = "room"  # the group of an engine that has a room: by its number; or of the engine's choice: "query"
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
@@ -46,6 +47,8 @@ class Options:
         if self.router not in plugins.names(plugins.ROUTERS):
             known = ", ".join(plugins.names(plugins.ROUTERS))
             raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
+        if self.deployment not in ("disaggregated", "colocated"):
+            raise ValueError(f"experiment.deployment must be disaggregated or colocated, got {self.deployment!r}")
         if self.dp_rank not in ("room", "query"):
             raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
@@ -95,6 +98,8 @@ def job(config: Config, options: Options) -> Deployment:
     """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
     try:
         found = _job(config, options)
+        if options.deployment == "colocated":
+            found = _colocated(config, found)
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
@@ -146,6 +151,28 @@ def _job(config: Config, options: Options) -> Deployment:
     )
 
 
+def _colocated(config: Config, job: Deployment) -> Deployment:
+    """Return *job* with engines like those of prefill on the GPUs of both sides, which prefill and decode."""
+    side = config.parallel.prefill
+    if side.pp * side.cp * side.dp > 1 or config.target != "model":
+        raise ValueError("experiment.deployment=colocated has target=model and tp only; leave pp, cp and dp at 1")
+    if config.workload.aborts:
+        raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
+    if job.shape.state.mamba or job.shape.state.window:
+        raise ValueError("experiment.deployment=colocated keeps no state beside KV; choose a model of full attention")
+    count = (side.gpus + config.parallel.decode.gpus) // (side.gpus // side.instances)
+    return replace(
+        job,
+        colocated=True,
+        prefill_instances=count,
+        decode=job.prefill,
+        decode_instances=count,
+        decode_time=job.prefill_time,
+        decode_pages=job.prefill_pages,
+        staging=None,
+    )
+
+
 def _staging(config: Config, shape: KvShape) -> Staging:
     """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
     kv, parallel = config.kv, config.parallel
@@ -157,6 +184,9 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
+    if what.colocated:
+        rows = [list(request[:3]) for request in requests]
+        return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), {"job": plain, "requests": rows})]
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
     arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]

@@ -34,11 +34,12 @@ class OfferedLoad:
     decode: float
     rate: float  # requests a second: the gaps between arrivals, over their sum
     decode_batch: int  # requests in a decode iteration at saturation
+    together: bool = False  # the same engines prefill and decode
 
     @property
     def highest(self) -> float:
-        """The load of the busier side."""
-        return max(self.prefill, self.decode)
+        """The load of the busier side; of both where the same engines do both."""
+        return self.prefill + self.decode if self.together else max(self.prefill, self.decode)
 
     def at_most(self, workload: Workload) -> str:
         """Return the setting of *workload* at which the busier side has a load of 1: ``workload.speed=0.042``."""
@@ -61,7 +62,7 @@ class OfferedLoad:
         """Return what is wrong with so high a load; nothing below `WARNING`."""
         if self.highest < WARNING:
             return ""
-        side = "prefill" if self.prefill >= self.decode else "decode"
+        side = "the engine" if self.together else "prefill" if self.prefill >= self.decode else "decode"
         if self.highest < 1:
             return (
                 f"warning: near capacity: {side} is offered {self.highest:.3g} of what it can serve, so latencies vary "
@@ -98,6 +99,7 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
         decode=share * seconds / len(job.decodes),
         rate=rate,
         decode_batch=batch,
+        together=job.colocated,
     )
 
 

@@ -19,7 +19,6 @@ from pdsim.serving.workload import load
 from tests.experiments.test_serve import GENERATED, GQA
 from tests.experiments.test_serve import configured as served
 
-
 ROOMY = Kv(page_size=16)
 
 
