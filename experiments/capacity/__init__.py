@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -119,7 +118,7 @@ def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Re
         for chain, capacities in zip(chains, mapped(_Chain.capacities, chains), strict=True):
             found |= dict(zip(chain.shapes, capacities, strict=True))
             progress(len(found) / len(shapes), f"{len(found)} of {len(shapes)} deployments searched")
-        finer = replace(search, tolerance=search.tolerance / 2)
+        finer = replace(search, tolerance=search.tolerance / 2, confident=True)
         finals = [
             _Chain(config, options, (shape,), requests, finer, best.load)
             for shape, _, best in tables.ranked(found, gpus)[: options.finalists]
@@ -140,5 +139,5 @@ def _mapping(processes: int) -> Iterator[Callable[..., Iterator[list[Capacity]]]
     if processes == 1:
         yield map
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        yield pool.map
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # which ends them when it is left early
+        yield pool.imap

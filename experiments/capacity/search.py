@@ -22,6 +22,9 @@ __all__ = ["Capacity", "Probe", "Search", "bisect", "capacity", "probe"]
 LEAST = 0.01
 """The lowest load that is probed: an SLO that fails there is missed by single requests."""
 
+_WIDER = 1.06
+"""From one probe to the next, away from the answer, until the interval tells."""
+
 _STRIDE = 1.2
 """From one probe to the next until one holds and one fails; squared with every step."""
 
@@ -59,12 +62,19 @@ class Capacity:
 
 
 def bisect(
-    measure: Callable[[float], Probe], target: float, tolerance: float, start: float, highest: float = 1.0
+    measure: Callable[[float], Probe],
+    target: float,
+    tolerance: float,
+    start: float,
+    *,
+    highest: float = 1.0,
+    confident: bool = False,
 ) -> Capacity:
     """Return the highest load below *highest* at which *measure* holds, within a *tolerance* of its share.
 
     The search begins at *start*, such as the answer for a similar deployment, and strides from there until it has a
-    load that holds and one that fails; the gap between them is then halved.
+    load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there to
+    loads that the interval tells from *target*, on both sides.
     """
     probes: list[Probe] = []
     low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
@@ -84,9 +94,26 @@ def bisect(
             load = (low + high) / 2
         stride *= stride
     best = max((one for one in probes if one.holds(target)), key=lambda one: one.load, default=None)
+    if confident and best is not None:
+        probes += _surely(measure, target, best.load, highest, probes)
     sure = [one.load for one in probes if one.holds(target) and one.sure(target)]
     fails = [one.load for one in probes if not one.holds(target) and one.sure(target)]
     return Capacity(best=best, low=max(sure, default=0.0), high=min(fails, default=highest), probes=tuple(probes))
+
+
+def _surely(
+    measure: Callable[[float], Probe], target: float, load: float, highest: float, probes: Sequence[Probe]
+) -> list[Probe]:
+    """Return probes away from *load*: down to one that surely holds, up to one that surely fails, if there is any."""
+    found: list[Probe] = []
+    for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
+        at = load
+        while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *found)):
+            at *= step
+            if not load / 2 < at < highest:
+                break
+            found.append(measure(at))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +123,7 @@ class Search:
     attainment: float  # share of requests that must meet the SLO
     warmup: float  # share of requests, the first, that do not count
     tolerance: float  # of the load
+    confident: bool = False  # go on to loads that surely hold and surely fail
 
 
 def capacity(
@@ -105,7 +133,11 @@ def capacity(
     what = job(config, options)
     check_fits(what, requests)
     return bisect(
-        lambda load: probe(config, requests, options, load, search.warmup), search.attainment, search.tolerance, start
+        lambda load: probe(config, requests, options, load, search.warmup),
+        search.attainment,
+        search.tolerance,
+        start,
+        confident=search.confident,
     )
 
 

@@ -242,6 +242,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
             *tables.metrics(columns, config.workload, config.slo, outcome),
             *paths.metrics(),
             *tables.load_metrics(offered),
+            *tables.prefix_metrics(requests, what),
         ],
         tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,

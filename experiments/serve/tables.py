@@ -14,8 +14,9 @@ from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import OfferedLoad
+from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.settings import Slo, Workload
-from pdsim.serving.workload import Request
+from pdsim.serving.workload import HASHED, Request
 from pdsim.units import format_time
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "makespan",
     "metrics",
     "notes",
+    "prefix_metrics",
     "spread",
     "tables",
     "totals",
@@ -135,6 +137,19 @@ def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
     return [
         Metric(f"offered_load_{side}", value, f"{side}: {rule}")
         for side, value in zip(("prefill", "decode"), sides, strict=True)
+    ]
+
+
+def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]:
+    """Return what a prefix cache could hold of the prompts, where the workload says which blocks are equal."""
+    unlimited = hit_share(requests)
+    if unlimited is None:
+        return []
+    blocks = max(1, job.prefill_pages * job.page_size * len(job.prefills) // HASHED)
+    rule = "share of prompt tokens that one prefix cache holds on arrival, prefill computes them all the same: {}"
+    return [
+        Metric("prefix_hit_unlimited", unlimited, rule.format("unlimited")),
+        Metric("prefix_hit_pools", hit_share(requests, blocks), rule.format(f"{blocks} blocks, all prefill pools")),
     ]
 
 

@@ -49,6 +49,14 @@ def test_loads_that_the_interval_does_not_tell_are_not_sure():
     assert answer.high >= 0.68
 
 
+def test_a_confident_search_goes_on_to_loads_that_are_sure():
+    answer = bisect(lambda load: found(load, half=0.05), 0.9, 0.02, 0.62, confident=True)
+    assert answer.best is not None
+    assert answer.best.load <= 0.63
+    assert 0.5 < answer.low <= 0.58
+    assert 0.68 <= answer.high < 0.75
+
+
 def test_an_slo_that_single_requests_miss_has_no_capacity():
     answer = bisect(lambda load: found(load, knee=-1.0), 0.9, 0.02, 0.6)
     assert answer.best is None
