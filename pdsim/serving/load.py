@@ -195,7 +195,7 @@ def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], see
         )
     share = workload.load / offered.highest
     if workload.scaling == "time":
-        return [request._replace(arrival=request.arrival / share) for request in requests]
+        return [Request(request.arrival / share, *request[1:]) for request in requests]
     if share > 1:
         raise ConfigError(
             f"workload.load={workload.load:g} is above the {offered.highest:.3g} that all requests offer, and "

@@ -85,7 +85,7 @@ def draw(
         requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
     requests = islice(requests, workload.count)
     if workload.trace is not None or workload.arrivals == "embedded":
-        requests = (request._replace(arrival=request.arrival / workload.speed) for request in requests)
+        requests = (Request(request.arrival / workload.speed, *request[1:]) for request in requests)
     found = _impatient(list(requests), workload, seed)
     if not found:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
@@ -107,7 +107,7 @@ def _all(
 
 def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
     later = dropwhile(lambda request: request.arrival < skip, requests)
-    return (request._replace(arrival=request.arrival - skip) for request in later)
+    return (Request(request.arrival - skip, *request[1:]) for request in later)
 
 
 # --- arrivals on a grid ---------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def _spread(requests: list[Request], seed: int) -> tuple[Iterator[Request], tupl
         "a time; each was moved by a random part of that, in order"
     )
     moved = zip(requests, arrivals.tolist(), strict=True)
-    return (request._replace(arrival=arrival) for request, arrival in moved), (note,)
+    return (Request(arrival, *request[1:]) for request, arrival in moved), (note,)
 
 
 # --- users who leave ------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
         strict=True,
     )
     return [
-        request._replace(patience=wait) if chance < workload.aborts else request
+        Request(*request[:3], wait, request.hash_ids) if chance < workload.aborts else request
         for request, (chance, wait) in zip(requests, drawn, strict=True)
     ]
 
