@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.serve import tables
@@ -19,9 +19,10 @@ from pdsim.kv.policy import Staging
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
+from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
-from pdsim.serving.settings import Parallel, Side
-from pdsim.serving.workload import Request, load
+from pdsim.serving.settings import Parallel, Side, Workload
+from pdsim.serving.workload import Request, draw
 from pdsim.units import Seconds
 
 __all__ = ["TARGETS", "Options", "check_fits", "job", "run", "specs"]
@@ -34,6 +35,7 @@ TARGETS = ("model", "real", "live")
 class Options:
     """What is particular to serving: `conf/experiment/serve.yaml`."""
 
+    deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
     router: str = "least_tokens"  # or "round_robin"
     dp_rank: str = "room"  # the group of an engine that has a room: by its number; or of the engine's choice: "query"
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
@@ -45,6 +47,8 @@ class Options:
         if self.router not in plugins.names(plugins.ROUTERS):
             known = ", ".join(plugins.names(plugins.ROUTERS))
             raise ValueError(f"experiment.router must be one of {known}, got {self.router!r}")
+        if self.deployment not in ("disaggregated", "colocated"):
+            raise ValueError(f"experiment.deployment must be disaggregated or colocated, got {self.deployment!r}")
         if self.dp_rank not in ("room", "query"):
             raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
@@ -61,23 +65,41 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
-    requests = load(config.workload, config.seed, config.model.context, progress)
+    drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
         from experiments.serve import live
 
-        return live.run(config, target, requests, options.router, progress)
+        # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
+        requests = drawn.requests
+        if config.workload.load:
+            requests = scaled(config.workload, job(config, options), requests, config.seed)
+        found = live.run(config, target, requests, options.router, progress)
+        return replace(found, notes=[*drawn.notes, *found.notes])
     what = job(config, options)
+    requests = scaled(config.workload, what, drawn.requests, config.seed)
+    first = [*_first(config.workload, offered_load(what, requests)), *drawn.notes]
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests")
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
-    return result(config, what, requests, outcome)
+    found = result(config, what, requests, outcome)
+    return replace(found, notes=[*first, *found.notes])
+
+
+def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
+    """Return what is said before all else: the offered load, and what it means if it is high."""
+    if offered is None:
+        return ["offered load: none, for all requests arrive at once"]
+    warning = offered.warning(workload)
+    return [offered.line(workload), *([warning] if warning else [])]
 
 
 def job(config: Config, options: Options) -> Deployment:
     """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
     try:
         found = _job(config, options)
+        if options.deployment == "colocated":
+            found = _colocated(config, found)
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
@@ -129,6 +151,28 @@ def _job(config: Config, options: Options) -> Deployment:
     )
 
 
+def _colocated(config: Config, job: Deployment) -> Deployment:
+    """Return *job* with engines like those of prefill on the GPUs of both sides, which prefill and decode."""
+    side = config.parallel.prefill
+    if side.pp * side.cp * side.dp > 1 or config.target != "model":
+        raise ValueError("experiment.deployment=colocated has target=model and tp only; leave pp, cp and dp at 1")
+    if config.workload.aborts:
+        raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
+    if job.shape.state.mamba or job.shape.state.window:
+        raise ValueError("experiment.deployment=colocated keeps no state beside KV; choose a model of full attention")
+    count = (side.gpus + config.parallel.decode.gpus) // (side.gpus // side.instances)
+    return replace(
+        job,
+        colocated=True,
+        prefill_instances=count,
+        decode=job.prefill,
+        decode_instances=count,
+        decode_time=job.prefill_time,
+        decode_pages=job.prefill_pages,
+        staging=None,
+    )
+
+
 def _staging(config: Config, shape: KvShape) -> Staging:
     """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
     kv, parallel = config.kv, config.parallel
@@ -140,6 +184,9 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
+    if what.colocated:
+        rows = [list(request[:3]) for request in requests]
+        return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), {"job": plain, "requests": rows})]
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
     arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
@@ -181,6 +228,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
     value = router.value or {"start": 0.0, "rows": [["", "", 0, lost, *[None] * 8]] * len(requests)}
     columns = tables.columns(requests, value)
+    offered = offered_load(what, requests)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
     failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
@@ -190,13 +238,19 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
         if status != "ok" and not tables.left(status, patience)
     ]
     return Result(
-        summary=tables.metrics(columns, config.slo, outcome) + paths.metrics(),
-        tables=tables.tables(columns, outcome) + paths.tables(),
+        summary=[
+            *tables.metrics(columns, config.workload, config.slo, outcome),
+            *paths.metrics(),
+            *tables.load_metrics(offered),
+            *tables.prefix_metrics(requests, what),
+        ],
+        tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,
         transfers=[record for rank in outcome.ranks.values() for record in rank.transfers],
         failures=failures,
-        notes=tables.notes(columns, what, outcome) + notes(outcome),
+        notes=tables.notes(columns, config.workload, what, outcome) + notes(outcome),
         outcome=outcome,
+        offered_load=None if offered is None else offered.plain(config.workload),
     )
 
 

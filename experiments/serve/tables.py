@@ -9,21 +9,27 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.job import Outcome
+from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Slo
-from pdsim.serving.workload import Request
+from pdsim.serving.load import OfferedLoad
+from pdsim.serving.prefix_cache import hit_share
+from pdsim.serving.settings import Slo, Workload
+from pdsim.serving.workload import HASHED, Request
 from pdsim.units import format_time
 
 __all__ = [
     "PHASES",
     "columns",
+    "counted",
     "instances",
     "left",
+    "load_metrics",
     "makespan",
     "metrics",
     "notes",
+    "prefix_metrics",
     "spread",
     "tables",
     "totals",
@@ -40,6 +46,8 @@ PHASES = {
     "transfer": "from the end of its last prefill forward to all KV and metadata on all decode ranks",
     "polling": "from there until the decode scheduler looks, between two steps",
 }
+
+PERCENTILES = (50.0, 90.0, 99.0)
 
 LATENCIES = {
     "ttft": "from arrival to the decode engine having the first token, which it then streams",
@@ -112,11 +120,55 @@ def _good(table: Columns, slo: Slo) -> int:
     return sum(ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows)
 
 
-def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
-    """Return the summary."""
-    found = [*totals(table, slo), Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over")]
+def counted(table: Columns, workload: Workload) -> Columns:
+    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down."""
+    arrivals = table["arrival"]
+    if not (workload.warmup or workload.cooldown) or not arrivals:
+        return table
+    first, last = workload.warmup, max(arrivals) - workload.cooldown
+    kept = [index for index, arrival in enumerate(arrivals) if first <= arrival <= last]
+    return {name: [column[index] for index in kept] for name, column in table.items()}
+
+
+def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
+    """Return the offered load of both sides."""
+    rule = "work offered a second / what its instances can do in a second, in closed form"
+    sides = (None, None) if offered is None else (offered.prefill, offered.decode)
+    return [
+        Metric(f"offered_load_{side}", value, f"{side}: {rule}")
+        for side, value in zip(("prefill", "decode"), sides, strict=True)
+    ]
+
+
+def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]:
+    """Return what a prefix cache could hold of the prompts, where the workload says which blocks are equal."""
+    unlimited = hit_share(requests)
+    if unlimited is None:
+        return []
+    blocks = max(1, job.prefill_pages * job.page_size * len(job.prefills) // HASHED)
+    rule = "share of prompt tokens that one prefix cache holds on arrival, prefill computes them all the same: {}"
+    return [
+        Metric("prefix_hit_unlimited", unlimited, rule.format("unlimited")),
+        Metric("prefix_hit_pools", hit_share(requests, blocks), rule.format(f"{blocks} blocks, all prefill pools")),
+    ]
+
+
+def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
+    """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down."""
+    steady = counted(table, workload)
+    found = [*totals(table, slo, steady), Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over")]
     for name, definition in LATENCIES.items():
-        found += distribution(name, "s", values(table, name), definition, (50.0, 90.0, 99.0), tabled=True)
+        these = values(steady, name)
+        found += distribution(name, "s", these, definition, PERCENTILES, tabled=True)
+        found += intervals(name, "s", these, PERCENTILES)
+    growth = trend(values(steady, "ttft"))
+    found.append(
+        Metric(
+            "stationary",
+            None if growth is None else int(growth == 0),
+            "1 unless TTFT grows with the number of the request: Mann-Kendall, ten batches, 1 %; needs 100 requests",
+        )
+    )
     e2e = float(values(table, "e2e").sum())
     for name, definition in PHASES.items():
         share = float(values(table, name).sum()) / e2e if e2e else None
@@ -130,8 +182,9 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     return found
 
 
-def totals(table: Columns, slo: Slo) -> list[Metric]:
-    """Return how many requests of *table* ended how, at which rate, and how many of them met *slo*."""
+def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metric]:
+    """Return how many requests of *table* ended how, at which rate, and what share of those of *steady* met *slo*."""
+    steady = table if steady is None else steady
     total, seconds = len(table["id"]), makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
     gone = sum(map(left, table["status"], table["patience"]))
@@ -152,15 +205,20 @@ def totals(table: Columns, slo: Slo) -> list[Metric]:
         Metric(
             "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
         ),
-        Metric("slo_attainment", good / total, "share of all requests that meet both"),
+        Metric(
+            "slo_attainment",
+            _good(steady, slo) / len(steady["id"]) if steady["id"] else None,
+            "share of all requests that meet both",
+        ),
     ]
 
 
-def tables(table: Columns, outcome: Outcome) -> list[Table]:
+def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
     """Return latencies, phases, instances and, of a model, links and pools."""
+    steady = counted(table, workload)
     heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     latency = {"latency s": ""} | heads | {"from, to": ""}
-    latencies = [[name, *spread(values(table, name)), definition] for name, definition in LATENCIES.items()]
+    latencies = [[name, *spread(values(steady, name)), definition] for name, definition in LATENCIES.items()]
     part = {"part s": ""} | heads | {"share": "of the end-to-end time of all requests", "what": ""}
     e2e = float(values(table, "e2e").sum())
     phases: list[list[Any]] = []
@@ -214,17 +272,19 @@ def instances(table: Columns) -> list[list[Any]]:
     return [found[name] for name in sorted(found)]
 
 
-def notes(table: Columns, job: Deployment, outcome: Outcome) -> list[str]:
-    """Return what a reader must know: an overload, and memory that was never proven to be at rest."""
+def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
+    """Return what a reader must know: a queue that grows, and memory that was never proven to be at rest."""
     found = []
-    span, seconds = max(table["arrival"], default=0.0), makespan(table)
-    waits, works = values(table, "queueing"), values(table, "compute")
-    if span and seconds > 1.5 * span and waits.sum() > works.sum():
-        given = float(sum(table["input"]))
+    steady = counted(table, workload)
+    if len(steady["id"]) < len(table["id"]):
         found.append(
-            f"overloaded: requests arrived in {format_time(span)} ({given / span:.0f} input tokens/s) and took "
-            f"{format_time(seconds)} to serve ({given / seconds:.0f} input tokens/s), so latencies measure the queue; "
-            "lower workload.speed or workload.rate, or add instances"
+            f"latencies and SLO are those of {len(steady['id'])} of {len(table['id'])} requests: "
+            f"workload.warmup={workload.warmup:g} s and cooldown={workload.cooldown:g} s leave the others out"
+        )
+    if growth := trend(values(steady, "ttft")):
+        found.append(
+            f"not stationary: TTFT grows by {format_time(growth)} from the first tenth of the requests to the last, "
+            "so percentiles depend on the length of the run; lower workload.load, or set workload.warmup"
         )
     quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
     if quarantined:

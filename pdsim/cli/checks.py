@@ -220,6 +220,7 @@ _USES = {
     "burst": ("bursty",),
     "burst_length": ("bursty",),
     "speed": ("embedded",),
+    "jitter": ("embedded",),
     **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv"), _GENERATED),
 }
 """Which arrivals a key of the workload is for; the others do not look at it."""

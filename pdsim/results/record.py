@@ -42,3 +42,4 @@ class Result:
     failures: Sequence[str] = ()  # one line each: a rank that ended with an error, a request that failed
     notes: Sequence[str] = ()  # what a reader must know, such as an offered load above capacity
     outcome: Outcome | None = None
+    offered_load: Mapping[str, Any] | None = None  # of a serving run: prefill, decode, rate, at_most

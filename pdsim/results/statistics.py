@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pdsim.results.record import Metric
 
-__all__ = ["METHOD", "PERCENTILES", "distribution", "mean", "needed", "percentile"]
+__all__ = ["METHOD", "PERCENTILES", "distribution", "label", "mean", "needed", "percentile"]
 
 METHOD = "linear interpolation between order statistics (numpy's default)"
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)

@@ -91,6 +91,8 @@ class Run:
             "engine": _engines(result),
             "evidence": evidence.gather(self.config, serving=serving, gathering=gathering).as_dict(),
         }
+        if result.offered_load is not None:
+            self._about["offered_load"] = dict(result.offered_load)
         if self.config.target != "model":
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
         _write_parquet(self.folder / "requests.parquet", schema.requests_table(result.requests))

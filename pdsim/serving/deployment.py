@@ -90,6 +90,7 @@ class Deployment:
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
     engine: ServingEngine = field(default_factory=ServingEngine)
     seed: int = 0  # of what varies on hosts
+    colocated: bool = False  # both sides are the same engines, and nothing is handed over
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:

@@ -173,13 +173,22 @@ class Workload:
     With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
     requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
     variation; ``"embedded"`` replays the small trace shipped with pdsim.
+
+    In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale it.
     """
 
     trace: str | None = None
     arrivals: str = "embedded"  # "embedded", "poisson", "gamma" or "bursty"
     count: int | None = None  # at most so many requests; None is all of a trace
+    skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
+    seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
     rate: float = 1.0  # requests a second, for generated arrivals
     speed: float = 1.0  # a trace's arrival times are divided by this
+    jitter: str = "none"  # "auto" spreads arrivals that lie on a grid within its spacing
+    load: float = 0.0  # the offered load of the busier side, which arrivals are scaled to; 0 leaves them as they are
+    scaling: str = "time"  # how: "time" stretches or shrinks the gaps, "thinning" drops requests at random
+    warmup: Seconds = 0.0  # requests that arrive within it count in no latency and not towards the SLO
+    cooldown: Seconds = 0.0  # nor do those that arrive within it before the last
     cv: float = 2.0  # of the gaps, for gamma
     burst: float = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Seconds = 10.0  # mean length of a burst
@@ -192,6 +201,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
+        one_of("workload", ("none", "auto"), jitter=self.jitter)
+        one_of("workload", ("time", "thinning"), scaling=self.scaling)
         positive(
             "workload",
             rate=self.rate,
@@ -202,7 +213,16 @@ class Workload:
             output_mean=self.output_mean,
             patience=self.patience,
         )
-        not_negative("workload", input_cv=self.input_cv, output_cv=self.output_cv)
+        not_negative(
+            "workload",
+            input_cv=self.input_cv,
+            output_cv=self.output_cv,
+            skip=self.skip,
+            seconds=self.seconds,
+            load=self.load,
+            warmup=self.warmup,
+            cooldown=self.cooldown,
+        )
         if self.count is not None:
             positive("workload", count=self.count)
         if not 0 <= self.aborts <= 1:

@@ -1,4 +1,4 @@
-"""Which requests arrive when: traces, read line by line, and generated arrivals.
+"""Which requests arrive when: from traces or generated, cut and spread as the workload asks.
 
 Every source of chance is a stream of its own, named, so that one more draw from one changes nothing in another.
 """
@@ -6,22 +6,22 @@ Every source of chance is a stream of its own, named, so that one more draw from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.resources import files
-from itertools import islice
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import ConfigError
+from pdsim.serving import traces
 from pdsim.serving.settings import Workload
+from pdsim.units import format_time
 
-__all__ = ["EMBEDDED", "HASHED", "Request", "load", "stream"]
+__all__ = ["EMBEDDED", "HASHED", "Drawn", "Request", "draw", "grid", "load", "stream"]
 
 EMBEDDED = "conversation_small.jsonl"
 """The trace in `pdsim/serving/data`, made by `generate.py` beside it."""
@@ -30,7 +30,6 @@ HASHED = 512
 """Tokens of a block that one of a Mooncake trace's `hash_ids` names."""
 
 Floats = npt.NDArray[np.float64]
-AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class Request(NamedTuple):
@@ -43,31 +42,114 @@ class Request(NamedTuple):
     hash_ids: tuple[int, ...] = ()  # of its prompt's blocks of `HASHED` tokens: equal ids are equal tokens
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Requests in order of arrival, and what a reader must know of how they came about."""
+
+    requests: list[Request]
+    notes: tuple[str, ...] = ()
+
+
 def stream(seed: int, name: str) -> np.random.Generator:
     """Return the stream of random numbers called *name*: the same for one seed and name, whatever else is drawn."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
 
 
 def load(
-    workload: Workload, seed: int, context: int, progress: Callable[[float, str], None] = lambda *_: None
+    workload: Workload,
+    seed: int,
+    context: int,
+    progress: Callable[[float, str], None] = lambda *_: None,
 ) -> list[Request]:
-    """Return the requests of *workload* in order of arrival; *progress* is told how many have been drawn.
+    """Return the requests of `draw`."""
+    return draw(workload, seed, context, progress).requests
 
-    Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), and for a
-    request of more than *context* tokens.
+
+def draw(
+    workload: Workload,
+    seed: int,
+    context: int,
+    progress: Callable[[float, str], None] = lambda *_: None,
+) -> Drawn:
+    """Return the requests of *workload*, of which *progress* is told how many have been drawn.
+
+    `Workload.load` is not looked at: which load that is depends on who serves it (`pdsim.serving.load.scaled`).
+
+    Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), for a
+    request of more than *context* tokens, and if no request is left.
     """
-    if workload.trace is None and workload.arrivals != "embedded":
-        requests = iter(_generate(workload, seed, context, progress))
-    elif workload.trace is None:
-        requests = _read(Path(str(files("pdsim.serving") / "data" / EMBEDDED)), context)
-    else:
-        requests = _read(Path(workload.trace), context)
+    requests, notes = _all(workload, seed, context, progress)
+    if workload.skip:
+        requests = _after(requests, workload.skip)
+    if workload.seconds:
+        requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
+    requests = islice(requests, workload.count)
     if workload.trace is not None or workload.arrivals == "embedded":
-        requests = (request._replace(arrival=request.arrival / workload.speed) for request in requests)
-    found = _impatient(list(islice(requests, workload.count)), workload, seed)
+        requests = (Request(request.arrival / workload.speed, *request[1:]) for request in requests)
+    found = _impatient(list(requests), workload, seed)
     if not found:
-        raise ConfigError(f"workload.trace={workload.trace} has no requests; name a file that has some")
-    return found
+        cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
+        raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
+    return Drawn(found, notes)
+
+
+def _all(
+    workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]
+) -> tuple[Iterator[Request], tuple[str, ...]]:
+    """Return the requests of *workload* before any are chosen, and how their arrivals were changed."""
+    if workload.trace is None and workload.arrivals != "embedded":
+        return iter(_generate(workload, seed, context, progress)), ()
+    path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
+    rows = traces.read(path, context)
+    requests = (Request(row.time, row.input, row.output, None, row.hash_ids) for row in rows)
+    return _spread(list(requests), seed) if workload.jitter == "auto" else (requests, ())
+
+
+def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
+    later = dropwhile(lambda request: request.arrival < skip, requests)
+    return (Request(request.arrival - skip, *request[1:]) for request in later)
+
+
+# --- arrivals on a grid ---------------------------------------------------------------------------------------------
+
+_GRID_SHARE = 0.99
+"""Of the gaps between different arrival times, which must be whole multiples of the spacing within a hundredth."""
+
+
+def grid(arrivals: Sequence[float]) -> float:
+    """Return the spacing in seconds of the grid that *arrivals* lie on, 0 if there is none.
+
+    There is one if several requests arrive at a time on average and nearly all gaps are multiples of the median gap.
+    """
+    times = np.unique(np.asarray(arrivals, dtype=np.float64))
+    if len(times) < 3 or len(arrivals) < 2 * len(times):
+        return 0.0
+    gaps = np.diff(times)
+    spacing = float(np.median(gaps))
+    off = np.abs(gaps / spacing - np.maximum(1, np.rint(gaps / spacing)))
+    return spacing if float(np.mean(off <= 0.01)) >= _GRID_SHARE else 0.0
+
+
+def _spread(requests: list[Request], seed: int) -> tuple[Iterator[Request], tuple[str, ...]]:
+    """Return *requests*, those of one point of the grid at random times before the next, in their order."""
+    spacing = grid([request.arrival for request in requests])
+    if not spacing:
+        return iter(requests), ("workload.jitter=auto: arrivals lie on no grid and stay as they are",)
+    arrivals = np.array([request.arrival for request in requests])
+    times, first, counts = np.unique(arrivals, return_index=True, return_counts=True)
+    room = np.minimum(np.append(np.diff(times), spacing), spacing)
+    shares = stream(seed, "workload.jitter").random(len(arrivals))
+    for start, count, most in zip(first.tolist(), counts.tolist(), room.tolist(), strict=True):
+        arrivals[start : start + count] += most * np.sort(shares[start : start + count])
+    note = (
+        f"workload.jitter=auto: arrivals lie on a grid of {format_time(spacing)}, {len(arrivals) / len(times):.1f} at "
+        "a time; each was moved by a random part of that, in order"
+    )
+    moved = zip(requests, arrivals.tolist(), strict=True)
+    return (Request(arrival, *request[1:]) for request, arrival in moved), (note,)
+
+
+# --- users who leave ------------------------------------------------------------------------------------------------
 
 
 def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[Request]:
@@ -81,135 +163,17 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
         strict=True,
     )
     return [
-        request._replace(patience=wait) if chance < workload.aborts else request
+        Request(*request[:3], wait, request.hash_ids) if chance < workload.aborts else request
         for request, (chance, wait) in zip(requests, drawn, strict=True)
     ]
-
-
-# --- traces ---------------------------------------------------------------------------------------------------------
-
-
-class _MooncakeLine(msgspec.Struct):
-    """What is used of a line of a Mooncake trace; only real servers see `hash_ids`: no prefix cache is modelled."""
-
-    timestamp: float  # milliseconds
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line of a trace, and how to complain about it."""
-
-    path: Path
-    number: int
-    text: str
-
-    def error(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self.path}:{self.number}: {reason}; correct or delete the line")
-
-
-def _read(path: Path, context: int) -> Iterator[Request]:
-    """Yield the requests of the trace at *path*, arrivals from 0."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from _checked(_lines(path, file), context)
-    except OSError as error:
-        raise ConfigError(f"workload.trace={path} cannot be read: {error.strerror}; name a file that can") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"workload.trace={path} is not text: {error.reason}; give JSON lines or CSV") from error
-    except ValueError as error:  # of the name: a zero byte
-        raise ConfigError(f"workload.trace={str(path)!r} cannot be read: {error}; name a file that can") from error
-
-
-def _lines(path: Path, file: Iterator[str]) -> Iterator[_Line]:
-    for number, text in enumerate(file, start=1):
-        if text.strip():
-            yield _Line(path, number, text.strip())
-
-
-def _checked(lines: Iterator[_Line], context: int) -> Iterator[Request]:
-    first = next(lines, None)
-    if first is None:
-        return
-    parse = _parser(first)
-    origin = previous = None
-    for line in lines if parse is _azure else _with(first, lines):
-        try:
-            time, given, wanted, *hashes = parse(line)
-        except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-            raise line.error(str(error)) from None
-        if not (math.isfinite(time) and (previous is None or time >= previous)):
-            raise line.error(f"timestamp {time} after {previous}: timestamps must be finite and must not decrease")
-        if given < 1 or wanted < 1:
-            raise line.error(f"{given} input and {wanted} output tokens: both must be >= 1")
-        if given + wanted > context:
-            raise ConfigError(
-                f"{line.path}:{line.number}: {given} + {wanted} tokens exceed model.context={context}; choose a model "
-                "with a longer context, set model.context, or cut the trace before this line with workload.count="
-                f"{line.number - (2 if parse is _azure else 1)}"
-            )
-        previous = time
-        origin = time if origin is None else origin
-        yield Request(time - origin, given, wanted, None, *hashes)
-
-
-_Parsed = tuple[float, int, int] | tuple[float, int, int, tuple[int, ...]]
-"""Time in seconds, input and output tokens and, of a Mooncake trace, the ids of the prompt's blocks."""
-
-
-def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
-    yield first
-    yield from rest
-
-
-def _parser(line: _Line) -> Callable[[_Line], _Parsed]:
-    if line.text.startswith("{"):
-        return _mooncake
-    if line.text.lstrip("\ufeff") == AZURE_HEADER:
-        return _azure
-    raise ConfigError(
-        f"{line.path}:{line.number}: neither a Mooncake trace (JSON lines with timestamp, input_length, output_length) "
-        f"nor an Azure one (CSV with the header {AZURE_HEADER}); convert the trace to one of them"
-    )
-
-
-_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
-
-
-def _mooncake(line: _Line) -> _Parsed:
-    found = _decode_mooncake(line.text)
-    return found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids
-
-
-_AZURE_ORIGIN = datetime(2020, 1, 1)
-"""Near enough that seconds since then keep the seventh digit."""
-
-
-def _azure(line: _Line) -> _Parsed:
-    fields = line.text.split(",")
-    if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
-    moment = datetime.fromisoformat(fields[0])
-    whole = moment.replace(microsecond=0, tzinfo=None) - _AZURE_ORIGIN
-    return whole.total_seconds() + _fraction(fields[0]), int(fields[1]), int(fields[2])
-
-
-def _fraction(text: str) -> float:
-    """Return the part of a second in *text*, of which `datetime` keeps six of the seven digits."""
-    digits = text.rpartition(".")[2] if "." in text else "0"
-    return float(f"0.{digits}")
 
 
 # --- generated ------------------------------------------------------------------------------------------------------
 
 
 def _generate(workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]) -> list[Request]:
-    if workload.count is None:
-        raise ConfigError(f"workload.arrivals={workload.arrivals} has no end; set workload.count=N")
-    count = workload.count
-    arrivals = np.cumsum(_gaps(workload, seed, count))
+    arrivals = _arrivals(workload, seed)
+    count = len(arrivals)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
     found: list[Request] = []
     for size in _blocks(count):
@@ -221,6 +185,22 @@ def _generate(workload: Workload, seed: int, context: int, progress: Callable[[f
         progress(0.0, f"drawing request {len(found)} of {count}")
         found += [Request(*row) for row in zip(times.tolist(), given.tolist(), output.tolist(), strict=True)]
     return found
+
+
+def _arrivals(workload: Workload, seed: int) -> Floats:
+    """Return when requests arrive: enough for `Workload.count` after `skip`, or to the end of `seconds`."""
+    end = workload.skip + workload.seconds
+    if workload.count is None and not workload.seconds:
+        raise ConfigError(
+            f"workload.arrivals={workload.arrivals} has no end; set workload.count=N or workload.seconds=600s"
+        )
+    count = workload.count or math.ceil(workload.rate * end) + 1
+    while True:
+        arrivals = np.cumsum(_gaps(workload, seed, count))
+        enough = workload.count and int(np.sum(arrivals >= workload.skip)) >= workload.count
+        if enough or (workload.seconds and arrivals[-1] >= end):
+            return arrivals
+        count *= 2
 
 
 _BLOCK = 1 << 20

@@ -1,0 +1,143 @@
+"""Find the parallelism and the P:D ratio that serve the most requests of a workload under an SLO, on one machine.
+
+Each deployment of the lists that fits is searched for the highest load at which a share of requests meets
+`slo`; the search begins where a similar deployment ended.  What does not fit is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from experiments.capacity import tables
+from experiments.capacity.deployments import Shape, configured, feasible
+from experiments.capacity.search import Capacity, Search, capacity
+from experiments.serve import Options as ServeOptions
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.job import Target
+from pdsim.results.record import Result
+from pdsim.serving.workload import Request, draw
+
+__all__ = ["TARGETS", "Options", "run"]
+
+TARGETS = ("model",)
+"""Where the experiment can run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is compared and how finely: `conf/experiment/capacity.yaml`."""
+
+    prefill_tp: tuple[int, ...] = (1, 2, 4, 8)
+    decode_tp: tuple[int, ...] = (1, 2, 4, 8)
+    instances: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # of either side, in every combination that fits
+    attainment: float = 0.9  # share of requests that must meet the SLO
+    requests: int = 200  # of a probe
+    finalists: int = 5  # deployments that are searched again, with more requests and half the tolerance
+    final_requests: int = 2000  # of a probe of those
+    warmup: float = 0.1  # share of them, the first, that do not count
+    tolerance: float = 0.08  # of the load, to which the search goes on
+    start: float = 0.6  # load of the first probe of each parallelism
+    router: str = "least_tokens"
+    processes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tp", "decode_tp", "instances"):
+            if min(getattr(self, name), default=0) < 1:
+                raise ValueError(f"experiment.{name} must have values >= 1, got {list(getattr(self, name))}")
+        for name, least in (("requests", 100), ("finalists", 1), ("final_requests", 100), ("processes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"experiment.{name} must be >= {least}, got {getattr(self, name)}")
+        for name in ("attainment", "tolerance", "start"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"experiment.{name} must be > 0 and < 1, got {getattr(self, name)}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"experiment.warmup must be >= 0 and < 1, got {self.warmup}")
+        self.serving()
+
+    def serving(self) -> ServeOptions:
+        """Return the options of each probe."""
+        return ServeOptions(router=self.router)
+
+    def search(self) -> Search:
+        """Return how each deployment is searched."""
+        return Search(attainment=self.attainment, warmup=self.warmup, tolerance=self.tolerance)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Deployments of one parallelism, in order: each search begins where the one before ended."""
+
+    config: Config
+    options: Options
+    shapes: tuple[Shape, ...]
+    requests: tuple[Request, ...]
+    search: Search
+    start: float  # load of the first probe
+
+    def capacities(self) -> list[Capacity]:
+        found: list[Capacity] = []
+        start = self.start
+        for shape in self.shapes:
+            own = configured(self.config, shape)
+            found.append(capacity(own, self.requests, self.options.serving(), self.search, start))
+            if found[-1].best is not None:
+                start = found[-1].best.load
+        return found
+
+
+def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Result:
+    """Search every deployment that fits and return the best, all of them, and the Pareto front.
+
+    Raise a `ConfigError` if none fits.
+    """
+    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    workload = replace(config.workload, load=0.0)
+    most = max(options.requests, options.final_requests)
+    drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
+    requests = tuple(drawn.requests)
+    gpus = config.hw.nodes * config.hw.gpus
+    lists = (options.prefill_tp, options.decode_tp, options.instances)
+    shapes, refused = feasible(config, *lists, requests)
+    if not shapes:
+        raise ConfigError(
+            f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} on "
+            f"hw={config.hw.name}: {next(iter(refused.values()))}"
+        )
+    search = options.search()
+    chains = [
+        _Chain(config, options, tuple(group), requests[: options.requests], search, options.start)
+        for _, group in groupby(shapes, key=lambda shape: (shape.prefill_tp, shape.decode_tp))
+    ]
+    found: dict[Shape, Capacity] = {}
+    with _mapping(options.processes) as mapped:
+        for chain, capacities in zip(chains, mapped(_Chain.capacities, chains), strict=True):
+            found |= dict(zip(chain.shapes, capacities, strict=True))
+            progress(len(found) / len(shapes), f"{len(found)} of {len(shapes)} deployments searched")
+        finer = replace(search, tolerance=search.tolerance / 2, confident=True)
+        finals = [
+            _Chain(config, options, (shape,), requests, finer, best.load)
+            for shape, _, best in tables.ranked(found, gpus)[: options.finalists]
+        ]
+        for chain, capacities in zip(finals, mapped(_Chain.capacities, finals), strict=True):
+            found |= dict(zip(chain.shapes, capacities, strict=True))
+            progress(1.0, f"{chain.shapes[0]} searched again")
+    return Result(
+        summary=tables.metrics(found, refused, gpus),
+        tables=tables.tables(found, refused, gpus, config, search),
+        notes=list(drawn.notes),
+    )
+
+
+@contextmanager
+def _mapping(processes: int) -> Iterator[Callable[..., Iterator[list[Capacity]]]]:
+    """Yield a `map` over so many processes; what it yields does not depend on their number."""
+    if processes == 1:
+        yield map
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # which ends them when it is left early
+        yield pool.imap

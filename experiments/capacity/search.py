@@ -1,0 +1,167 @@
+"""The highest load at which one deployment meets an SLO: probes by simulation, a bracket, its confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from experiments.serve import Options as ServeOptions
+from experiments.serve import check_fits, job, result, specs
+from pdsim.config import Config
+from pdsim.fabric.job import Model
+from pdsim.results.batch_means import half_width
+from pdsim.results.statistics import percentile
+from pdsim.serving.load import offered_load, scaled
+from pdsim.serving.workload import Request
+
+__all__ = ["Capacity", "Probe", "Search", "bisect", "capacity", "probe"]
+
+LEAST = 0.01
+"""The lowest load that is probed: an SLO that fails there is missed by single requests."""
+
+_WIDER = 1.06
+"""From one probe to the next, away from the answer, until the interval tells."""
+
+_STRIDE = 1.2
+"""From one probe to the next until one holds and one fails; squared with every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What a simulation at one load says of the SLO."""
+
+    load: float  # of the busier side
+    rate: float  # requests a second
+    tokens: float  # output tokens a second
+    attainment: float  # share of requests that meet the SLO
+    half: float  # of its 95 % interval
+    ttft: float | None  # seconds, p90
+    tpot: float | None  # seconds, p90
+    requests: int
+
+    def holds(self, target: float) -> bool:
+        """Return whether the share is at least *target*."""
+        return self.attainment >= target
+
+    def sure(self, target: float) -> bool:
+        """Return whether *target* lies outside the interval."""
+        return abs(self.attainment - target) >= self.half
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The answer for one deployment: the highest load that holds, and between which loads the true one lies."""
+
+    best: Probe | None  # None: the SLO fails at any load
+    low: float  # the highest load that surely holds, 95 %
+    high: float  # the lowest that surely fails; 1 by the closed form
+    probes: tuple[Probe, ...]
+
+
+def bisect(
+    measure: Callable[[float], Probe],
+    target: float,
+    tolerance: float,
+    start: float,
+    *,
+    highest: float = 1.0,
+    confident: bool = False,
+) -> Capacity:
+    """Return the highest load below *highest* at which *measure* holds, within a *tolerance* of its share.
+
+    The search begins at *start*, such as the answer for a similar deployment, and strides from there until it has a
+    load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there to
+    loads that the interval tells from *target*, on both sides.
+    """
+    probes: list[Probe] = []
+    low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
+    failed = False
+    while high - low > tolerance * high and high > LEAST:
+        found = measure(load)
+        probes.append(found)
+        if found.holds(target):
+            low = load
+        else:
+            high, failed = load, True
+        if not failed:
+            load = min(load * stride, (load + high) / 2)
+        elif not low:
+            load = max(load / stride, LEAST / 2)
+        else:
+            load = (low + high) / 2
+        stride *= stride
+    best = max((one for one in probes if one.holds(target)), key=lambda one: one.load, default=None)
+    if confident and best is not None:
+        probes += _surely(measure, target, best.load, highest, probes)
+    sure = [one.load for one in probes if one.holds(target) and one.sure(target)]
+    fails = [one.load for one in probes if not one.holds(target) and one.sure(target)]
+    return Capacity(best=best, low=max(sure, default=0.0), high=min(fails, default=highest), probes=tuple(probes))
+
+
+def _surely(
+    measure: Callable[[float], Probe], target: float, load: float, highest: float, probes: Sequence[Probe]
+) -> list[Probe]:
+    """Return probes away from *load*: down to one that surely holds, up to one that surely fails, if there is any."""
+    found: list[Probe] = []
+    for step, holds in ((1 / _WIDER, True), (_WIDER, False)):
+        at = load
+        while not any(one.holds(target) == holds and one.sure(target) for one in (*probes, *found)):
+            at *= step
+            if not load / 2 < at < highest:
+                break
+            found.append(measure(at))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How the answer is searched for."""
+
+    attainment: float  # share of requests that must meet the SLO
+    warmup: float  # share of requests, the first, that do not count
+    tolerance: float  # of the load
+    confident: bool = False  # go on to loads that surely hold and surely fail
+
+
+def capacity(
+    config: Config, requests: Sequence[Request], options: ServeOptions, search: Search, start: float
+) -> Capacity:
+    """Return the capacity of *config* for *requests*.  Raise a `ConfigError` if it cannot serve them at all."""
+    what = job(config, options)
+    check_fits(what, requests)
+    return bisect(
+        lambda load: probe(config, requests, options, load, search.warmup),
+        search.attainment,
+        search.tolerance,
+        start,
+        confident=search.confident,
+    )
+
+
+def probe(config: Config, requests: Sequence[Request], options: ServeOptions, load: float, warmup: float) -> Probe:
+    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted."""
+    what = job(config, options)
+    given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
+    model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)
+    columns = result(config, what, given, model.run(specs(config, what, given))).requests
+    first = int(warmup * len(given))
+    rows = list(zip(columns["ttft"], columns["tpot"], strict=True))[first:]
+    slo = config.slo
+    good: npt.NDArray[np.float64] = np.array(
+        [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows], dtype=np.float64
+    )
+    offered = offered_load(what, given)
+    assert offered is not None
+    return Probe(
+        load=load,
+        rate=offered.rate,
+        tokens=offered.rate * sum(request.output for request in given) / len(given),
+        attainment=float(good.mean()),
+        half=half_width(good, None) or 0.0,
+        ttft=percentile([ttft for ttft, _ in rows if ttft is not None], 90.0),
+        tpot=percentile([tpot for _, tpot in rows if tpot is not None], 90.0),
+        requests=len(given),
+    )

@@ -1,0 +1,211 @@
+"""The load that a workload offers to a deployment, in closed form: known before anything is simulated.
+
+A side's offered load is the time that its instances need for the requests of one second, over their number.  Work is
+counted as a saturated engine does it: full prefill chunks, decode batches as large as memory allows.  So a load above
+1 cannot be served whatever the order of arrival, and what is below 1 may still miss a latency.
+
+Left out, and therefore optimistic: prefill pages that wait for their transfer, links, the unequal share that a router
+gives each instance, and users who leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from pdsim.errors import ConfigError
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.seams import handoff_of
+from pdsim.serving.settings import HostCosts, Workload
+from pdsim.serving.workload import Request, stream
+
+__all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
+
+WARNING = 0.9
+"""The offered load from which on a reader is warned: queues of random arrivals are long from here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfferedLoad:
+    """Work a second over what can be done in a second, of both sides."""
+
+    prefill: float
+    decode: float
+    rate: float  # requests a second: the gaps between arrivals, over their sum
+    decode_batch: int  # requests in a decode iteration at saturation
+    together: bool = False  # the same engines prefill and decode
+
+    @property
+    def highest(self) -> float:
+        """The load of the busier side; of both where the same engines do both."""
+        return self.prefill + self.decode if self.together else max(self.prefill, self.decode)
+
+    def at_most(self, workload: Workload) -> str:
+        """Return the setting of *workload* at which the busier side has a load of 1: ``workload.speed=0.042``."""
+        if not self.highest:
+            return "any rate"
+        if workload.trace is None and workload.arrivals != "embedded":
+            return f"workload.rate={self.rate / self.highest:.3g}"
+        if workload.load:
+            return "workload.load=1"
+        return f"workload.speed={workload.speed / self.highest:.3g}"
+
+    def line(self, workload: Workload) -> str:
+        """Return what a reader is told first."""
+        return (
+            f"offered load: prefill {self.prefill:.3g}, decode {self.decode:.3g}: at most {self.at_most(workload)} "
+            "can be served"
+        )
+
+    def warning(self, workload: Workload) -> str:
+        """Return what is wrong with so high a load; nothing below `WARNING`."""
+        if self.highest < WARNING:
+            return ""
+        side = "the engine" if self.together else "prefill" if self.prefill >= self.decode else "decode"
+        if self.highest < 1:
+            return (
+                f"warning: near capacity: {side} is offered {self.highest:.3g} of what it can serve, so latencies vary "
+                "much from run to run; set workload.load=0.7, or add instances"
+            )
+        return (
+            f"warning: overloaded: {side} is offered {self.highest:.3g} times what it can serve, so latencies measure "
+            f"how long the queue has grown; set workload.load=0.7, at most {self.at_most(workload)}, or add instances"
+        )
+
+    def plain(self, workload: Workload) -> dict[str, float | int | str]:
+        """Return what ``run.json`` keeps."""
+        return {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "rate": self.rate,
+            "decode_batch": self.decode_batch,
+            "at_most": self.at_most(workload),
+        }
+
+
+def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | None:
+    """Return the load that *requests* offer to *job*; None if they arrive all at once, which is no rate."""
+    span = requests[-1].arrival - requests[0].arrival if requests else 0.0
+    if not (span > 0 and isfinite(span)):
+        return None
+    rate = (len(requests) - 1) / span
+    share = rate / len(requests)  # of all work, a second
+    decoding = _Decoding.of(job, requests)
+    batch = decoding.batch(job) if decoding.steps else job.decode_batch
+    seconds = decoding.steps / batch * decoding.step(job, batch) + decoding.held_up if decoding.steps else 0.0
+    return OfferedLoad(
+        prefill=share * sum(prefill_iterations(job, requests)) / len(job.prefills),
+        decode=share * seconds / len(job.decodes),
+        rate=rate,
+        decode_batch=batch,
+        together=job.colocated,
+    )
+
+
+def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator[float]:
+    """Yield the seconds of each iteration of a prefill instance whose queue holds all of *requests* in order.
+
+    An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of which
+    may go on in the next: as `pdsim.serving.prefill.scheduler` does with ``engine.scheduler=fcfs``.
+    """
+    host = job.engine.prefill
+    pieces: list[tuple[int, int]] = []
+    budget, held_up = job.chunk, 0.0
+    for request in requests:
+        done = 0
+        held_up += host.admit + host.admit_token * request.input
+        while done < request.input:
+            tokens = min(budget, request.input - done)
+            pieces.append((done, tokens))
+            done += tokens
+            budget -= tokens
+            if not budget or len(pieces) == job.prefill_batch:
+                yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
+                pieces, budget, held_up = [], job.chunk, 0.0
+    if pieces:
+        yield _with_host(job.prefill_time.prefill(pieces), host, job.engine.overlap) + held_up
+
+
+def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:
+    forward = max(forward, host.launch)
+    return max(forward, host.step) if overlap else forward + host.step
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """What requests ask of decode, summed over all steps of all of them."""
+
+    steps: int
+    tokens: int  # of context, read in all steps
+    pages: float  # held, in all steps
+    before: float  # pages times seconds of prefill, for which they are held already
+    held_up: float  # seconds that admissions keep the batch waiting
+
+    @classmethod
+    def of(cls, job: Deployment, requests: Sequence[Request]) -> _Decoding:
+        engine, reserved = job.engine, not handoff_of(job.engine).serial
+        steps = tokens = 0
+        pages = before = held_up = 0.0
+        for request in requests:
+            own = request.output - 1 + engine.recompute
+            last = request.input + (own // 2 if engine.memory == "grow" else request.output)
+            size = job.page_count(last)
+            steps += own
+            tokens += own * (request.input + 1 - engine.recompute) + own * (own - 1) // 2
+            pages += own * size
+            held_up += engine.decode.admit + engine.decode.admit_token * request.input
+            if reserved:
+                before += size * sum(prefill_iterations(job, [request]))
+        return cls(steps, tokens, pages, before, held_up)
+
+    def step(self, job: Deployment, batch: int) -> float:
+        """Return the seconds of an iteration of *batch* requests of mean context."""
+        base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
+        return base + job.decode_time.context * batch * self.tokens / self.steps
+
+    def batch(self, job: Deployment) -> int:
+        """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.
+
+        Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill takes.
+        """
+        limit = min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch
+        low, high = 1, limit  # pages grow with the batch
+        while low < high:
+            middle = (low + high + 1) // 2
+            held = middle * (self.pages + self.before / self.step(job, middle)) / self.steps
+            low, high = (middle, high) if held <= job.decode_pages else (low, middle - 1)
+        return low
+
+
+def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> list[Request]:
+    """Return *requests* as `Workload.load` asks for: the busier side of *job* is offered that.
+
+    With ``scaling=time`` all gaps change by one factor, so the order stays and the load is met exactly.  With
+    ``scaling=thinning`` the times stay and requests are dropped at random, so it is met in the mean only.
+    Raise a `ConfigError` if requests arrive all at once, or if thinning would have to add some.
+    """
+    if not workload.load:
+        return list(requests)
+    offered = offered_load(job, requests)
+    if offered is None or not offered.highest:
+        raise ConfigError(
+            f"workload.load={workload.load:g} needs requests that arrive at different times; set more of them with "
+            "workload.count, or leave workload.load out"
+        )
+    share = workload.load / offered.highest
+    if workload.scaling == "time":
+        return [Request(request.arrival / share, *request[1:]) for request in requests]
+    if share > 1:
+        raise ConfigError(
+            f"workload.load={workload.load:g} is above the {offered.highest:.3g} that all requests offer, and "
+            "workload.scaling=thinning only drops some; set workload.scaling=time"
+        )
+    chances = stream(seed, "workload.thinning").random(len(requests)).tolist()
+    kept = [request for request, chance in zip(requests, chances, strict=True) if chance < share]
+    if len(kept) < 2:
+        raise ConfigError(
+            f"workload.load={workload.load:g} by thinning leaves {len(kept)} of {len(requests)} requests; set more "
+            "of them, or workload.scaling=time"
+        )
+    return kept

@@ -1,0 +1,59 @@
+"""Which tokens of a prompt a prefix cache holds: blocks by their hashes, the least recently used evicted first.
+
+A hash names a block together with all before it, as `hash_ids` of Mooncake's traces do, so a lookup ends at the first
+block that is missing.  A block is used after those before it, so it is evicted before them and no lookup skips one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pdsim.serving.workload import HASHED, Request
+
+__all__ = ["PrefixCache", "hit_share"]
+
+
+class PrefixCache:
+    """A cache of at most *capacity* blocks of `HASHED` tokens; None is unlimited."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        """Return the number of blocks that are held."""
+        return len(self._blocks)
+
+    def match(self, request: Request) -> int:
+        """Return how many tokens of the prompt are held, from its start."""
+        blocks = 0
+        for block in request.hash_ids:
+            if block not in self._blocks:
+                break
+            blocks += 1
+        return min(blocks * HASHED, request.input)
+
+    def insert(self, request: Request) -> None:
+        """Hold the prompt of *request*, and evict what is too much."""
+        for block in reversed(request.hash_ids):  # the first is the most recently used
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while self._capacity is not None and len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+
+
+def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float | None:
+    """Return the share of all prompt tokens that one cache holds when their request arrives.
+
+    Each prompt is held from its arrival on, not from the end of its prefill.  None if no request has `hash_ids`.
+    """
+    cache, held, tokens, hashed = PrefixCache(capacity), 0, 0, False
+    for request in requests:
+        hashed = hashed or bool(request.hash_ids)
+        held += cache.match(request)
+        tokens += request.input
+        cache.insert(request)
+    return held / tokens if hashed else None

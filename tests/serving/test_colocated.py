@@ -1,0 +1,121 @@
+"""Engines that prefill and decode in the same steps: every time is the sum of the steps that led there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.serve import Options, job, result, specs
+from pdsim.errors import ConfigError
+from pdsim.fabric.job import Model
+from pdsim.serving.deployment import Deployment
+from pdsim.serving.load import offered_load, prefill_iterations
+from pdsim.serving.settings import Kv, Scheduler, Side
+from pdsim.serving.workload import Request
+from tests.experiments.test_serve import GENERATED, configured, rows, serve, values
+
+TOGETHER = {"deployment": "colocated"}
+
+
+def served(requests: list[Request], **changes: Any) -> tuple[list[dict[str, Any]], Deployment]:
+    """Return what becomes of *requests* on one engine, and the deployment."""
+    config = configured(options=TOGETHER, kv=Kv(page_size=16), **changes)
+    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1)
+    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
+    assert not [rank.error for rank in outcome.ranks.values() if rank.error]
+    return rows(result(config, what, requests, outcome)), what
+
+
+def decode(what: Deployment, contexts: list[int]) -> float:
+    """Return the seconds of a step that only decodes requests of these contexts."""
+    return what.decode_time.step(len(contexts)) + what.decode_time.context * sum(contexts)
+
+
+def mixed(what: Deployment, pieces: list[tuple[int, int]], contexts: list[int]) -> float:
+    """Return the seconds of a step with pieces of prompts too; decoded tokens go through the layers with them."""
+    batch = [(0, len(contexts))] if contexts else []
+    return what.prefill_time.prefill([*pieces, *batch]) + what.decode_time.context * sum(contexts)
+
+
+def test_one_request_alone_takes_its_chunks_and_its_steps():
+    ((row,), what) = served([Request(0.0, 600, 10)])
+    chunks = [(0, 256), (256, 256), (512, 88)]
+    first = sum(mixed(what, [chunk], []) for chunk in chunks)
+    assert row["ttft"] == pytest.approx(first, rel=1e-12)
+    steps = sum(decode(what, [600 + token]) for token in range(1, 10))
+    assert row["e2e"] == pytest.approx(first + steps, rel=1e-12)
+    assert row["queueing"] == row["handshake"] == row["transfer"] == row["polling"] == 0
+    assert row["nbytes"] == 0
+
+
+def test_a_prompt_that_comes_while_another_decodes_shares_its_steps():
+    first, what = served([Request(0.0, 100, 20)])
+    begun = first[0]["ttft"] + decode(what, [101]) + 0.5 * decode(what, [102])  # within the second step of decode
+    (one, other), what = served([Request(0.0, 100, 20), Request(begun, 400, 2)])
+    boundary = one["ttft"] + decode(what, [101]) + decode(what, [102])
+    assert other["queueing"] == pytest.approx(boundary - begun, rel=1e-9)
+    both = mixed(what, [(0, 255)], [103]) + mixed(what, [(255, 145)], [104])  # one token of 256 is the other's
+    assert other["ttft"] == pytest.approx(boundary - begun + both, rel=1e-9)
+    last = decode(what, [105, 401])
+    assert other["e2e"] == pytest.approx(other["ttft"] + last, rel=1e-9)
+    rest = sum(decode(what, [100 + token]) for token in range(6, 20))
+    assert one["e2e"] == pytest.approx(boundary + both + last + rest, rel=1e-9)
+
+
+def test_a_chunk_makes_the_steps_of_decode_longer():
+    alone, _ = served([Request(0.0, 100, 20)])
+    (beside, _), _ = served([Request(0.0, 100, 20), Request(1e-3, 2000, 1)])
+    assert beside["tpot"] > alone[0]["tpot"]
+    assert beside["ttft"] == alone[0]["ttft"]
+
+
+def test_prompts_without_output_queue_as_lindleys_recursion_says():
+    random = np.random.default_rng(3)
+    lengths = random.integers(50, 800, 200).tolist()
+    arrivals = np.cumsum(random.exponential(0.004, 200)).tolist()
+    requests = [Request(t, n, 1) for t, n in zip(arrivals, lengths, strict=True)]
+    table, what = served(requests, scheduler=Scheduler(chunk=8192, prefill_batch=1, decode_batch=8))
+    services = [sum(prefill_iterations(what, [request])) for request in requests]
+    wait, waits = 0.0, [0.0]
+    for index in range(1, 200):
+        wait = max(0.0, wait + services[index - 1] - (arrivals[index] - arrivals[index - 1]))
+        waits.append(wait)
+    assert max(waits) > 2 * max(services)
+    assert [row["queueing"] for row in table] == pytest.approx(waits, abs=1e-9)
+
+
+def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
+    requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
+    config = configured(options=TOGETHER, kv=Kv(page_size=16))
+    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=15)
+    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
+    one, other = rows(result(config, what, requests, outcome))
+    assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
+
+
+def test_the_gpus_of_both_sides_serve_everybody():
+    wide = configured(Side(tp=2), Side(tp=1, instances=3), options=TOGETHER, kv=Kv(page_size=16))
+    assert len(job(wide, Options(**TOGETHER)).prefills) == 2  # five GPUs hold two of two
+    found = serve(configured(options=TOGETHER, kv=Kv(page_size=16)))
+    assert values(found)["requests_ok"] == 40
+    assert {row["prefill"] for row in rows(found)} == {"colocated0", "colocated1"}
+    for row in rows(found):
+        assert row["e2e"] == pytest.approx(row["queueing"] + row["compute"], rel=1e-12)
+
+
+def test_the_offered_load_is_of_prefill_and_decode_together():
+    config = configured(options=TOGETHER, kv=Kv(page_size=16))
+    requests = [Request(float(number), 100, 21) for number in range(5)]
+    offered = offered_load(job(config, Options(**TOGETHER)), requests)
+    assert offered is not None
+    assert offered.highest == offered.prefill + offered.decode > 0
+
+
+def test_what_colocated_engines_do_not_do_is_refused():
+    with pytest.raises(ConfigError, match=r"leave workload\.aborts at 0"):
+        serve(configured(options=TOGETHER, workload=replace(GENERATED, aborts=0.5)))
+    with pytest.raises(ValueError, match="disaggregated or colocated, got 'both'"):
+        Options(deployment="both")

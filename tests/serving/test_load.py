@@ -1,0 +1,320 @@
+"""The offered load in closed form, against queues whose load, waiting time and stability are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.serve import Options, job, result, specs
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.fabric.job import Model
+from pdsim.results.batch_means import half_width, trend
+from pdsim.serving.load import offered_load, prefill_iterations, scaled
+from pdsim.serving.settings import Compute, Kv, Scheduler, Workload
+from pdsim.serving.workload import Request, draw, grid, load
+from tests.experiments.test_serve import ONE, configured, rows, serve, values
+
+ALONE = Scheduler(chunk=8192, prefill_batch=1, decode_batch=8)
+"""A prefill engine that serves one request at a time: a queue with one server, first come, first served."""
+
+PAPER = Compute(overhead=10e-3)
+"""So slow that what a handoff takes is small beside a service."""
+
+
+def queue(count: int, rate: float, *, cv: float = 0.0, **changes: Any) -> Config:
+    """Return a run whose requests of one output token queue for one prefill instance."""
+    workload = Workload(
+        arrivals="poisson", count=count, rate=rate, input_mean=256, input_cv=cv, output_mean=1, output_cv=0
+    )
+    return configured(ONE, ONE, workload=workload, scheduler=ALONE, compute=PAPER, kv=Kv(page_size=16), **changes)
+
+
+def service(config: Config, requests: list[Request]) -> np.ndarray:
+    what = job(config, Options())
+    return np.array([sum(prefill_iterations(what, [request])) for request in requests])
+
+
+def waits(config: Config) -> np.ndarray:
+    """Return the seconds that each request waits for the prefill engine.
+
+    Queueing begins with the request's way to the decode engine, which is the first one's whole: it finds no queue.
+    """
+    queueing = np.array([row["queueing"] for row in rows(serve(config))])
+    assert 0 < queueing[0] < 1e-4
+    return queueing - queueing[0]
+
+
+def lindley(arrivals: list[float], services: np.ndarray) -> np.ndarray:
+    """Return the waiting times of a queue with one server: ``W' = max(0, W + S - A)``."""
+    found = [0.0]
+    for index in range(1, len(arrivals)):
+        found.append(max(0.0, found[-1] + services[index - 1] - (arrivals[index] - arrivals[index - 1])))
+    return np.array(found)
+
+
+# --- the queue is the one that theory knows -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cv", [0.0, 1.0])
+def test_each_request_waits_as_lindleys_recursion_says(cv: float):
+    config = queue(400, 60.0, cv=cv)
+    requests = load(config.workload, config.seed, config.model.context)
+    expected = lindley([request.arrival for request in requests], service(config, requests))
+    assert waits(config) == pytest.approx(expected, abs=1e-9)
+    assert expected.max() > 3 * service(config, requests).mean()
+
+
+def test_waiting_times_are_those_of_m_d_1():
+    config = queue(3000, 60.0)
+    each = float(service(config, load(config.workload, 0, config.model.context))[0])
+    utilisation = 60.0 * each
+    assert 0.5 < utilisation < 0.8
+    expected = utilisation * each / 2 / (1 - utilisation)  # Pollaczek and Khinchine, constant service
+    found = waits(config)
+    half = half_width(found, None)
+    assert half is not None
+    assert half < 0.3 * expected
+    assert abs(found.mean() - expected) < 1.5 * half
+
+
+def test_waiting_times_are_those_of_m_m_1():
+    """Lengths of prompts are exponential, and a prefill takes time in proportion to them."""
+    config = queue(1, 1.0)
+    what = job(config, Options())
+    time = replace(what.prefill_time, pair_flops=0.0, overhead=0.0, weight_bytes=0.0, token_weight_bytes=0.0)
+    proportional = replace(what, prefill_time=time, chunk=1 << 30)
+    random = np.random.default_rng(5)
+    lengths = np.maximum(1, np.rint(random.exponential(2000, 3000))).astype(int).tolist()
+    mean = float(np.mean([sum(prefill_iterations(proportional, [Request(0.0, n, 1)])) for n in lengths]))
+    arrivals = np.cumsum(random.exponential(mean / 0.6, 3000)).tolist()
+    requests = [Request(t, n, 1) for t, n in zip(arrivals, lengths, strict=True)]
+    offered = offered_load(proportional, requests)
+    assert offered is not None
+    assert offered.prefill == pytest.approx(0.6, rel=0.05)
+    outcome = Model(config.hw, config.backend).run(specs(config, proportional, requests))
+    found = np.array(result(config, proportional, requests, outcome).requests["queueing"])
+    services = np.array([sum(prefill_iterations(proportional, [request])) for request in requests])
+    found -= found[0]
+    assert found == pytest.approx(lindley(arrivals, services), abs=1e-7)
+    half = half_width(found, None)
+    assert half is not None
+    assert abs(found.mean() - 0.6 / (1 - 0.6) * mean) < 1.5 * half
+
+
+def test_requests_in_the_system_are_rate_times_time_in_it():
+    table = rows(serve(configured()))
+    moments = sorted([(row["arrival"], 1) for row in table] + [(row["arrival"] + row["e2e"], -1) for row in table])
+    area = present = 0.0
+    for (begin, change), (end, _) in pairwise(moments):
+        present += change
+        area += present * (end - begin)
+    assert present == 1
+    assert area == pytest.approx(sum(row["e2e"] for row in table), rel=1e-12)  # Little's law, times the length of it
+
+
+def test_the_engines_are_given_what_arrives_and_nothing_else():
+    found = serve(configured())
+    (instances,) = [table for table in found.tables if table.title == "Instances"]
+    for side, tokens in (("prefill", "input"), ("decode", "output")):
+        rows = [row for row in instances.rows if row[0].startswith(side)]
+        assert sum(row[1] for row in rows) == len(found.requests["id"])
+        assert sum(row[2] for row in rows) == sum(found.requests[tokens])
+
+
+# --- the closed form ------------------------------------------------------------------------------------------------
+
+
+def test_the_prefill_load_is_rate_times_service_over_instances():
+    config = queue(50, 60.0)
+    requests = load(config.workload, 0, config.model.context)
+    what = job(config, Options())
+    rate = 49 / (requests[-1].arrival - requests[0].arrival)
+    offered = offered_load(what, requests)
+    twice = offered_load(replace(what, prefill_instances=2), requests)
+    assert offered is not None
+    assert twice is not None
+    assert offered.prefill == pytest.approx(rate * service(config, requests).mean(), rel=1e-12)
+    assert twice.prefill == pytest.approx(offered.prefill / 2, rel=1e-12)
+    assert offered.decode == 0  # the first token is prefill's
+
+
+def test_the_decode_load_is_that_of_a_saturated_batch():
+    config = configured()
+    what = job(config, Options())
+    requests = [Request(float(number), 100, 21) for number in range(5)]
+    offered = offered_load(what, requests)
+    assert offered is not None
+    assert offered.decode_batch == what.decode_batch == 8
+    steps = sum(what.decode_time.step(8) + what.decode_time.context * 8 * (100 + step) for step in range(1, 21))
+    assert offered.decode == pytest.approx(steps / 8, rel=1e-12)  # one request a second, eight share each step
+
+
+def test_pages_limit_the_saturated_batch():
+    config = configured()
+    what = replace(job(config, Options()), decode_pages=25)
+    requests = [Request(float(number), 100, 21) for number in range(5)]  # 8 pages of 16 tokens
+    offered = offered_load(what, requests)
+    assert offered is not None
+    assert offered.decode_batch in (2, 3)  # three fill 24 pages, less what the next one's prefill holds
+
+
+def test_an_engine_offered_more_than_it_can_do_ends_when_the_closed_form_says():
+    config = queue(400, 1e4)
+    found = serve(config)
+    assert found.offered_load is not None
+    span = found.requests["arrival"][-1] - found.requests["arrival"][0]
+    assert values(found)["makespan_s"] == pytest.approx(found.offered_load["prefill"] * span, rel=0.01)
+    assert found.notes[0].startswith("offered load: prefill ")
+    assert found.notes[1].startswith("warning: overloaded: prefill is offered ")
+
+
+@pytest.mark.parametrize(("target", "word"), [(0.7, ""), (0.95, "near capacity"), (1.17, "overloaded")])
+def test_loads_from_nine_tenths_on_are_warned_of(target: float, word: str):
+    config = configured()
+    found = serve(replace(config, workload=replace(config.workload, load=target)))
+    said = values(found)
+    assert max(said["offered_load_prefill"], said["offered_load_decode"]) == pytest.approx(target, rel=1e-9)
+    assert any(note.startswith(f"warning: {word}") for note in found.notes) == bool(word)
+
+
+def test_requests_all_at_once_offer_no_rate():
+    config = configured()
+    requests = [Request(0.0, 100, 5), Request(0.0, 100, 5)]
+    assert offered_load(job(config, Options()), requests) is None
+    with pytest.raises(ConfigError, match="requests that arrive at different times"):
+        scaled(Workload(load=0.5), job(config, Options()), requests, 0)
+
+
+# --- scaled, cut and spread -----------------------------------------------------------------------------------------
+
+
+def test_scaling_by_time_keeps_order_and_proportions():
+    config = configured()
+    requests = load(config.workload, 0, config.model.context)
+    found = scaled(replace(config.workload, load=0.3), job(config, Options()), requests, 0)
+    assert [request[1:] for request in found] == [request[1:] for request in requests]
+    factors = [now.arrival / before.arrival for now, before in zip(found, requests, strict=True)]
+    assert factors == pytest.approx([factors[0]] * len(factors), rel=1e-12)
+
+
+def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():
+    config = configured(workload=replace(Workload(arrivals="poisson", input_mean=300), count=4000, rate=500.0))
+    requests = load(config.workload, 0, config.model.context)
+    what = job(config, Options())
+    thin = replace(config.workload, load=0.5, scaling="thinning")
+    before, found = offered_load(what, requests), scaled(thin, what, requests, 0)
+    assert set(found) < set(requests)
+    after = offered_load(what, found)
+    assert before is not None
+    assert after is not None
+    assert before.highest > 1
+    assert after.highest == pytest.approx(0.5, rel=0.1)
+    with pytest.raises(ConfigError, match=r"set workload\.scaling=time"):
+        scaled(replace(thin, load=100.0), what, requests, 0)
+
+
+def gridded(folder: Path, count: int = 60, at_once: int = 5) -> Workload:
+    path = folder / "trace.jsonl"
+    lines = [
+        f'{{"timestamp": {3000 * (number // at_once)}, "input_length": {number + 1}, "output_length": 2}}'
+        for number in range(count)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return Workload(trace=str(path), jitter="auto")
+
+
+def test_arrivals_on_a_grid_are_spread_within_it_in_their_order(tmp_path: Path):
+    workload = gridded(tmp_path)
+    found = draw(workload, 0, 4096)
+    assert [request.input for request in found.requests] == list(range(1, 61))
+    assert all(one.arrival < other.arrival for one, other in pairwise(found.requests))
+    for number, request in enumerate(found.requests):
+        assert 3 * (number // 5) <= request.arrival < 3 * (number // 5) + 3
+    assert "a grid of 3 s, 5.0 at a time" in found.notes[0]
+    assert draw(workload, 0, 4096) == found
+    assert draw(workload, 1, 4096).requests != found.requests
+    assert draw(replace(workload, jitter="none"), 0, 4096).requests[4].arrival == 0
+
+
+def test_arrivals_off_any_grid_stay_and_that_is_said():
+    workload = Workload(jitter="auto")
+    assert draw(workload, 0, 8192).requests == load(replace(workload, jitter="none"), 0, 8192)
+    assert "on no grid" in draw(workload, 0, 8192).notes[0]
+    assert grid([0.0, 0.0, 0.7, 0.7, 2.1, 2.9, 2.9]) == 0.0
+
+
+def test_skip_and_seconds_choose_a_part_before_the_speed(tmp_path: Path):
+    whole = replace(gridded(tmp_path), jitter="none")
+    found = load(replace(whole, skip=3.0, seconds=6.0, speed=2.0), 0, 4096)
+    assert [request.input for request in found] == list(range(6, 16))
+    assert {request.arrival for request in found} == {0.0, 1.5}
+    with pytest.raises(ConfigError, match=r"has no requests after workload\.skip=99 s"):
+        load(replace(whole, skip=99.0), 0, 4096)
+
+
+def test_generated_arrivals_end_with_the_seconds():
+    endless = Workload(arrivals="poisson", rate=50.0)
+    found = load(replace(endless, seconds=10.0), 0, 4096)
+    more = load(replace(endless, count=1000), 0, 4096)
+    assert [request.arrival for request in found] == [request.arrival for request in more if request.arrival < 10]
+    later = load(replace(endless, skip=4.0, seconds=6.0), 0, 4096)
+    assert [request.arrival + 4 for request in later] == pytest.approx([r.arrival for r in found if r.arrival >= 4])
+
+
+def test_warmup_and_cooldown_leave_the_latencies_of_the_middle():
+    config = configured()
+    found = serve(replace(config, workload=replace(config.workload, warmup=0.05, cooldown=0.05)))
+    last = found.requests["arrival"][-1]
+    kept = [row["ttft"] for row in rows(found) if 0.05 <= row["arrival"] <= last - 0.05]
+    assert 0 < len(kept) < 40
+    assert values(found)["ttft_avg_s"] == pytest.approx(np.mean(kept), rel=1e-12)
+    assert values(found)["requests"] == 40
+
+
+# --- intervals and stationarity -------------------------------------------------------------------------------------
+
+
+def test_intervals_of_correlated_values_cover_what_they_estimate():
+    """An AR(1) process of correlation 0.9: an interval for independent values would cover a third as often."""
+    random = np.random.default_rng(1)
+    covered = 0
+    for _ in range(200):
+        noise, found, value = random.standard_normal(4000).tolist(), [], 0.0
+        for each in noise:
+            value = 0.9 * value + each
+            found.append(value)
+        values = np.array(found)
+        half = half_width(values, None)
+        assert half is not None
+        covered += abs(values.mean()) <= half
+    assert 0.88 <= covered / 200 <= 1.0
+
+
+def test_too_few_values_have_no_interval():
+    assert half_width(np.arange(49.0), 50.0) is None
+    assert half_width(np.arange(50.0), 50.0) is not None
+    assert half_width(np.arange(499.0), 99.0) is None
+
+
+def test_a_queue_that_grows_is_told_from_one_that_does_not():
+    random = np.random.default_rng(2)
+    noise = random.exponential(1.0, (300, 400))
+    assert sum(bool(trend(row)) for row in noise) <= 9  # 1 % expected, of 300
+    assert trend(noise[0] + np.linspace(0, 10, 400)) == pytest.approx(9, abs=1)
+    assert trend(noise[0] - np.linspace(0, 10, 400)) == 0.0
+    assert trend(noise[0][:99]) is None
+
+
+def test_an_overloaded_run_is_not_stationary():
+    config = queue(300, 1e3)
+    found = serve(config)
+    assert values(found)["stationary"] == 0
+    assert any(note.startswith("not stationary: TTFT grows by ") for note in found.notes)
+    calm = serve(queue(300, 20.0))
+    assert values(calm)["stationary"] == 1
