@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.results import reading, store
+from pdsim.results import store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
 
@@ -64,11 +64,10 @@ def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False)
     """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
     from pdsim.sweep import collect
 
-    path = folder / collect.POINTS
     if not json:
-        show_table(collect.table(path), file)
+        show_table(collect.table(folder), file)
         return
-    line = dumps({"points": str(path), "rows": reading.points(path).to_pylist()}, default=str)
+    line = dumps({"points": str(folder / collect.POINTS), "rows": collect.points(folder).to_pylist()}, default=str)
     (sys.stdout if file is None else file).write(line + "\n")
 
 
