@@ -51,7 +51,8 @@ Options:
   --cfg job            print what the run will use, every key that there is, calibrations applied, and stop
   -m, --multirun       the same as pdsim sweep
   --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
-  --json               print one JSON object instead of tables
+  --json               print one JSON object instead of a dozen lines
+  -v, --verbose        print every number with its definition, and everything that it rests on
   --quiet, -q          print nothing but errors
   --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
 
@@ -75,9 +76,10 @@ Options:
   --quiet, -q          print nothing but errors"""
 
 _REPORT = """\
-usage: pdsim report FOLDER [FOLDER ...] [--json]
+usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
 
-Print again what a run, or a sweep, printed at its end.  --json prints one JSON object a run instead."""
+Print again what a run, or a sweep, printed at its end; -v prints every number with its definition.
+--json prints one JSON object a run instead."""
 
 _COMPARE = """\
 usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]

@@ -86,7 +86,7 @@ def _run(words: Sequence[str]) -> int:
     from pdsim.cli.run import run
 
     begun()
-    return run(rest, json=json, quiet=quiet)
+    return run([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet, verbose=_is_verbose(rest))
 
 
 def _sweep(words: Sequence[str]) -> int:
@@ -94,7 +94,14 @@ def _sweep(words: Sequence[str]) -> int:
 
     begun()
     rest, json, quiet = _speaking(words)
-    return sweep(rest, json=json, quiet=quiet)
+    return sweep([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet)
+
+
+_VERBOSE = ("-v", "--verbose")
+
+
+def _is_verbose(words: Sequence[str]) -> bool:
+    return any(word in _VERBOSE for word in words)
 
 
 def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
@@ -108,11 +115,11 @@ def _report(words: Sequence[str]) -> int:
 
     for folder in _folders("report", words):
         if _is_sweep(folder):
-            terminal.show_sweep(folder, json="--json" in words)
+            terminal.show_sweep(folder, json="--json" in words, verbose=_is_verbose(words))
         elif "--json" in words:
             _say(terminal.as_json(folder))
         else:
-            terminal.show(folder)
+            terminal.show(folder, verbose=_is_verbose(words))
     return 0
 
 
@@ -130,7 +137,7 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
-    folders = [Path(word) for word in words if word != "--json"]
+    folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
     if not folders:

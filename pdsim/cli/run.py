@@ -22,10 +22,11 @@ from pdsim.results.record import Result
 __all__ = ["compose", "measure", "only_json", "run"]
 
 
-def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
+def run(words: Sequence[str], *, json: bool = False, quiet: bool = False, verbose: bool = False) -> int:
     """Run what *words*, overrides and options, ask for, and return the exit status.
 
-    With *json* the only thing on standard output is one JSON object; with *quiet* nothing is.  Raise a `ConfigError`
+    With *json* the only thing on standard output is one JSON object; with *quiet* nothing is; *verbose*, it is
+    everything that the run found instead of a dozen lines.  Raise a `ConfigError`
     for what cannot be run, and whatever the experiment raises.
     """
     line = overrides.read(words)
@@ -34,7 +35,7 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int
         return _show(config)
     with only_json(json) as out:
         result, folder = measure(config, line.words, quiet=quiet or json)
-        _print(folder, out, json=json, quiet=quiet)
+        _print(folder, out, json=json, quiet=quiet, verbose=verbose)
     return 1 if result.failures else 0
 
 
@@ -69,9 +70,9 @@ def only_json(json: bool) -> Iterator[TextIO]:
         os.close(kept)
 
 
-def _print(folder: Path, out: TextIO, *, json: bool, quiet: bool) -> None:
+def _print(folder: Path, out: TextIO, *, json: bool, quiet: bool, verbose: bool) -> None:
     if json:
         out.write(terminal.as_json(folder) + "\n")
     elif not quiet:
         with suppress(SystemExit):  # rich's answer to a reader, such as head, that has seen enough
-            terminal.show(folder, out)
+            terminal.show(folder, out, verbose=verbose)

@@ -38,6 +38,8 @@ _UNSHOWN = ("folder", "point")
 """Of `_ABOUT`, for people, who find them in the file."""
 _CHOSEN = ("experiment", "hw", "backend", "target", "seed")
 """Of `_ABOUT`, what may have been swept: it comes first."""
+_FIRST = ("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "output_tokens_per_s", "bw_gbs")
+"""Metrics that come before the others where there are any, for a terminal may not be wide enough for all."""
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
@@ -82,6 +84,7 @@ def table(folder: Path) -> Table:
         if shown and field.name not in _UNSHOWN:
             first = b"override" if field.name in _CHOSEN else part
             parts[first].append((field.name, field.metadata[b"definition"].decode(), values))
+    parts[b"metric"].sort(key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST))
     chosen = [*parts[b"override"], *parts[b"about"], *parts[b"metric"]]
     columns = {name: definition for name, definition, _ in chosen}
     rows = list(zip(*(values for _, _, values in chosen), strict=True))
