@@ -10,6 +10,7 @@ __all__ = ["COMMANDS", "of", "overview"]
 COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
     "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
+    "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
     "report": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
@@ -74,6 +75,12 @@ Options:
   --config-dir DIR     look for more configuration files there
   --json               print one JSON object with the rows instead of a table
   --quiet, -q          print nothing but errors"""
+
+_BEST = """\
+usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
+
+Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of each
+point's configuration.  Ten rows, and the Pareto front of throughput over speed.  --slo takes ttft, tpot and e2e."""
 
 _REPORT = """\
 usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
@@ -145,5 +152,12 @@ def of(command: str) -> str:
         from pdsim.calibration.importers import FORMATS
 
         return _CALIBRATE.format(formats=", ".join(FORMATS))
-    texts = {"sweep": _SWEEP, "report": _REPORT, "compare": _COMPARE, "validate": _VALIDATE, "doctor": _DOCTOR}
+    texts = {
+        "sweep": _SWEEP,
+        "best": _BEST,
+        "report": _REPORT,
+        "compare": _COMPARE,
+        "validate": _VALIDATE,
+        "doctor": _DOCTOR,
+    }
     return texts.get(command) or _LIST.format(groups=", ".join(groups()))

@@ -123,6 +123,37 @@ def _report(words: Sequence[str]) -> int:
     return 0
 
 
+def _best(words: Sequence[str]) -> int:
+    from dataclasses import asdict
+
+    from pdsim.results import terminal
+    from pdsim.sweep import best
+
+    slo, rest = _value("--slo", words, "best")
+    folders = _folders("best", rest)
+    if len(folders) > 1 or not _is_sweep(folders[0]):
+        raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
+    asked = best.parse_slo(slo) if slo else None
+    ranked = best.rank(folders[0], asked)
+    if "--json" in words:
+        return _say(dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str))
+    title = f"best of {len(ranked)} points in {folders[0]}, {asked or 'the SLO of each'}"
+    terminal.show_table(best.table(ranked, title), definitions=_is_verbose(words))
+    return _say("\n".join(["", *best.chart(ranked)]))
+
+
+def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str]]:
+    """Return the value of *flag* among *words*, "" if it is not there, and the other words."""
+    found, rest, left = "", [], iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name != flag:
+            rest.append(word)
+        elif not (found := value if equals else next(left, "")):
+            raise ConfigError(f"{flag} needs a value after it; see pdsim {command} --help")
+    return found, rest
+
+
 def _compare(words: Sequence[str]) -> int:
     from pdsim.results import compare, terminal
 
@@ -203,6 +234,7 @@ def _doctor(words: Sequence[str]) -> int:
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "sweep": _sweep,
+    "best": _best,
     "report": _report,
     "compare": _compare,
     "calibrate": _calibrate,

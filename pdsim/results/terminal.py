@@ -69,9 +69,10 @@ def as_json(folder: Path) -> str:
     return dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
 
 
-def show_table(table: Table, file: IO[str] | None = None) -> None:
-    """Print *table* and the definitions of its columns."""
-    _show_table(_console(file), table.title, table.columns, table.rows)
+def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool = True) -> None:
+    """Print *table* and, unless *definitions* is false, the definitions of its columns."""
+    columns = table.columns if definitions else dict.fromkeys(table.columns, "")
+    _show_table(_console(file), table.title, columns, table.rows)
 
 
 def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
