@@ -14,9 +14,9 @@ from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.deployment import installed
-from pdsim import __version__
 from pdsim.cli.overrides import describe, groups, options
 from pdsim.units import format_size
+from pdsim.version import __version__
 
 __all__ = ["report"]
 

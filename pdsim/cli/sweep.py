@@ -18,7 +18,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-import pdsim
 from pdsim import plugins
 from pdsim.calibration.definition import covers
 from pdsim.cli import checks, compose, overrides, typed
@@ -30,6 +29,7 @@ from pdsim.sweep import driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.ledger import LEDGER
 from pdsim.sweep.points import Point, axes, combinations, name_of
+from pdsim.version import __version__
 
 __all__ = ["Asked", "asked_of", "points", "sweep"]
 
@@ -161,7 +161,7 @@ class _Composer:
         try:
             config = compose.load(values, words)
         except ConfigError as error:
-            name = hashlib.sha256("\0".join((pdsim.__version__, *shown)).encode()).hexdigest()[:12]
+            name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
             return Point(name=name, words=shown, choice=choice, refusal=str(error))
         notes = tuple(checks.notes(config, overrides.set_keys(shown)))
         return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)

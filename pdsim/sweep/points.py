@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-import pdsim
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results import store
+from pdsim.version import __version__
 
 __all__ = ["Axis", "Point", "axes", "combinations", "name_of"]
 
@@ -93,5 +93,5 @@ def name_of(config: Config) -> str:
     """
     content = store.as_written(config)
     del content["output"]
-    text = json.dumps([pdsim.__version__, content], sort_keys=True, ensure_ascii=True)
+    text = json.dumps([__version__, content], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
