@@ -71,7 +71,7 @@ cannot be run is a row with the reason.  Ctrl-C loses the points under way only.
 Options:
   --zip KEY,KEY        these keys change together instead of being combined; may be given more than once
   --seeds N            every point with the seeds 0 to N-1
-  executor=local       processes on this machine; executor.workers=N (pdsim list executor)
+  executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
   --config-dir DIR     look for more configuration files there
   --json               print one JSON object with the rows instead of a table
   --quiet, -q          print nothing but errors"""
