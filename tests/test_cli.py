@@ -160,6 +160,7 @@ REFUSALS = [
     (("run", "--config-path", "/nowhere"), "--config-path /nowhere is not a folder; name one that has"),
     (("run", "--cfg", "hydra"), "--cfg hydra is not known; --cfg job prints what the run will use"),
     (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
+    (("run", "executor=ray"), "executor=ray is about many points; use pdsim sweep, or leave it out"),
     (("run", "hydra/launcher=joblib"), "hydra/launcher=joblib is not an option of pdsim, which composes without"),
     (("sweep", "hw=8xh20,8xh200", "executor=loca"), "executor=loca does not exist; did you mean executor=local?"),
     (("sweep", "hw=8xh20,8xh200", "executor.worker=1"), "unknown key executor.worker; did you mean executor.workers?"),

@@ -15,6 +15,7 @@ from typing import TextIO
 from pdsim.cli import checks, overrides
 from pdsim.cli.compose import compose, composed
 from pdsim.config import Config
+from pdsim.errors import ConfigError
 from pdsim.execution import execute
 from pdsim.results import store, terminal
 from pdsim.results.record import Result
@@ -30,6 +31,8 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False, verbos
     for what cannot be run, and whatever the experiment raises.
     """
     line = overrides.read(words)
+    if wrong := [word for word in line.words if word.partition("=")[0].split(".")[0] == "executor"]:
+        raise ConfigError(f"{wrong[0]} is about many points; use pdsim sweep, or leave it out")
     config = composed(line)
     if line.cfg:
         return _show(config)

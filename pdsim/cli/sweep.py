@@ -31,7 +31,7 @@ from pdsim.sweep.ledger import LEDGER
 from pdsim.sweep.points import Point, axes, combinations, name_of
 from pdsim.version import __version__
 
-__all__ = ["Asked", "asked_of", "points", "sweep"]
+__all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
 
 
 def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
@@ -45,7 +45,7 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
     found = points(asked)
     if all(point.config is None for point in found):
         raise ConfigError(found[0].refusal)
-    executor = _executor(asked.executor, asked.line)
+    executor = executor_of(asked.executor, asked.line)
     folder = _folder(found, asked)
     resumed = (folder / LEDGER).is_file()
     with only_json(json) as out:
@@ -215,8 +215,8 @@ def _folder(found: Sequence[Point], asked: Asked) -> Path:
     return Path(outputs.pop()) / f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _executor(words: Sequence[str], line: CommandLine) -> Executor:
-    """Return what *words*, ``executor=NAME`` and its settings, ask for."""
+def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
+    """Return what *words*, ``executor=NAME`` and its settings, ask for.  Raise a `ConfigError` if there is none."""
     names = [word.partition("=")[2] for word in words if word.startswith("executor=")]
     name = names[-1] if names else "local"
     overrides.ready([f"executor={name}"], line.folders)

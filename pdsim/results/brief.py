@@ -42,6 +42,7 @@ def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield _weakest(proof)
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
+    yield from (f"note: {note}" for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
     yield f"results: {folder}"
     yield f"next: {_next(run, folder)}"
 

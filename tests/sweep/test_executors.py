@@ -8,6 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdsim.cli.overrides import CommandLine
+from pdsim.cli.sweep import executor_of
+from pdsim.sweep.clusters import Ray, Slurm
 from pdsim.sweep.executors import Local
 from pdsim.sweep.points import Point
 
@@ -75,6 +78,12 @@ def test_who_stops_asking_ends_the_processes(tmp_path, monkeypatch):
 
 def sleeps_but_the_first(point):
     return square(point) if point.name == "p0" else sleeps(point)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("local", Local), ("ray", Ray), ("slurm", Slurm)])
+def test_each_executor_is_chosen_by_its_file_whose_values_are_its_defaults(name, kind):
+    assert executor_of([f"executor={name}"], CommandLine()) == kind()
+    assert executor_of([f"executor={name}", "executor.workers=3"], CommandLine()) == kind(workers=3)
 
 
 def test_fewer_workers_than_none_are_refused():
