@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
     "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
     "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
+    "explain": "where the time of a run went, phase by phase, or which phase makes two runs differ",
     "report": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
@@ -81,6 +82,12 @@ usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
 
 Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of each
 point's configuration.  Ten rows, and the Pareto front of throughput over speed.  --slo takes ttft, tpot and e2e."""
+
+_EXPLAIN = """\
+usage: pdsim explain FOLDER [FOLDER]
+
+Print the mean time of each phase of requests and each stage of transfers with its share; of two runs, how much of
+their difference each phase makes."""
 
 _REPORT = """\
 usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
@@ -160,4 +167,5 @@ def of(command: str) -> str:
         "validate": _VALIDATE,
         "doctor": _DOCTOR,
     }
+    texts |= {"best": _BEST, "explain": _EXPLAIN}
     return texts.get(command) or _LIST.format(groups=", ".join(groups()))

@@ -142,6 +142,17 @@ def _best(words: Sequence[str]) -> int:
     return _say("\n".join(["", *best.chart(ranked)]))
 
 
+def _explained(words: Sequence[str]) -> int:
+    from pdsim.results import explain, terminal
+
+    folders = _folders("explain", words)
+    if len(folders) > 2:
+        raise ConfigError(f"explain takes one run or two, got {len(folders)}")
+    for table in explain.tables(folders):
+        terminal.show_table(table, definitions=False)
+    return 0
+
+
 def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str]]:
     """Return the value of *flag* among *words*, "" if it is not there, and the other words."""
     found, rest, left = "", [], iter(words)
@@ -235,6 +246,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "sweep": _sweep,
     "best": _best,
+    "explain": _explained,
     "report": _report,
     "compare": _compare,
     "calibrate": _calibrate,

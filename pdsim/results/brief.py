@@ -144,7 +144,7 @@ def _weakest(proof: Evidence) -> str:
 
 def _next(run: Mapping[str, Any], folder: Path) -> str:
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
-    return f"pdsim report {join([str(folder)])} -v; pdsim sweep {join([*words, 'seed=0,1,2'])}"
+    return f"pdsim explain {join([str(folder)])}; pdsim sweep {join([*words, 'seed=0,1,2'])}"
 
 
 def _cell(value: Any) -> str:

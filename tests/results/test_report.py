@@ -207,7 +207,7 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
         "weakest evidence: assumed (hw.host.memory: as in the shop)",
         "warning: a (and 1 more: -v)",
         f"results: {folder}",
-        f"next: pdsim report {folder} -v; pdsim sweep hw=toy seed=0,1,2",
+        f"next: pdsim explain {folder}; pdsim sweep hw=toy seed=0,1,2",
     ]
 
 
