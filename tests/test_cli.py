@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import experiments.transfer
 import pdsim
@@ -335,6 +336,24 @@ def test_the_composed_configuration_shows_every_key_there_is(pdsim_says, tmp_pat
     for key in ("page_size:", "memory_fraction:", "flops_share:", "ttft:", "burst_length:", "seed:"):
         assert key in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pdsim_says, tmp_path):
+    words = (*QUICK, "hw=2xh200", "backend=mooncake_nvlink")
+    printed = OmegaConf.to_container(OmegaConf.create(pdsim_says("run", *words, "--cfg", "job")[1]))
+    pdsim_says("run", *words, "--quiet")
+    (folder,) = (tmp_path / "results").iterdir()
+    kept = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert printed == {key: value for key, value in kept.items() if key not in ("defaults", "hydra")}
+    assert printed["calibration"]["name"] == "mooncake_nvlink-2xh200"
+    assert "calibration mooncake_nvlink-2xh200" in printed["backend"]["sources"]["intra.descriptor"]
+
+
+def test_list_sees_a_folder_of_ones_own(pdsim_says, tmp_path):
+    (tmp_path / "mine" / "hw").mkdir(parents=True)
+    (tmp_path / "mine" / "hw" / "box.yaml").write_text("# Six GPUs\ndefaults: [8xh200, _self_]\nname: box\n")
+    assert re.search("^  box +Six GPUs$", pdsim_says("list", "hw", "--config-dir", "mine")[1], re.MULTILINE)
+    assert "box" not in pdsim_says("list", "hw")[1]
 
 
 def test_what_fails_under_way_is_one_line_and_a_marked_folder(pdsim_says, tmp_path, monkeypatch):
