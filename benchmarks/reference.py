@@ -28,7 +28,7 @@ from typing import Any
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
-from pdsim.results.schema import REQUESTS, TRANSFERS, Column
+from pdsim.results.schema import LIVE, REQUESTS, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,8 +57,9 @@ def configuration() -> Iterator[str]:
 
 def columns() -> Iterator[str]:
     """Yield the lines of the tables of docs/results.md."""
-    for name, of in (("transfers", TRANSFERS), ("requests", REQUESTS)):
-        yield f"### `{name}.parquet`"
+    tables = (("`transfers.parquet`", TRANSFERS), ("`requests.parquet`", REQUESTS), ("`target=live` adds", LIVE))
+    for name, of in tables:
+        yield f"### {name}"
         yield ""
         yield from _columns(of)
 
