@@ -100,7 +100,7 @@ def rewritten(part: str) -> str:
 def _classes() -> dict[type, list[str]]:
     """Return the dataclasses of the configuration, each with the keys that it is under, in the order of `Config`."""
     found: dict[type, list[str]] = {Config: [""]}
-    waiting = [(Config, "")]
+    waiting: list[tuple[type, str]] = [(Config, "")]
     while waiting:
         cls, prefix = waiting.pop(0)
         for field, kind in _fields(cls):

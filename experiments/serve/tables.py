@@ -114,7 +114,7 @@ def _good(table: Columns, slo: Slo) -> int:
 
 def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary."""
-    found = [*totals(table, slo), Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over")]
+    found = [*totals(table, slo), Metric("kv_bytes", sum(table["nbytes"]), "bytes of KV and metadata transferred")]
     for name, definition in LATENCIES.items():
         found += distribution(name, "s", values(table, name), definition, (50.0, 90.0, 99.0), tabled=True)
     e2e = float(values(table, "e2e").sum())
@@ -126,7 +126,7 @@ def metrics(table: Columns, slo: Slo, outcome: Outcome) -> list[Metric]:
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
         found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
     if outcome.pools:
-        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool, of its limit"))
+        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit"))
     return found
 
 
@@ -142,17 +142,23 @@ def totals(table: Columns, slo: Slo) -> list[Metric]:
 
     return [
         Metric("requests", total, "requests of the workload"),
-        Metric("requests_ok", len(done), "of them, those that got all their tokens"),
-        Metric("requests_aborted", gone, "of them, those whose users left before, as workload.aborts says"),
-        Metric("requests_failed", total - len(done) - gone, "of them, those that did not"),
-        Metric("makespan_s", seconds, "from the time at which the first request could arrive to the last token"),
-        Metric("request_rate", rate(len(done)), "requests that got all their tokens / makespan, 1/s"),
-        Metric("input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "their input tokens / makespan"),
-        Metric("output_tokens_per_s", rate(sum(table["output"][i] for i in done)), "their output tokens / makespan"),
+        Metric("requests_ok", len(done), "requests that got all their tokens"),
+        Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
+        Metric("requests_failed", total - len(done) - gone, "requests that failed"),
+        Metric("makespan_s", seconds, "from the start of the workload to the last token"),
+        Metric("request_rate", rate(len(done)), "requests_ok / makespan, 1/s"),
+        Metric(
+            "input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "input tokens of requests_ok / makespan"
+        ),
+        Metric(
+            "output_tokens_per_s",
+            rate(sum(table["output"][i] for i in done)),
+            "output tokens of requests_ok / makespan",
+        ),
         Metric(
             "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
         ),
-        Metric("slo_attainment", good / total, "share of all requests that meet both"),
+        Metric("slo_attainment", good / total, "share of all requests that meet both limits of goodput"),
     ]
 
 
@@ -172,14 +178,14 @@ def tables(table: Columns, outcome: Outcome) -> list[Table]:
         Table("Where the time went", part, phases),
         Table(
             "Instances",
-            {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},
+            {"instance": "engine", "requests": "requests sent to it", "tokens": "input at prefill, output at decode"},
             instances(table),
         ),
     ]
     for title, what, utilisation in (
         ("Busiest links", "bytes carried / (capacity x time)", outcome.links),
-        ("KV pages", "most used at one time / size", _pages(outcome)),
-        ("Memory", "most used at one time / size", outcome.pools),
+        ("KV pages", "peak use / size", _pages(outcome)),
+        ("Memory", "peak use / size", outcome.pools),
     ):
         if utilisation:
             most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
@@ -229,8 +235,8 @@ def notes(table: Columns, job: Deployment, outcome: Outcome) -> list[str]:
     quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
     if quarantined:
         found.append(
-            f"{quarantined} pages stayed in quarantine: writes to them failed and were never proven to be over"
+            f"{quarantined} pages stayed in quarantine: writes to them failed and nothing proved that they had ended"
         )
     sizes = job.shape.token_bytes(job.decode.tp)
-    found.append(f"KV: {sizes} bytes a token and decode rank, pages of {job.page_size} tokens")
+    found.append(f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens")
     return found
