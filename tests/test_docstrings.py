@@ -5,7 +5,10 @@ import importlib
 
 import pytest
 
-MODULES = ("pdsim.costs", "pdsim.guards", "pdsim.hardware", "pdsim.units")
+MODULES = (
+    *("pdsim.costs", "pdsim.guards", "pdsim.hardware", "pdsim.units"),
+    *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.status"),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
