@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import re
 import subprocess
 import sys
@@ -68,7 +69,10 @@ def output() -> Iterator[str]:
     """Yield the lines of the block in README.md: a modelled run, the time in the folder's name left out."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pdsim", "run", "hw=8xh20"]
-        printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+        environment = {**os.environ, "COLUMNS": "120"}
+        printed = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        ).stdout
     lines = [re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip() for line in printed.splitlines()]
     yield "```text"
     yield from lines[:OUTPUT_LINES]

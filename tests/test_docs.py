@@ -102,6 +102,21 @@ def test_every_file_that_is_named_exists():
         assert missing == set(), page
 
 
+def test_walks_list_as_many_files_as_they_say():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Three walks")[2].partition("\n## ")[0]
+    first, chunk, last = re.split(r"^\*\*", text, flags=re.MULTILINE)[1:]
+    on_model, on_mooncake = re.search(
+        r"On the model: (.*) On Mooncake: (.*?)^7\.", chunk, re.DOTALL | re.MULTILINE
+    ).groups()
+    said = [int(number) for number in re.findall(r"(\d+) files", text.replace(", 20 on Mooncake", ", 20 files"))]
+    found = [files(first), files(chunk) - files(on_mooncake), files(chunk) - files(on_model), files(last)]
+    assert [len(each) for each in found] == said
+
+
+def files(text: str) -> set[str]:
+    return set(re.findall(r"`([\w./-]+\.(?:py|yaml))`", text))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_line_is_too_long_but_in_tables_and_commands(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
