@@ -33,11 +33,11 @@ HEAVY = (
 )
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
-_BASIS = ("errors", "units", "guards", "plugins", "repository", "clock")
+_BASIS = ("version", "errors", "units", "guards", "plugins", "repository", "clock")
 _WAIST = ("transfer", "descriptors", "group", "job", "hardware", "costs")
 _RECORDS = ("record", "statistics", "environment", "schema")
 _SIMULATION = ("serving", "kv", "fabric", "waist")
-_ALL = ("sweep", "validation", "results", "config", "calibration", "records", *_SIMULATION)
+_ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)
 
 ROOMS = {
     "waist": Room(tuple(f"pdsim.{name}" for name in (*_BASIS, *_WAIST))),  # what everything else stands on
@@ -49,7 +49,8 @@ ROOMS = {
     "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "waist")),
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
-    "sweep": Room(("pdsim.sweep",), ("results", "records", "config", "waist")),
+    "execution": Room(("pdsim.execution",), ("registry", "live", "fabric", "results", "records", "config", "waist")),
+    "sweep": Room(("pdsim.sweep",), ("execution", "results", "records", "config", "waist", "face")),
     "cli": Room(("pdsim.cli",), ("face", "registry", "live", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
     "registry": Room(  # backends without their names

@@ -1,3 +1,51 @@
 """Simulate, run and compare KV-cache transfer for prefill/decode disaggregated LLM serving."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdsim.version import __version__
+
+if TYPE_CHECKING:
+    from pdsim.results.kept import KeptRun
+
+__all__ = ["__version__", "load", "simulate"]
+
+
+def simulate(*words: str, **choices: object) -> KeptRun:
+    """Run one configuration, as ``pdsim run`` does, keep its results, and return them.
+
+    *words* are overrides as on the command line, ``"workload.rate=2"``; *choices* are the same with values of Python:
+    ``simulate(hw="8xh200", seed=1)`` or, for keys with dots, ``simulate(**{"workload.rate": 2, "kv.staging": True})``.
+    A key set twice has its last value, *choices* after *words*.  The results are kept in the folder ``output``.
+
+    Raise a `ConfigError` for what cannot be run, in the words of the command line, and whatever the experiment raises.
+    Requests that failed raise nothing: see ``failures``.
+    """
+    from pdsim.cli.compose import compose
+    from pdsim.cli.run import measure
+    from pdsim.results.kept import KeptRun
+
+    asked = [*words, *(f"{key}={_written(value)}" for key, value in choices.items())]
+    _, folder = measure(compose(asked), asked, quiet=True)
+    return KeptRun(folder)
+
+
+def load(folder: str | Path) -> KeptRun:
+    """Return the complete run in *folder*.  Raise a `ConfigError` if it is none."""
+    from pdsim.results.kept import KeptRun
+
+    return KeptRun(Path(folder))
+
+
+def _written(value: object) -> str:
+    """Return *value* as the command line has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    return str(value)

@@ -16,6 +16,7 @@ __all__ = [
     "BACKENDS",
     "COLLECTIVES",
     "CONF",
+    "EXECUTORS",
     "EXPERIMENTS",
     "HANDOFFS",
     "ROUTERS",
@@ -32,6 +33,8 @@ COLLECTIVES = "pdsim.collectives"
 """Classes of libraries that real ranks gather with."""
 CONF = "pdsim.conf"
 """Packages that hold configuration groups, as pdsim's own ``conf`` does."""
+EXECUTORS = "pdsim.executors"
+"""Classes that run the points of a sweep: `pdsim.sweep.executors.Executor`."""
 EXPERIMENTS = "pdsim.experiments"
 """Modules with ``Options``, ``run`` and, where needed, ``check``."""
 SCHEDULERS = "pdsim.schedulers"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import experiments.transfer
 import pdsim
@@ -100,9 +101,7 @@ def test_doctor_tells_what_works_and_what_the_rest_needs(pdsim_says):
     assert status == 0
     for engine in ("mooncake_tcp", "nixl_tcp", "nixl_shm", "mooncake_nvlink", "mori"):
         assert re.search(rf"^  {engine} +(works  .|no     .+; .)", out, re.MULTILINE)
-    assert re.search(
-        r"^  hydra-joblib-launcher +(works  1\.|no     not installed: the points of a sweep)", out, re.MULTILINE
-    )
+    assert re.search(r"^  submitit +(works  1\.|no     not installed: pdsim sweep cannot run)", out, re.MULTILINE)
     assert re.search(r"^  hw=link +(works|no     .+; .)", out, re.MULTILINE)
 
 
@@ -136,7 +135,7 @@ REFUSALS = [
         "output=/proc/none: No such file or directory; name a folder that",
     ),
     (("run", "hw="), "hw= chooses nothing; there are 2x8xh100,"),
-    (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; add -m to run one point for each"),
+    (("run", "hw=8xh20,8xh200"), "hw=8xh20,8xh200 names several values; pdsim sweep runs one point for each"),
     (("run", "hw=[8xh20,8xh200]"), "hw=[8xh20,8xh200] would mix several files into one; choose one, as in hw=8xh20,"),
     (("run", "hww=8xh20"), "unknown key hww; did you mean hw? a configuration has target,"),
     (("run", "hw.gpuss=3"), "unknown key hw.gpuss; did you mean hw.gpus? hw has name,"),
@@ -158,13 +157,19 @@ REFUSALS = [
     ),
     (("run", "workload.trace=none.jsonl"), "workload.trace=none.jsonl cannot be read: No such file or directory;"),
     (("run", "kv.page_size=${other}"), "Interpolation key 'other' not found"),
-    (("run", "--config-dir", "nowhere"), "Additional config directory '"),
-    (("run", "--config-path", "/nowhere"), "Check that the config directory '/nowhere' exists"),
+    (("run", "--config-dir", "nowhere"), "--config-dir nowhere is not a folder; name one that has"),
+    (("run", "--config-path", "/nowhere"), "--config-path /nowhere is not a folder; name one that has"),
+    (("run", "--cfg", "hydra"), "--cfg hydra is not known; --cfg job prints what the run will use"),
     (("run", "--config-name", "mine"), "--config-name mine does not exist; leave it out,"),
-    (
-        ("run", "hydra/launcher=slrum"),
-        "hydra/launcher=slrum is not installed; install hydra-slrum-launcher, or choose one of",
-    ),
+    (("run", "executor=ray"), "executor=ray is about many points; use pdsim sweep, or leave it out"),
+    (("run", "hydra/launcher=joblib"), "hydra/launcher=joblib is not an option of pdsim, which composes without"),
+    (("sweep", "hw=8xh20,8xh200", "executor=loca"), "executor=loca does not exist; did you mean executor=local?"),
+    (("sweep", "hw=8xh20,8xh200", "executor.worker=1"), "unknown key executor.worker; did you mean executor.workers?"),
+    (("sweep", "seed=1,2", "--zip", "seed,hw"), "--zip seed,hw: hw has no list of values; write hw=A,B"),
+    (("sweep", "seed=1,2", "hw=8xh20,8xh200,8xh100", "--zip", "seed,hw"), "but seed has 2, hw has 3"),
+    (("sweep", "seed=1,2", "--seeds", "2"), "--seeds and seed= say the same; give one of them"),
+    (("sweep", "seed=1,2", "kv.pol=1"), "unknown key kv.pol; did you mean kv.pool?"),
+    (("sweep", "--seeds", "none"), "--seeds none: must be a whole number >= 1"),
     (("run", "-m", "hw=8xh20,9xh20"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
     (("run", "parallel.prefill.tp=8"), "8 + 4 GPUs, hw=8xh20 has 8; lower tp or instances"),
     (
@@ -283,7 +288,8 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     status, out, _ = pdsim_says("run", "workload.count=3")
     assert status == 0
     assert "serve on 8xh20 with mooncake_nvlink" in out
-    assert re.search(r"requests_ok +3 ", out)
+    assert "load: 3 of 3 requests in " in out
+    assert len(out.splitlines()) <= 14
 
 
 def test_json_is_all_that_is_on_standard_output(pdsim_says):
@@ -330,6 +336,24 @@ def test_the_composed_configuration_shows_every_key_there_is(pdsim_says, tmp_pat
     for key in ("page_size:", "memory_fraction:", "flops_share:", "ttft:", "burst_length:", "seed:"):
         assert key in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_printed_configuration_is_that_of_the_run_its_calibration_applied(pdsim_says, tmp_path):
+    words = (*QUICK, "hw=2xh200", "backend=mooncake_nvlink")
+    printed = OmegaConf.to_container(OmegaConf.create(pdsim_says("run", *words, "--cfg", "job")[1]))
+    pdsim_says("run", *words, "--quiet")
+    (folder,) = (tmp_path / "results").iterdir()
+    kept = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert printed == {key: value for key, value in kept.items() if key not in ("defaults", "hydra")}
+    assert printed["calibration"]["name"] == "mooncake_nvlink-2xh200"
+    assert "calibration mooncake_nvlink-2xh200" in printed["backend"]["sources"]["intra.descriptor"]
+
+
+def test_list_sees_a_folder_of_ones_own(pdsim_says, tmp_path):
+    (tmp_path / "mine" / "hw").mkdir(parents=True)
+    (tmp_path / "mine" / "hw" / "box.yaml").write_text("# Six GPUs\ndefaults: [8xh200, _self_]\nname: box\n")
+    assert re.search("^  box +Six GPUs$", pdsim_says("list", "hw", "--config-dir", "mine")[1], re.MULTILINE)
+    assert "box" not in pdsim_says("list", "hw")[1]
 
 
 def test_what_fails_under_way_is_one_line_and_a_marked_folder(pdsim_says, tmp_path, monkeypatch):
@@ -414,41 +438,12 @@ def test_nothing_heavy_is_imported_by_a_simulation():
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
-    for words in (("list",), ("run", *QUICK), ("run", "--info")):
+    for words in (("list",), ("run", *QUICK), ("run", "--cfg", "job")):
         process = started(*words, cwd=tmp_path)
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=30) == 0
-
-
-# --- sweeps
-
-
-def test_a_sweep_ends_in_one_table_and_one_file_with_its_refused_points(pdsim_says, tmp_path):
-    import pyarrow.parquet as pq
-
-    status, out, err = pdsim_says("run", "-m", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
-    (sweep,) = (tmp_path / "results").iterdir()
-    points = pq.read_table(sweep / "points.parquet").to_pylist()
-    assert status == 1
-    assert [(row["hw"] or "8xmi300x", row["status"]) for row in points] == [
-        ("8xh20", "ok"), ("8xh20", "ok"), ("8xmi300x", "failed"), ("8xmi300x", "ok"),
-    ]  # fmt: skip
-    assert "4 points in" in out
-    assert len(err.splitlines()) == 4
-    assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in err
-    assert pdsim_says("report", str(sweep.relative_to(tmp_path)))[1].splitlines()[1:] == out.splitlines()[1:]
-    assert f"{sweep} is a sweep; name two of its points" in pdsim_says("compare", str(sweep), str(sweep))[2]
-
-
-def test_a_sweep_in_processes_of_a_launcher_gives_the_same_points(pdsim_says):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs hydra-joblib-launcher")
-    words = ("run", "-m", *QUICK, "hw=8xh20,8xh200", "--json")
-    here = json.loads(pdsim_says(*words)[1])["rows"]
-    there = json.loads(pdsim_says(*words, "hydra/launcher=joblib")[1])["rows"]
-    assert [{**row, "folder": ""} for row in there] == [{**row, "folder": ""} for row in here]
-    assert [row["hw"] for row in here] == ["8xh20", "8xh200"]
 
 
 # --- real engines

@@ -23,7 +23,8 @@ from pdsim.hardware import EVIDENCE
 from pdsim.repository import data
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
-CHOICES = [(group, option) for group in groups() for option in options(group) if group != "calibration"]
+POINTS_ONLY = ("calibration", "executor")  # the one is of a pair, the other of a sweep
+CHOICES = [(group, option) for group in groups() for option in options(group) if group not in POINTS_ONLY]
 TRANSFER = {"name": "transfer", "patterns": ("pair",), "size": (65536,), "blocks": (4,), "repeat": 2, "warmup": 0}
 
 

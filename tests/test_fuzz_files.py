@@ -22,7 +22,6 @@ from pdsim.results import compare, terminal
 from pdsim.results.store import FILES, Run
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
-from pdsim.sweep.collect import collect, table
 from tests.results.conftest import make_config, make_result
 from tests.test_config import CONFIG
 
@@ -144,7 +143,6 @@ def reads(folder: Path, other: Path) -> None:
             lambda: compare.tables([other, folder]),
             lambda: compare.as_dict([folder, other]),
             lambda: [terminal.show_table(one, out) for one in compare.tables([folder, other])],
-            lambda: terminal.show_table(table(collect(folder.parent)), out),
         ):
             is_refused_in_one_line(act)
 

@@ -46,7 +46,7 @@ def calibrate(words: Sequence[str]) -> int:
     """Do what *words* ask for, print what was found, and return the exit status."""
     asked = _asked(words)
     command = _said(words)
-    from pdsim.cli.run import compose
+    from pdsim.cli.compose import compose
 
     config = compose([*asked.overrides, "experiment=transfer", "calibration=none"])
     at = asked.path or ("intra" if config.backend.intra is not None and config.hw.nodes == 1 else "inter")
@@ -140,7 +140,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     It is measured in several jobs, for the same transfers of two pairs of processes differ by a tenth and more
     (`pdsim.calibration.noise_floor`).  Writes have reads beside them.
     """
-    from pdsim.cli.run import compose, execute
+    from pdsim.cli.run import compose, measure
 
     operation = str(config.experiment["operation"])
     cells, left = design.grid(operation, asked.largest, asked.held, config.seed)
@@ -152,7 +152,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
-    runs = [execute(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(asked.jobs)]
+    runs = [measure(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(asked.jobs)]
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from textwrap import indent
 
 from backends import registry
@@ -13,8 +14,9 @@ from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.deployment import installed
-from pdsim import __version__
+from pdsim.cli.overrides import describe, groups, options
 from pdsim.units import format_size
+from pdsim.version import __version__
 
 __all__ = ["report"]
 
@@ -22,15 +24,19 @@ __all__ = ["report"]
 _PACKAGES = {
     "scipy": ("pdsim calibrate cannot fit", "calibrate"),
     "matplotlib": ("pdsim validate draws no pictures", "report"),
-    "hydra-joblib-launcher": ("the points of a sweep run one after the other", "sweep"),
     "aiohttp": ("target=live cannot speak to servers", "live"),
+    "ray": ("pdsim sweep cannot run on Ray (executor=ray)", "ray"),
+    "submitit": ("pdsim sweep cannot run in jobs of Slurm (executor=slurm)", "slurm"),
     "torch": ("target=real has no groups of ranks (collective=)", "torch"),
 }
 """What is not there without a package, and the extra that has it."""
 
 
-def report() -> str:
-    """Return the text of the report.  Probes every engine's library in a process of its own, which takes seconds."""
+def report(own: Sequence[Path] = ()) -> str:
+    """Return the text of the report, with the engines of the folders *own* beside those of pdsim.
+
+    Probes every engine's library in a process of its own, which takes seconds.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
     engines = [registry.diagnose(name) for name in registry.backends()]
@@ -53,12 +59,25 @@ def report() -> str:
             "servers that live.launch=true can start (target=live)",
             indent(_table(map(_server, MODULES)), "  "),
             "",
+            *_own(own),
             "besides",
             indent(_table((*map(_package, _PACKAGES), _link())), "  "),
             "",
             f"to try a real engine: {real}",
         )
     )
+
+
+def _own(folders: Sequence[Path]) -> list[str]:
+    """Return what *folders* add to what pdsim has to choose from."""
+    found = [
+        f"  {group}={name}: {describe(group, name, [folder])}"
+        for folder in folders
+        for group in groups(folders)
+        for name in options(group, [folder])
+        if (folder / group / f"{name}.yaml").is_file()
+    ]
+    return [f"configuration of {', '.join(map(str, folders))}", *found, ""] if folders else []
 
 
 def _package(name: str) -> Diagnosis:

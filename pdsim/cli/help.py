@@ -9,6 +9,9 @@ __all__ = ["COMMANDS", "of", "overview"]
 
 COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
+    "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
+    "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
+    "explain": "where the time of a run went, phase by phase, or which phase makes two runs differ",
     "report": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
@@ -47,18 +50,50 @@ Set any key below them, sizes, rates and times with their units:
   output=results       folder for the results
 
 Options:
-  --cfg job            print the composed configuration, with every key there is, and stop
-  -m, --multirun       run every combination of values with commas: pdsim run -m hw=8xh20,8xh200 workload.speed=1,2
-                       (in parallel: hydra/launcher=joblib, of the extra sweep)
+  --cfg job            print what the run will use, every key that there is, calibrations applied, and stop
+  -m, --multirun       the same as pdsim sweep
   --config-dir DIR     look for more configuration files there: DIR/hw/mybox.yaml is hw=mybox
-  --json               print one JSON object instead of tables
+  --json               print one JSON object instead of a dozen lines
+  -v, --verbose        print every number with its definition, and everything that it rests on
   --quiet, -q          print nothing but errors
   --debug              print the traceback of an error (or set PDSIM_DEBUG=1)"""
 
-_REPORT = """\
-usage: pdsim report FOLDER [FOLDER ...] [--json]
+_SWEEP = """\
+usage: pdsim sweep [KEY=VALUE,VALUE ...] [OPTION ...]
 
-Print again what a run, or a sweep, printed at its end.  --json prints one JSON object a run instead."""
+  pdsim sweep hw=8xh20,8xh200 workload=poisson workload.rate=1,2,4        every combination
+  pdsim sweep 'workload.rate=range(1,9)' workload=poisson                 Hydra's grammar: range, choice, glob, lists
+  pdsim sweep parallel.prefill.tp=2,4 parallel.decode.tp=4,2 --zip parallel.prefill.tp,parallel.decode.tp
+
+The results are in output/sweep-HASH, where HASH is of the command: given again, the command runs what is missing.
+Every point has a folder there, named by a hash of its configuration, and a row of points.parquet; a combination that
+cannot be run is a row with the reason.  Ctrl-C loses the points under way only.
+
+Options:
+  --zip KEY,KEY        these keys change together instead of being combined; may be given more than once
+  --seeds N            every point with the seeds 0 to N-1
+  executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
+  --config-dir DIR     look for more configuration files there
+  --json               print one JSON object with the rows instead of a table
+  --quiet, -q          print nothing but errors"""
+
+_BEST = """\
+usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
+
+Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of each
+point's configuration.  Ten rows, and the Pareto front of throughput over speed.  --slo takes ttft, tpot and e2e."""
+
+_EXPLAIN = """\
+usage: pdsim explain FOLDER [FOLDER]
+
+Print the mean time of each phase of requests and each stage of transfers with its share; of two runs, how much of
+their difference each phase makes."""
+
+_REPORT = """\
+usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
+
+Print again what a run, or a sweep, printed at its end; -v prints every number with its definition.
+--json prints one JSON object a run instead."""
 
 _COMPARE = """\
 usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
@@ -98,13 +133,13 @@ Options:
   --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
 _LIST = """\
-usage: pdsim list [GROUP ...]
+usage: pdsim list [GROUP ...] [--config-dir DIR]
 
 What there is to choose from, with a line about each: all groups, or some of
 {groups}."""
 
 _DOCTOR = """\
-usage: pdsim doctor
+usage: pdsim doctor [--config-dir DIR]
 
 Try every engine and device on this machine, and say of those that do not work why, and what would help."""
 
@@ -124,5 +159,13 @@ def of(command: str) -> str:
         from pdsim.calibration.importers import FORMATS
 
         return _CALIBRATE.format(formats=", ".join(FORMATS))
-    texts = {"report": _REPORT, "compare": _COMPARE, "validate": _VALIDATE, "doctor": _DOCTOR}
+    texts = {
+        "sweep": _SWEEP,
+        "best": _BEST,
+        "report": _REPORT,
+        "compare": _COMPARE,
+        "validate": _VALIDATE,
+        "doctor": _DOCTOR,
+    }
+    texts |= {"best": _BEST, "explain": _EXPLAIN}
     return texts.get(command) or _LIST.format(groups=", ".join(groups()))

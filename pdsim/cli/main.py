@@ -21,8 +21,8 @@ from typing import NoReturn
 import pdsim
 from pdsim import plugins
 from pdsim.cli import help as usage
+from pdsim.cli import overrides
 from pdsim.cli.interrupt import begun
-from pdsim.cli.overrides import describe, explain, groups, options
 from pdsim.errors import ConfigError, PdsimError
 from pdsim.guards import instead
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted; a run that had begun is marked incomplete")
+    except KeyboardInterrupt as interrupt:
+        return _fail(130, f"interrupted; {str(interrupt) or 'a run that had begun is marked incomplete'}")
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -71,7 +71,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     if "=" in command:
         return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
     for group in ("experiment", "hw"):
-        if command in options(group):
+        if command in overrides.options(group):
             return f"{command!r} is no command; did you mean pdsim run {group}={command}?"
     return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
@@ -80,12 +80,34 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 
 
 def _run(words: Sequence[str]) -> int:
+    rest, json, quiet = _speaking(words)
+    if {"-m", "--multirun"} & set(rest):
+        return _sweep([word for word in words if word not in ("-m", "--multirun")])
     from pdsim.cli.run import run
 
     begun()
-    own = {"--json", "--quiet", "-q"}
-    rest = [word for word in words if word not in own]
-    return run(rest, json="--json" in words, quiet=bool({"--quiet", "-q"} & set(words)))
+    return run([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet, verbose=_is_verbose(rest))
+
+
+def _sweep(words: Sequence[str]) -> int:
+    from pdsim.cli.sweep import sweep
+
+    begun()
+    rest, json, quiet = _speaking(words)
+    return sweep([word for word in rest if word not in _VERBOSE], json=json, quiet=quiet)
+
+
+_VERBOSE = ("-v", "--verbose")
+
+
+def _is_verbose(words: Sequence[str]) -> bool:
+    return any(word in _VERBOSE for word in words)
+
+
+def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
+    """Return *words* without the options that say how much is printed, whether it is JSON, and whether nothing."""
+    rest = [word for word in words if word not in ("--json", "--quiet", "-q")]
+    return rest, "--json" in words, bool({"--quiet", "-q"} & set(words))
 
 
 def _report(words: Sequence[str]) -> int:
@@ -93,12 +115,54 @@ def _report(words: Sequence[str]) -> int:
 
     for folder in _folders("report", words):
         if _is_sweep(folder):
-            terminal.show_sweep(folder, json="--json" in words)
+            terminal.show_sweep(folder, json="--json" in words, verbose=_is_verbose(words))
         elif "--json" in words:
             _say(terminal.as_json(folder))
         else:
-            terminal.show(folder)
+            terminal.show(folder, verbose=_is_verbose(words))
     return 0
+
+
+def _best(words: Sequence[str]) -> int:
+    from dataclasses import asdict
+
+    from pdsim.results import terminal
+    from pdsim.sweep import best
+
+    slo, rest = _value("--slo", words, "best")
+    folders = _folders("best", rest)
+    if len(folders) > 1 or not _is_sweep(folders[0]):
+        raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
+    asked = best.parse_slo(slo) if slo else None
+    ranked = best.rank(folders[0], asked)
+    if "--json" in words:
+        return _say(dumps([asdict(each) | {"goodput_per_gpu": each.value} for each in ranked], default=str))
+    title = f"best of {len(ranked)} points in {folders[0]}, {asked or 'the SLO of each'}"
+    terminal.show_table(best.table(ranked, title), definitions=_is_verbose(words))
+    return _say("\n".join(["", *best.chart(ranked)]))
+
+
+def _explained(words: Sequence[str]) -> int:
+    from pdsim.results import explain, terminal
+
+    folders = _folders("explain", words)
+    if len(folders) > 2:
+        raise ConfigError(f"explain takes one run or two, got {len(folders)}")
+    for table in explain.tables(folders):
+        terminal.show_table(table, definitions=False)
+    return 0
+
+
+def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str]]:
+    """Return the value of *flag* among *words*, "" if it is not there, and the other words."""
+    found, rest, left = "", [], iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name != flag:
+            rest.append(word)
+        elif not (found := value if equals else next(left, "")):
+            raise ConfigError(f"{flag} needs a value after it; see pdsim {command} --help")
+    return found, rest
 
 
 def _compare(words: Sequence[str]) -> int:
@@ -115,7 +179,7 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
-    folders = [Path(word) for word in words if word != "--json"]
+    folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
     if not folders:
@@ -125,8 +189,9 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
 
 def _is_sweep(folder: Path) -> bool:
     from pdsim.sweep.collect import POINTS
+    from pdsim.sweep.ledger import LEDGER
 
-    return (folder / POINTS).is_file()
+    return any((folder / name).is_file() for name in (POINTS, LEDGER))
 
 
 def _calibrate(words: Sequence[str]) -> int:
@@ -145,14 +210,18 @@ def _validate(words: Sequence[str]) -> int:
 
 
 def _list(words: Sequence[str]) -> int:
-    if wrong := [word for word in words if word not in groups()]:
-        raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], groups())}")
-    for group in words or groups():
+    line = overrides.read(words, "list")
+    own = line.folders
+    known = overrides.groups(own)
+    if wrong := [word for word in line.words if word not in known]:
+        raise ConfigError(f"no group {wrong[0]!r}; {instead(wrong[0], known)}")
+    for group in line.words or known:
         _say(f"{group}=")
-        width = max(16, *map(len, options(group)))
-        for option in options(group):
-            _say(f"  {option:<{width}} {describe(group, option)}")
-    if not words:
+        names = overrides.options(group, own)
+        width = max(16, *map(len, names))
+        for name in names:
+            _say(f"  {name:<{width}} {overrides.describe(group, name, own)}")
+    if not line.words:
         for what, group in (("backends", plugins.BACKENDS), ("collectives", plugins.COLLECTIVES)):
             found = (f"{name}{_from(group, name)}" for name in plugins.names(group))
             _say(f"implementations of {what} for target=real: {', '.join(found)} (pdsim doctor: which work here)")
@@ -165,15 +234,19 @@ def _from(group: str, name: str) -> str:
 
 
 def _doctor(words: Sequence[str]) -> int:
-    if words:
-        raise ConfigError(f"doctor takes no arguments, got {words[0]!r}")
+    line = overrides.read(words, "doctor")
+    if line.words:
+        raise ConfigError(f"doctor takes no arguments, got {line.words[0]!r}")
     from pdsim.cli.doctor import report
 
-    return _say(report())
+    return _say(report(line.folders))
 
 
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
+    "sweep": _sweep,
+    "best": _best,
+    "explain": _explained,
     "report": _report,
     "compare": _compare,
     "calibrate": _calibrate,
@@ -207,7 +280,7 @@ def _explain(error: Exception) -> int:
     """Print *error* in one line for each mistake, and return the exit status."""
     if isinstance(error, ConfigError):
         return _fail(2, str(error))
-    refusal = explain(error) if "hydra" in sys.modules else None
+    refusal = overrides.explain(error) if "hydra" in sys.modules else None
     if refusal is not None:
         return _fail(2, refusal)
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])

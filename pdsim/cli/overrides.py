@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,43 @@ from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 
 __all__ = [
+    "CommandLine",
     "check_calibration",
+    "conf",
     "describe",
     "explain",
+    "folders",
     "groups",
     "instead",
     "leaves",
     "near",
     "options",
-    "rewrite",
+    "read",
+    "ready",
     "set_keys",
 ]
 
 _FLAGS = {
-    "--cfg": 1, "-c": 1, "--package": 1, "-p": 1, "--config-dir": 1, "-cd": 1, "--config-name": 1, "-cn": 1,
-    "--config-path": 1, "-cp": 1, "--multirun": 0, "-m": 0, "--resolve": 0, "--info": 0, "-i": 0, "--run": 0, "-r": 0,
-    "--hydra-help": 0,
+    "--cfg": "cfg", "-c": "cfg", "--config-dir": "folder", "-cd": "folder", "--config-name": "name", "-cn": "name",
+    "--config-path": "path", "-cp": "path",
 }  # fmt: skip
-"""Hydra's own, with how many words follow."""
+"""Options of every command that composes a configuration, with the field of `CommandLine` that takes the next word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What was typed: overrides, and where the configuration is read from."""
+
+    words: tuple[str, ...] = ()  # KEY=VALUE, as typed
+    cfg: str = ""  # "job": print the configuration and stop
+    folder: str = ""  # of more configuration files
+    path: str = ""  # of the primary configuration, instead of pdsim's own folder
+    name: str = "config"  # of the primary configuration
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders of one's own that have groups."""
+        return (Path(self.folder),) if self.folder else ()
 
 
 _NOT_TEXT = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|true|false|null|nan|[-+]?inf", re.IGNORECASE)
@@ -59,21 +80,35 @@ def folders() -> dict[str, Path]:
     return found
 
 
-def groups() -> list[str]:
-    """Return the names of the configuration groups."""
-    every = (path for folder in folders().values() for path in folder.iterdir())
-    return sorted({path.name for path in every if path.is_dir() and any(path.glob("*.yaml"))})
+@cache
+def _shipped() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for folder in folders().values():
+        for group, names in _choices(folder).items():
+            found[group] = sorted({*found.get(group, ()), *names})
+    return found
 
 
-def options(group: str) -> list[str]:
+def _choices(folder: Path) -> dict[str, list[str]]:
+    found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
+    return {group: names for group, names in found.items() if names}
+
+
+def groups(own: Sequence[Path] = ()) -> list[str]:
+    """Return the names of the configuration groups of pdsim and of the folders *own*."""
+    return sorted({*_shipped(), *(group for folder in own for group in _choices(folder))})
+
+
+def options(group: str, own: Sequence[Path] = ()) -> list[str]:
     """Return what can be chosen in *group*."""
-    return sorted({path.stem for folder in folders().values() for path in (folder / group).glob("*.yaml")})
+    found = (_choices(folder).get(group, ()) for folder in own)
+    return sorted({*_shipped().get(group, ()), *(name for names in found for name in names)})
 
 
-def describe(group: str, option: str) -> str:
+def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
     """Return what the file of *option* says of itself: its first comment that is not a directive."""
-    files = [folder / group / f"{option}.yaml" for folder in folders().values()]
-    lines = next(file for file in files if file.is_file()).read_text(encoding="utf-8").splitlines()
+    files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
+    lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
     return next((comment for comment in comments if not comment.startswith("@")), "")
 
@@ -81,23 +116,38 @@ def describe(group: str, option: str) -> str:
 # --- to Hydra -------------------------------------------------------------------------------------------------------
 
 
-def rewrite(words: Sequence[str]) -> list[str]:
-    """Return the command line for Hydra, flags first, for it does not find overrides on both sides of a flag.
+def read(words: Sequence[str], command: str = "run") -> CommandLine:
+    """Return *words*, overrides and options in any order, as a `CommandLine`.
 
-    Raise a `ConfigError` for what is neither an override nor a flag.
+    Raise a `ConfigError` for an unknown option, and for one whose value is missing or no folder.
     """
-    flags: list[str] = []
-    ready: list[str] = []
-    values = 0  # of the flag before
-    for word in words:
-        if values or word.startswith("-"):
-            values = values - 1 if values else _values_of(word)
-            flags.append(word)
-        else:
-            ready.append(_override(word))
-    if values:
-        raise ConfigError(f"{flags[-1]} needs a value after it; see pdsim run --help")
-    return flags + ready
+    found: dict[str, str] = {}
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            kept.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in _FLAGS:
+            raise ConfigError(f"unknown option {name}; {near(name, _FLAGS)}see pdsim {command} --help")
+        field = _FLAGS[name]
+        if not equals and (value := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value after it; see pdsim {command} --help")
+        found[field] = value
+    line = CommandLine(words=tuple(kept), **found)
+    for name, folder in (("--config-dir", line.folder), ("--config-path", line.path)):
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"{name} {folder} is not a folder; name one that has configuration files")
+    if line.cfg not in ("", "job"):
+        raise ConfigError(f"--cfg {line.cfg} is not known; --cfg job prints what the run will use")
+    return line
+
+
+def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
+    """Return *words*, overrides as typed, as Hydra takes them.  Raise a `ConfigError` for what is no override."""
+    known = {group: options(group, own) for group in groups(own)}
+    return [_override(word, known) for word in words]
 
 
 def set_keys(overrides: Iterable[str]) -> list[str]:
@@ -124,21 +174,16 @@ def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
         yield from _below(at, item) if isinstance(item, Mapping) else [at]
 
 
-def _values_of(flag: str) -> int:
-    name, equals, _ = flag.partition("=")
-    if name not in _FLAGS:
-        raise ConfigError(f"unknown option {name}; {near(name, _FLAGS)}see pdsim run --help")
-    return 0 if equals else _FLAGS[name]
-
-
-def _override(word: str) -> str:
+def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
-    if word.startswith("~") or key.startswith("hydra") or "@" in key:
+    if key.lstrip("~").startswith("hydra"):
+        raise ConfigError(f"{word} is not an option of pdsim, which composes without Hydra's jobs; leave it out")
+    if word.startswith("~") or "@" in key:
         return word
     if not equals:
-        raise ConfigError(_bare(word))
-    if key not in groups():
+        raise ConfigError(_bare(word, known))
+    if key not in known:
         # Hydra takes letters of other alphabets only in quotes
         quoted = not value.isascii() and re.fullmatch(r"[^'\"\\()\[\]{},=]*", value)
         return f"++{key}='{value}'" if quoted else f"++{key}={value}"
@@ -146,20 +191,20 @@ def _override(word: str) -> str:
         one, *_ = value.strip("[]").split(",")
         raise ConfigError(
             f"{word} would mix several files into one; choose one, as in {key}={one}, or run each of them with "
-            f"{key}={value.strip('[]')} -m"
+            f"pdsim sweep {key}={value.strip('[]')}"
         )
     if not value:
-        raise ConfigError(f"{word} chooses nothing; there are {', '.join(options(key))}")
+        raise ConfigError(f"{word} chooses nothing; there are {', '.join(known[key])}")
     # Hydra takes a bare 1 or true for a number or a truth value, which are the names of no file to it
     return f"{key}='{value}'" if _NOT_TEXT.fullmatch(value) else f"{key}={value}"
 
 
-def _bare(word: str) -> str:
-    for group in groups():
-        if word in options(group):
+def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
+    for group, names in known.items():
+        if word in names:
             return f"{word!r} is not KEY=VALUE; did you mean {group}={word}?"
-    if word in groups():
-        return f"{word!r} is not KEY=VALUE; write {word}=NAME with one of {', '.join(options(word))}"
+    if word in known:
+        return f"{word!r} is not KEY=VALUE; write {word}=NAME with one of {', '.join(known[word])}"
     return f"{word!r} is not KEY=VALUE, such as hw=8xh20 or workload.rate=2; see pdsim run --help"
 
 
@@ -190,7 +235,7 @@ def explain(error: BaseException) -> str | None:
         return None
     text = " ".join(str(error).split())
     if found := re.search(r"Ambiguous value for argument '(.*?)' 1\. To use", text):
-        return f"{found[1].lstrip('+')} names several values; add -m to run one point for each"
+        return f"{found[1].lstrip('+')} names several values; pdsim sweep runs one point for each"
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {text}; correct it"
     cause = " ".join(str(error.__cause__).split()) if error.__cause__ is not None else ""
@@ -201,9 +246,5 @@ def _missing(file: str, known: Sequence[str] | None) -> str:
     if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")
-    if group.startswith("hydra/"):
-        plugin = f"install hydra-{name}-launcher, or " if group == "hydra/launcher" else ""
-        hint = near(name, known or (), group + "={}") or plugin
-        return f"{group}={name} is not installed; {hint}choose one of {', '.join(known or ())}"
     known = known or options(group)
     return f"{group}={name} does not exist; {instead(name, known, group + '={}')}"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -192,7 +193,7 @@ def quantities(config: Config) -> Iterator[Quantity]:
     for name in ("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute", "slo"):
         yield from _of(getattr(config, name), name)
     options = plugins.resolve(plugins.EXPERIMENTS, str(config.experiment["name"])).Options
-    hints = typing.get_type_hints(options, include_extras=True)
+    hints = _hints(options)
     for name, value in config.experiment.items():
         if name in hints:
             yield from _under(hints[name], value, f"experiment.{name}")
@@ -201,9 +202,14 @@ def quantities(config: Config) -> Iterator[Quantity]:
 def _of(instance: Any, at: str) -> Iterator[Quantity]:
     if not is_dataclass(instance):
         return
-    hints = typing.get_type_hints(type(instance), include_extras=True)
+    hints = _hints(type(instance))  # type: ignore[arg-type]  # a class is hashable
     for field in fields(instance):
         yield from _under(hints[field.name], getattr(instance, field.name), f"{at}.{field.name}")
+
+
+@cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
@@ -239,6 +245,7 @@ def _written(values: Any, key: str) -> str:
     return str(values) if isinstance(values, int | float | str) and not isinstance(values, bool) else ""
 
 
+@cache
 def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
     """Return the row of `BOUNDS` for *key*; one that names a kind holds for that kind only."""
     return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{key}" if ":" in row[0] else key, row[0])), None)

@@ -7,8 +7,8 @@ from typing import Any
 
 from pdsim.calibration import samples
 from pdsim.calibration.from_samples import Fitted, fitted
+from pdsim.cli.compose import compose
 from pdsim.cli.overrides import conf
-from pdsim.cli.run import compose
 from pdsim.repository import data
 
 __all__ = ["refit"]

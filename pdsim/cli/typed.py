@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from pdsim import plugins
@@ -69,8 +70,8 @@ def build(cls: type[T], values: object, at: str = "") -> T:
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{at} must have keys of its own ({', '.join(_hints(cls))}), got {values!r}")
-    hints = _hints(cls)
+        raise ConfigError(f"{at} must have keys of its own ({', '.join(_names(cls))}), got {values!r}")
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     if SOURCES in hints:
         values = _with_sources(values)
     problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
@@ -192,6 +193,11 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
+def _names(cls: type) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
+@cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pdsim
+from pdsim.version import __version__
 
 __all__ = ["commit", "environment"]
 
@@ -24,7 +24,7 @@ _PACKAGES = (
 @cache
 def environment() -> dict[str, Any]:
     """Return pdsim's version, those of the packages that matter, the commit it was run from, and the host."""
-    return {"pdsim": pdsim.__version__, "packages": _packages(), "git": _git(), "host": _host()}
+    return {"pdsim": __version__, "packages": _packages(), "git": _git(), "host": _host()}
 
 
 def commit() -> str:
@@ -45,7 +45,7 @@ def _packages() -> dict[str, str]:
 
 def _git() -> dict[str, Any] | None:
     """Return the commit that pdsim's files belong to, or None if they are not under version control."""
-    here = Path(pdsim.__file__).parent
+    here = Path(__file__).resolve().parents[1]
     if _ask(here, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     changes = _ask(here, "status", "--porcelain", "--untracked-files=no")

@@ -37,7 +37,7 @@ from pdsim.results.record import Result
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "make", "refuse"]
+__all__ = ["FILES", "INCOMPLETE", "Run", "as_written", "load", "make"]
 
 FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfers.parquet")
 INCOMPLETE = ".incomplete"
@@ -54,14 +54,17 @@ class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
 
     Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
-    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep.
+    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep, *name*
+    that of the folder if it is not to be the usual one.
 
     Raise a `ConfigError` if *config.output* cannot be written to.
     """
 
-    def __init__(self, config: Config, *, command: Sequence[str] = (), overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: Config, *, command: Sequence[str] = (), overrides: Sequence[str] = (), name: str = ""
+    ) -> None:
         self.config = config
-        self.folder, self._final = _reserve(Path(config.output), _stem(config))
+        self.folder, self._final = _reserve(Path(config.output), name or _stem(config))
         self._began = time.monotonic()
         self._about: dict[str, Any] = {
             "schema": schema.VERSION,
@@ -119,17 +122,6 @@ class Run:
         temporary = self.folder / "run.json.part"
         _write(temporary, _json(self._about))
         temporary.replace(self.folder / "run.json")
-
-
-def refuse(output: Path, error: BaseException, *, command: Sequence[str], overrides: Sequence[str]) -> Path:
-    """Leave a marked folder in *output* for a point of a sweep whose configuration was refused, and return it.
-
-    Without it the point would be missing from the sweep's table.
-    """
-    folder, _ = _reserve(output, "-".join(("refused", time.strftime("%Y%m%d-%H%M%S"))))
-    about = {"schema": schema.VERSION, "status": "failed", "error": _line(error), "command": list(command)}
-    _write(folder / "run.json", _json(about | {"overrides": list(overrides)}))
-    return folder
 
 
 def summary(result: Result) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.results import reading, store
+from pdsim.results import brief, store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
 
@@ -24,22 +24,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "as_json", "show", "show_sweep", "show_table"]
 
+_STYLES = {"failed": "red", "warning": "yellow", "SLO missed": "yellow", "SLO met": "green"}
+"""Of lines of `pdsim.results.brief`, by how they begin."""
+_USE = ["name", "utilisation"]
+"""Columns of tables of links and memories, of which those that are alike are one row."""
+
 _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so that grep and cut work
 
 
-def show(folder: Path, file: IO[str] | None = None) -> None:
+def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) -> None:
     """Print the report of the complete run in *folder* to *file*, by default standard output.
+
+    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on.
 
     Raise a `ConfigError` if *folder* is not a complete run.
     """
     run = store.load(folder)
     console = _console(file)
     _say(console, _headline(run), style="bold")
+    if not verbose:
+        for line in brief.lines(run, folder):
+            _say(console, line, style=_STYLES.get(line.partition(":")[0], ""))
+        return
     proof = Evidence(run["evidence"]["sources"])
     if proof.sources:
         _show_metrics(console, run["metrics"])
         for table in run["tables"]:
-            _show_table(console, table["title"], table["columns"], table["rows"])
+            if list(table["columns"]) == _USE:
+                _show_use(console, table)
+            else:
+                _show_table(console, table["title"], table["columns"], table["rows"])
     _show_evidence(console, proof)
     if calibration := run["evidence"].get("calibration"):
         _say(console, spread(calibration))
@@ -55,20 +69,25 @@ def as_json(folder: Path) -> str:
     return dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
 
 
-def show_table(table: Table, file: IO[str] | None = None) -> None:
-    """Print *table* and the definitions of its columns."""
-    _show_table(_console(file), table.title, table.columns, table.rows)
+def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool = True) -> None:
+    """Print *table* and, unless *definitions* is false, the definitions of its columns."""
+    columns = table.columns if definitions else dict.fromkeys(table.columns, "")
+    _show_table(_console(file), table.title, columns, table.rows)
 
 
-def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False) -> None:
-    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows."""
+def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
+    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
+
+    *verbose*, the table is followed by the definitions of its columns.
+    """
     from pdsim.sweep import collect
 
-    path = folder / collect.POINTS
     if not json:
-        show_table(collect.table(path), file)
+        table, console = collect.table(folder), _console(file)
+        _show_table(console, table.title, table.columns if verbose else dict.fromkeys(table.columns, ""), table.rows)
+        _say(console, f"next: pdsim best {folder}")
         return
-    line = dumps({"points": str(path), "rows": reading.points(path).to_pylist()}, default=str)
+    line = dumps({"points": str(folder / collect.POINTS), "rows": collect.points(folder).to_pylist()}, default=str)
     (sys.stdout if file is None else file).write(line + "\n")
 
 
@@ -120,7 +139,17 @@ def _show_table(console: Console, title: str, columns: Mapping[str, str], rows: 
         if columns[heading]:
             _say(console, f"  {heading}: {columns[heading]}", style="dim")
     if shown < len(headings):
-        _say(console, f"  not shown, for want of width: {', '.join(headings[shown:])}", style="dim")
+        _say(console, f"  columns hidden (narrow terminal): {', '.join(headings[shown:])}", style="dim")
+
+
+def _show_use(console: Console, table: Mapping[str, Any]) -> None:
+    """Print links or memories, those that are alike in one row."""
+    columns = {"name": "where", "alike": "how many", "least": "of them", "utilisation": table["columns"]["utilisation"]}
+    rows = [
+        [name, count, brief.share(least), brief.share(most)]
+        for name, count, least, most in brief.alike(dict(table["rows"]))
+    ]
+    _show_table(console, table["title"], columns, rows)
 
 
 def _fitting(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:

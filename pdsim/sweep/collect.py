@@ -1,104 +1,102 @@
-"""One file and one table over all points of a sweep, whatever process each of them ran in.
-
-A point is a folder with a ``run.json``.  Points that failed, or that were killed, are rows with their error.
-"""
+"""One file and one table over all points of a sweep, whatever process each of them ran in."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdsim.errors import ConfigError
 from pdsim.results import reading, schema
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
-from pdsim.results.store import INCOMPLETE, load
+from pdsim.sweep import ledger
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["POINTS", "collect", "table"]
+__all__ = ["POINTS", "points", "table", "write"]
 
 POINTS = "points.parquet"
 
 _ABOUT = (
+    Column("point", "string", "", "name of the point: a hash of its configuration"),
     Column("folder", "string", "", "where the point's files are, seen from the folder of the sweep"),
-    Column("status", "string", "", "ok; partial: numbers and failures; failed or interrupted; killed: ended unheard"),
-    Column("error", "string", "", "the first failure, or empty"),
+    Column("status", "string", "", "ok; partial: numbers and failures; infeasible: cannot be run; failed: no numbers"),
+    Column("error", "string", "", "the first failure or the reason, or empty"),
     Column("experiment", "string", "", "what was run"),
     Column("hw", "string", "", "the machine"),
     Column("backend", "string", "", "the engine that was asked for"),
     Column("target", "string", "", "model or real"),
     Column("seed", "int64", "", "of every random stream"),
+    Column("gpus", "int64", "", "of prefill and decode together"),
     Column("evidence", "string", "", "weakest kind of source that the point's numbers rest on; none: not to be used"),
 )
 
 
-def collect(folder: Path) -> Path:
-    """Write ``points.parquet`` over the runs anywhere below *folder* and return its path; may be called again.
+_UNSHOWN = ("folder", "point")
+"""Of `_ABOUT`, for people, who find them in the file."""
+_CHOSEN = ("experiment", "hw", "backend", "target", "seed")
+"""Of `_ABOUT`, what may have been swept: it comes first."""
+_FIRST = ("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "output_tokens_per_s", "bw_gbs")
+"""Metrics that come before the others where there are any, for a terminal may not be wide enough for all."""
 
-    One row a point: who it is, how it ended, the overrides that set it apart, its metrics.  Raise a `ConfigError` if
-    there is no run below *folder*.
+
+def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
+    """Write *rows*, of `pdsim.sweep.ledger`, to ``points.parquet`` in *folder* and return its path.
+
+    One row a point: who it is, how it ended, its overrides, its metrics with their *definitions*.
     """
     import pyarrow.parquet as pq
 
     path = folder / POINTS
     temporary = path.with_name(f"{POINTS}.{os.getpid()}.part")
     with temporary.open("wb") as file:
-        pq.write_table(_arrow(_points(folder)), file, compression="zstd")
+        pq.write_table(_arrow([_point(row) for row in rows], definitions), file, compression="zstd")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     return path
 
 
-def table(path: Path) -> Table:
-    """Return ``points.parquet`` at *path* as a table for people.
+def points(folder: Path) -> pa.Table:
+    """Return the table of the sweep in *folder*: ``points.parquet``, or what a sweep that was killed has appended."""
+    if (folder / POINTS).is_file():
+        return reading.points(folder / POINTS)
+    rows, definitions = ledger.read(folder)
+    return _arrow([_point(row) for row in rows.values()], definitions)
+
+
+def table(folder: Path) -> Table:
+    """Return the table of the sweep in *folder* for people: what was swept, then how each point ended, then metrics.
 
     Columns that all points share are left out, and so are the metrics of a point without evidence.
     """
-    points = reading.points(path)
-    proven = [kind != "none" for kind in points["evidence"].to_pylist()]
-    columns, values = {}, []
-    for field in points.schema:
-        metric = field.metadata[b"part"] == b"metric"
-        found = points[field.name].to_pylist()
-        if metric:
-            found = [value if proof else None for value, proof in zip(found, proven, strict=True)]
-        if field.name in ("status", "evidence") or _varies(found) or (metric and len(found) == 1):
-            columns[field.name] = field.metadata[b"definition"].decode()
-            values.append(found)
-    return Table(f"{points.num_rows} points in {path.parent}", columns, list(zip(*values, strict=True)))
+    found = points(folder)
+    proven = [kind not in (None, "none") for kind in found["evidence"].to_pylist()]
+    parts: dict[bytes, list[tuple[str, str, list[Any]]]] = {b"override": [], b"about": [], b"metric": []}
+    for field in found.schema:
+        part = field.metadata[b"part"]
+        values = found[field.name].to_pylist()
+        if part == b"metric":
+            values = [value if proof else None for value, proof in zip(values, proven, strict=True)]
+        shown = field.name == "status" or _varies(values) or (part == b"metric" and len(values) == 1)
+        if shown and field.name not in _UNSHOWN:
+            first = b"override" if field.name in _CHOSEN else part
+            parts[first].append((field.name, field.metadata[b"definition"].decode(), values))
+    parts[b"metric"].sort(key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST))
+    chosen = [*parts[b"override"], *parts[b"about"], *parts[b"metric"]]
+    columns = {name: definition for name, definition, _ in chosen}
+    rows = list(zip(*(values for _, _, values in chosen), strict=True))
+    return Table(f"{found.num_rows} points in {folder}", columns, rows)
 
 
-def _points(folder: Path) -> list[dict[str, Any]]:
-    runs = {path.parent for path in folder.rglob("run.json")} | set(folder.rglob(f"*{INCOMPLETE}"))
-    if not runs:
-        raise ConfigError(f"{folder} holds no run.json below it: name the folder of a sweep, such as results/sweep-...")
-    return [_point(run, folder) for run in sorted(runs, key=lambda run: _natural(str(run.relative_to(folder))))]
-
-
-def _point(run: Path, sweep: Path) -> dict[str, Any]:
-    """Return the values of `_ABOUT`, the overrides and, if the run is complete, the metrics."""
-    whole = not run.name.endswith(INCOMPLETE)
-    about = load(run) if whole else _about(run)
-    about["folder"] = str(run.relative_to(sweep))
-    if not whole and about["status"] not in ("failed", "interrupted"):
-        about |= {"status": "killed", "error": "ended without a word: killed, or still running"}
-    point = {column.name: about.get(column.name) for column in _ABOUT}
-    point["evidence"] = about.get("evidence", {}).get("weakest")
-    point["overrides"] = dict(_override(text) for text in about["overrides"])
-    point["metrics"] = about.get("metrics", {})
+def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `_ABOUT`, the overrides and the metrics of *row*."""
+    point: dict[str, Any] = {column.name: row.get(column.name) for column in _ABOUT}
+    point["overrides"] = dict(_override(f"{key}={value}") for key, value in row["overrides"].items())
+    point["metrics"] = row.get("metrics", {})
     return point
-
-
-def _about(run: Path) -> dict[str, Any]:
-    """Return what an incomplete run says of itself: nothing, if it was killed in its first millisecond."""
-    path = run / "run.json"
-    return reading.about(path, ended=False) if path.is_file() else {"status": "running", "overrides": []}
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -117,7 +115,7 @@ def _override(text: str) -> tuple[str, Any]:
     return key, parsed["value"]
 
 
-def _arrow(points: Sequence[dict[str, Any]]) -> pa.Table:
+def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
     import pyarrow as pa
 
     reserved = {column.name for column in _ABOUT}
@@ -136,9 +134,8 @@ def _arrow(points: Sequence[dict[str, Any]]) -> pa.Table:
         kind, values = _typed([point["overrides"].get(key) for point in points])
         add("override", Column(key, kind, "", f"override of {key}"), values)
     for name in _keys(points, "metrics"):
-        metrics = [point["metrics"].get(name, {}) for point in points]
-        definition = next(metric["definition"] for metric in metrics if metric)
-        add("metric", Column(name, "float64", "", definition), [metric.get("value") for metric in metrics])
+        values = [point["metrics"].get(name) for point in points]
+        add("metric", Column(name, "float64", "", definitions.get(name, "")), values)
     return pa.table(arrays, schema=pa.schema(fields, metadata={"pdsim.schema": str(schema.VERSION)}))
 
 
@@ -161,8 +158,3 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 def _varies(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key that sorts ``9`` before ``10``."""
-    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text)]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdsim.job import Outcome
 from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
@@ -25,9 +26,9 @@ def folder(config):
     return Run(config, command=("pdsim", "run")).finish(make_result())
 
 
-def printed(folder, file=None):
+def printed(folder, file=None, *, verbose=True):
     file = io.StringIO() if file is None else file
-    report.show(folder, file)
+    report.show(folder, file, verbose=verbose)
     return file.getvalue()
 
 
@@ -89,7 +90,7 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_the_names_of_the_others
     report.show_table(Table("Points", {f"column{n}": f"number {n}" for n in range(6)}, [[1.5] * 6]), file)
     assert "column3: number 3" in file.getvalue()
     assert "column4: " not in file.getvalue()
-    assert "not shown, for want of width: column4, column5" in file.getvalue()
+    assert "columns hidden (narrow terminal): column4, column5" in file.getvalue()
 
 
 def test_the_json_is_one_object_with_metrics_definitions_and_evidence(folder):
@@ -172,3 +173,62 @@ def test_a_number_that_a_table_shows_is_printed_once(config):
     assert "requests" in printed(folder)
     assert "e2e_avg_s" not in printed(folder)
     assert json.loads(report.as_json(folder))["metrics"]["e2e_avg_s"]["value"] == 4.25
+
+
+# --- the dozen lines
+
+
+def served(**changes):
+    """Return the metrics of a run that served four requests."""
+    values = {"requests": 4, "requests_ok": 4, "requests_failed": 0, "makespan_s": 90.0, "request_rate": 4 / 90}
+    values |= {"goodput": 3 / 90, "slo_attainment": 0.75, "share_queueing": 0.9, "share_compute": 0.0996}
+    values |= {"share_transfer": 0.0003, "ttft_p50_s": 50e-6, "ttft_p90_s": 1.25, "ttft_p99_s": None}
+    return [Metric(name, value, "") for name, value in (values | changes).items()]
+
+
+def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
+    outcome = Outcome({}, 90.0, links={"node0/gpu0/out": 3.3e-4, "node0/gpu1/out": 1e-4}, pools={"host": 0.941})
+    notes = ["overloaded: requests arrived in 2 s", "warning: a", "warning: b"]
+    folder = Run(config, overrides=["hw=toy", "seed=3"]).finish(
+        make_result(summary=served(), tables=[], notes=notes, outcome=outcome)
+    )
+    assert printed(folder, verbose=False).splitlines() == [
+        "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
+        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms",
+        "load: 4 of 4 requests in 1.5 min (0.0444/s, 0.0333/s within the SLO); overloaded, latencies measure the queue",
+        "                   p50       p90       p99",
+        "TTFT             50 us    1.25 s         -",
+        "TPOT                 -         -         -",
+        "end to end           -         -         -",
+        "KV transfer          -         -         -",
+        "bound by queueing: requests wait for an instance; add instances, or lower the load "
+        "(90.0 % of the time; compute 10 %)",
+        "use: busiest link 0.033 % (node*/gpu*/out, 2 alike), fullest memory 94.1 % (host)",
+        "weakest evidence: assumed (hw.host.memory: as in the shop)",
+        "warning: a (and 1 more: -v)",
+        f"results: {folder}",
+        f"next: pdsim explain {folder}; pdsim sweep hw=toy seed=0,1,2",
+    ]
+
+
+def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):
+    rows = [["pair", number * 1.5] for number in range(10)]
+    table = Table("Points", {"pattern": "who sends to whom", "B/W": "GB/s"}, rows)
+    folder = Run(config).finish(make_result(tables=[table], failures=["a", "b", "c", "d"]))
+    lines = printed(folder, verbose=False).splitlines()
+    assert lines[1:4] == ["Points", "pattern   B/W", "   pair     0"]
+    assert "... and 2 more: -v" in lines
+    assert lines[lines.index("failed: a") :][:4] == ["failed: a", "failed: b", "failed: c", "... and 1 more: -v"]
+
+
+def test_the_dozen_lines_have_no_number_without_evidence(tmp_path):
+    config = make_config(tmp_path, hw=replace(MACHINE, sources={}))
+    text = printed(Run(config).finish(make_result(summary=served())), verbose=False)
+    assert "evidence: none, so no number is printed" in text
+    assert "75" not in text
+
+
+def test_links_that_are_alike_are_one_row_with_the_least_and_the_most(config):
+    use = Table("Busiest links", {"name": "where", "utilisation": "bytes"}, [["n0/gpu1", 0.25], ["n0/gpu0", 0.5]])
+    lines = printed(Run(config).finish(make_result(tables=[use]))).splitlines()
+    assert [line.split() for line in lines if line.startswith("n*")] == [["n*/gpu*", "2", "25.0", "%", "50.0", "%"]]

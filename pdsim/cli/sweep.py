@@ -1,0 +1,229 @@
+"""`pdsim sweep`: Hydra's override grammar to points, each composed and checked, and the points to a table.
+
+Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from pdsim import plugins
+from pdsim.calibration.definition import covers
+from pdsim.cli import checks, compose, overrides, typed
+from pdsim.cli.overrides import CommandLine
+from pdsim.cli.run import only_json
+from pdsim.errors import ConfigError
+from pdsim.results import terminal
+from pdsim.sweep import driver
+from pdsim.sweep.executors import Executor
+from pdsim.sweep.ledger import LEDGER
+from pdsim.sweep.points import Point, axes, combinations, name_of
+from pdsim.version import __version__
+
+__all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
+
+
+def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
+    """Run every point of *words*, or those that an earlier call has not, and return the exit status.
+
+    Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run.
+    """
+    asked = asked_of(words)
+    if asked.line.cfg:
+        raise ConfigError("--cfg is of one point; give pdsim run its words")
+    found = points(asked)
+    if all(point.config is None for point in found):
+        raise ConfigError(found[0].refusal)
+    executor = executor_of(asked.executor, asked.line)
+    folder = _folder(found, asked)
+    resumed = (folder / LEDGER).is_file()
+    with only_json(json) as out:
+        if resumed and not (json or quiet):
+            out.write(f"going on with {folder}\n")
+            out.flush()
+        try:
+            with terminal.Progress("sweep") as bar:
+                rows = driver.sweep(folder, found, executor, _silent if quiet or json else bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the points that ended are in {folder}; the same command goes on") from None
+        if json or not quiet:
+            with suppress(SystemExit):
+                terminal.show_sweep(folder, out, json=json)
+    return 0 if all(row["status"] in ("ok", "infeasible") for row in rows) else 1
+
+
+def _silent(share: float, text: str) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The command line."""
+
+    line: CommandLine
+    zipped: tuple[tuple[str, ...], ...] = ()  # --zip
+    seeds: int = 0  # --seeds
+    executor: tuple[str, ...] = ()  # executor=NAME, executor.KEY=VALUE
+
+
+def asked_of(words: Sequence[str]) -> Asked:
+    """Return what *words* ask for.  Raise a `ConfigError` for an unknown option."""
+    zipped, seeds, rest = [], 0, []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name not in ("--zip", "--seeds"):
+            rest.append(word)
+            continue
+        if not equals and (value := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value after it; see pdsim sweep --help")
+        if name == "--zip":
+            zipped.append(tuple(value.split(",")))
+        elif value.isdecimal() and int(value):
+            seeds = int(value)
+        else:
+            raise ConfigError(f"--seeds {value}: must be a whole number >= 1")
+    line = overrides.read(rest, "sweep")
+    own = tuple(word for word in line.words if word.partition("=")[0].split(".")[0] == "executor")
+    kept = tuple(word for word in line.words if word not in own)
+    if seeds and any(word.lstrip("+").startswith("seed=") for word in kept):
+        raise ConfigError("--seeds and seed= say the same; give one of them")
+    if seeds:
+        kept = (*kept, f"seed=range({seeds})")
+    return Asked(line=_with(line, kept), zipped=tuple(zipped), seeds=seeds, executor=own)
+
+
+def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
+    return CommandLine(words=tuple(words), cfg=line.cfg, folder=line.folder, path=line.path, name=line.name)
+
+
+# --- points ---------------------------------------------------------------------------------------------------------
+
+
+def points(asked: Asked) -> list[Point]:
+    """Return the points, each once, with the reasons of those that cannot be run.
+
+    Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides.ready(asked.line.words, asked.line.folders))
+    swept = {
+        _key(each): [str(value) for value in each.sweep_string_iterator()]
+        for each in parsed
+        if each.is_sweep_override()
+    }
+    fixed = [word for word, each in zip(asked.line.words, parsed, strict=True) if not each.is_sweep_override()]
+    choices = list(combinations(axes(swept, asked.zipped)))
+    found: dict[str, Point] = {}
+    with compose.initialized(asked.line):
+        composer = _Composer(asked.line, fixed, list(swept))
+        for choice in choices:
+            point = composer.point(choice)
+            found.setdefault(point.name, point)
+    return list(found.values())
+
+
+def _key(override: Override) -> str:
+    return str(override.get_key_element()).lstrip("+")
+
+
+class _Composer:
+    """Composes points of one sweep: once for each choice of groups, and sets the values of the others in that."""
+
+    def __init__(self, line: CommandLine, fixed: Sequence[str], swept: Sequence[str]) -> None:
+        self._line, self._fixed = line, list(fixed)
+        known = overrides.groups(line.folders)
+        self._groups = [key for key in swept if key in known]
+        self._values = [key for key in swept if key not in known]
+        set_here = [*overrides.set_keys(fixed), *self._values]
+        # one override within another depends on the order of the two: Hydra then composes every point
+        self._apart = not any(
+            covers([one], other) for one in set_here for other in self._values if one is not other and one != other
+        )
+        self._composed: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._parser = OverridesParser.create()
+
+    def point(self, choice: Mapping[str, str]) -> Point:
+        """Return the point with the values of *choice*."""
+        words = [*self._fixed, *(f"{key}={value}" for key, value in choice.items())]
+        values = self._plain(choice, words)
+        shown = tuple(word.lstrip("+") for word in words)
+        try:
+            config = compose.load(values, words)
+        except ConfigError as error:
+            name = hashlib.sha256("\0".join((__version__, *shown)).encode()).hexdigest()[:12]
+            return Point(name=name, words=shown, choice=choice, refusal=str(error))
+        notes = tuple(checks.notes(config, overrides.set_keys(shown)))
+        return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
+
+    def _plain(self, choice: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
+        base = self._base(choice)
+        settings = self._parser.parse_overrides(overrides.ready([f"{key}={choice[key]}" for key in self._values]))
+        found = [(_key(each), each.value()) for each in settings]
+        if base is None or not self._apart or any(_complex(value) for _, value in found):
+            return compose.plain(self._line, words)
+        for key, value in found:
+            base = _set(base, key.split("."), value)
+        return base
+
+    def _base(self, choice: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return the composition of this choice of groups; None if it refers to its own values."""
+        groups = tuple(f"{key}={choice[key]}" for key in self._groups)
+        if groups not in self._composed:
+            raw = compose.raw(self._line, [*self._fixed, *groups])
+            refers = "${" in OmegaConf.to_yaml(raw)
+            self._composed[groups] = None if refers else compose.resolved(raw)
+        return self._composed[groups]
+
+
+def _complex(value: object) -> bool:
+    """Return whether *value* is merged into what there is, or refers to it."""
+    return isinstance(value, Mapping) or "${" in str(value)
+
+
+def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of *values* with *value* at *path*."""
+    head, *rest = path
+    below = values.get(head)
+    if not rest:
+        return {**values, head: value}
+    return {**values, head: _set(below if isinstance(below, Mapping) else {}, rest, value)}
+
+
+# --- where and by what ----------------------------------------------------------------------------------------------
+
+
+def _folder(found: Sequence[Point], asked: Asked) -> Path:
+    """Return the folder of the sweep: the same for the same command, in the folder *output* of its points."""
+    outputs = {point.config.output for point in found if point.config is not None}
+    if len(outputs) > 1:
+        raise ConfigError(f"output={','.join(sorted(outputs))}: a sweep has one folder; give output one value")
+    said = [word for word in asked.line.words if not word.startswith("output=")]
+    text = shlex.join(
+        [*said, *(f"--zip={','.join(keys)}" for keys in asked.zipped), asked.line.folder, asked.line.path]
+    )
+    return Path(outputs.pop()) / f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
+    """Return what *words*, ``executor=NAME`` and its settings, ask for.  Raise a `ConfigError` if there is none."""
+    names = [word.partition("=")[2] for word in words if word.startswith("executor=")]
+    name = names[-1] if names else "local"
+    overrides.ready([f"executor={name}"], line.folders)
+    settings = [word for word in words if not word.startswith("executor=")]
+    with compose.initialized(_with(line, ())):
+        found = hydra.compose(f"executor/{name}", overrides.ready(settings, line.folders))
+    values = compose.resolved(found)["executor"]
+    kind = values.pop("name", name)
+    built: Executor = typed.build(plugins.resolve(plugins.EXECUTORS, kind), values, "executor")
+    return built

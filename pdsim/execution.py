@@ -1,0 +1,137 @@
+"""One run of one configuration: the machine that it is for, the experiment, and the files that it leaves.
+
+The command line, a sweep's workers and `pdsim.simulate` all run through `execute`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pdsim import plugins
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.results import terminal
+from pdsim.results.evidence import extrapolations
+from pdsim.results.record import Result
+from pdsim.results.store import Run
+from pdsim.units import format_time
+
+__all__ = ["execute"]
+
+_OWN_FILES = ("validate",)
+"""The experiments that keep files of their own beside those of every run."""
+
+
+def execute(
+    config: Config, words: Sequence[str] = (), *, notes: Sequence[str] = (), quiet: bool = False, name: str = ""
+) -> tuple[Result, Path]:
+    """Run the experiment of *config*, keep its result, and return it and its folder.
+
+    *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
+    nothing is shown meanwhile; *name* is that of the folder, by default one with the date in it.
+
+    Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
+    """
+    experiment = str(config.experiment["name"])
+    measure: Callable[..., Result]
+    measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
+    fresh = not Path(config.output).exists()
+    kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name)
+    try:
+        with kept, terminal.Progress(f"{experiment} on {config.hw.name}") as bar:
+            meter = _Meter(None if quiet else bar)
+            own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
+            with _target(config, meter, kept.folder) as target:
+                result = measure(config, target, meter, **own)
+                own_notes = [
+                    *notes,
+                    *getattr(target, "notes", ()),
+                    *extrapolations(config, result.transfers),
+                ]
+                result = replace(result, notes=[*result.notes, *own_notes])
+            return result, kept.finish(result)
+    except ConfigError:  # found by the experiment itself, before it began
+        shutil.rmtree(kept.folder)
+        if fresh:
+            _remove_if_empty(Path(config.output))
+        raise
+    except Exception as error:
+        error.add_note(f"what there is of the run is in {kept.folder}")
+        raise
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # another run may have begun to use it
+        folder.rmdir()
+
+
+class _Meter:
+    """Shows how far the experiment says it is, and between two such words the time on the virtual clock."""
+
+    def __init__(self, bar: terminal.Progress | None) -> None:
+        self._bar = bar
+        self._share = 0.0
+        self._text = ""
+
+    def __call__(self, fraction: float, text: str = "") -> None:
+        self._share, self._text = fraction, text
+        self._show(text)
+
+    def at(self, now: float) -> None:
+        """Show the virtual time *now*."""
+        self._show(f"{self._text} ({format_time(now)} simulated)")
+
+    def _show(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar(self._share, text)
+
+
+@contextmanager
+def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
+    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards."""
+    if config.target == "model":
+        from pdsim.fabric.job import Model
+
+        yield Model(
+            config.hw,
+            config.backend,
+            memory=config.memory,
+            seed=config.seed,
+            progress=meter.at,
+            collective=config.collective,
+        )
+        return
+    if config.target == "live":
+        from backends.live.deployment import deployed
+
+        with deployed(config, folder, meter) as deployment:
+            yield deployment
+        return
+    from backends.jobs.launcher import SILENCE, Processes
+
+    host, collective = config.hw.host.memory, config.collective
+    silence = config.launch.silence or config.experiment.get("deadline", SILENCE)
+    if config.hw.guest:
+        from backends.emulation.guest.engines import emulated
+
+        meter(0.0, "an emulated machine starts")
+        with emulated(config.backend, host, silence, device_capacity=host, collective=collective) as target:
+            yield target
+        return
+
+    gpu = config.hw.gpu.memory if config.hw.gpu and config.hw.gpus else config.hw.host.memory
+    yield Processes(
+        config.backend,
+        bind=config.launch.bind,
+        silence=silence,
+        device_capacity=host,
+        gpu_capacity=gpu,
+        collective=collective,
+        link=config.hw.link,
+        nodes=config.hw.nodes,
+    )

@@ -1,0 +1,155 @@
+"""What a run says at its end, in about twelve lines: verdict, latencies, what bounds it, evidence, what to type next.
+
+Pure text, from the files of the run; ``-v`` prints everything instead (`pdsim.results.terminal.show`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from pdsim.results import reading
+from pdsim.results.evidence import Evidence
+from pdsim.units import format_time
+
+__all__ = ["alike", "lines", "share"]
+
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "transfer": "KV transfer"}
+_BOUND = {
+    "queueing": "queueing: requests wait for an instance; add instances, or lower the load",
+    "compute": "compute: forwards take most of the time; more GPUs an instance, or faster ones",
+    "handshake": "handshake: prefill waits for the pages of decode; add memory to decode",
+    "transfer": "KV transfer: compare backends, or stage",
+    "polling": "polling: decode looks between two steps only; shorter steps",
+}
+_MOST = 8  # rows of a table, or metrics, of an experiment that serves nothing
+
+
+def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline."""
+    proof, metrics = Evidence(run["evidence"]["sources"]), _values(run)
+    if not proof.sources:
+        yield "evidence: none, so no number is printed: give hw and backend their sources"
+    elif "ttft_p50_s" in metrics:
+        yield from _served(run, metrics, reading.configuration(folder / "config.yaml"))
+    else:
+        yield from _measured(run)
+    yield from _failures(run["failures"])
+    if proof.sources:
+        yield _weakest(proof)
+    if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
+        yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
+    yield from (f"note: {note}" for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
+    yield f"results: {folder}"
+    yield f"next: {_next(run, folder)}"
+
+
+def share(value: float) -> str:
+    """Return *value*, a share of one, for people: ``"94.1 %"``, ``"0.03 %"``."""
+    percent = 100.0 * value
+    return f"{percent:.1f} %" if percent >= 10 or not percent else f"{percent:.2g} %"
+
+
+def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
+    """Return *used*, shares by name, those whose names differ in numbers only as one, most used first.
+
+    A row has the name with ``*`` for the numbers, how many there are, and the least and the highest share.
+    """
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for name, value in used.items():
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append((name, value))
+    rows = [
+        (pattern if len(found) > 1 else found[0][0], len(found), min(v for _, v in found), max(v for _, v in found))
+        for pattern, found in groups.items()
+    ]
+    return sorted(rows, key=lambda row: (-row[3], row[0]))
+
+
+def _values(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: metric["value"] for name, metric in run["metrics"].items()}
+
+
+def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
+    met = metrics.get("slo_attainment") or 0.0
+    slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
+    yield f"SLO {'met' if met >= 0.99 else 'missed'}: {share(met)} of {total} requests have {slo}"
+    rate, good = metrics.get("request_rate"), metrics.get("goodput")
+    served = f"{done} of {total} requests in {format_time(metrics['makespan_s'])}"
+    if failed:
+        served += f", {failed} failed"
+    overload = next((note for note in run["notes"] if note.startswith("overloaded: ")), "")
+    speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""
+    yield f"load: {served}{speed}; {'overloaded, latencies measure the queue' if overload else 'it keeps up'}"
+    yield f"{'':<12}{'p50':>10}{'p90':>10}{'p99':>10}"
+    for name, title in _LATENCIES.items():
+        found = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
+        cells = "".join(f"{'-' if value is None else format_time(value):>10}" for value in found)
+        yield f"{title:<12}{cells}"
+    yield from _bound(run, metrics)
+
+
+def _bound(run: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[str]:
+    shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _BOUND}
+    most = max(shares, key=lambda name: shares[name])
+    if shares[most]:
+        others = [f"{name} {share(value)}" for name, value in shares.items() if name != most and value >= 5e-4]
+        rest = ", ".join(others) or "the rest is nothing"
+        yield f"bound by {_BOUND[most]} ({share(shares[most])} of the time; {rest})"
+    parts = [
+        f"{what} {share(most)} ({name}{f', {count} alike' if count > 1 else ''})"
+        for what, used in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
+        for name, count, _, most in alike(used)[:1]
+    ]
+    if parts:
+        yield f"use: {', '.join(parts)}"
+
+
+def _measured(run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the first table of a run that serves nothing, or its metrics, the first of either."""
+    if not run["tables"]:
+        named = [(name, metric["value"]) for name, metric in run["metrics"].items()]
+        yield from (f"{name}: {_cell(value)}" for name, value in named[:_MOST])
+        left = len(named) - _MOST
+    else:
+        table = run["tables"][0]
+        rows = [list(table["columns"]), *([_cell(value) for value in row] for row in table["rows"][:_MOST])]
+        widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+        yield table["title"]
+        for row in rows:
+            yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        left = len(table["rows"]) - _MOST
+    if left > 0:
+        yield f"... and {left} more: -v"
+
+
+def _failures(failures: Sequence[str]) -> Iterator[str]:
+    yield from (f"failed: {failure}" for failure in failures[:3])
+    if len(failures) > 3:
+        yield f"... and {len(failures) - 3} more: -v"
+
+
+def _weakest(proof: Evidence) -> str:
+    """Return the weakest kind of evidence, and what is the first to rest on it."""
+    texts = proof.texts(proof.weakest)
+    borrowed = [text for text in texts if text.startswith("measured on ")]  # it says most about transfers
+    text = borrowed[0] if borrowed else next(iter(texts))
+    left = len(proof.kinds[proof.weakest]) - len(texts[text])
+    more = f", and {left} more: -v" if left else ""
+    return f"weakest evidence: {proof.weakest} ({', '.join(texts[text])}: {text}{more})"
+
+
+def _next(run: Mapping[str, Any], folder: Path) -> str:
+    words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
+    return f"pdsim explain {join([str(folder)])}; pdsim sweep {join([*words, 'seed=0,1,2'])}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float) and not isinstance(value, bool):
+        return f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,203 @@
+"""The points of a sweep, ranked: by goodput for each GPU under an objective (SLO), from the requests that each kept.
+
+The objective may be another than that of the runs: whether a request met it is read from its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.results.brief import share
+from pdsim.results.record import Table
+from pdsim.results.statistics import percentile
+from pdsim.sweep import collect
+from pdsim.units import format_time, parse_time
+
+__all__ = ["Ranked", "Slo", "chart", "front", "parse_slo", "rank", "table"]
+
+_LATENCIES = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Most seconds of each latency that has a limit: of ttft, tpot and e2e."""
+
+    limits: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} <= {format_time(limit)}" for name, limit in self.limits.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A point and what its requests say under the objective."""
+
+    point: str
+    choice: Mapping[str, Any]  # what sets it apart
+    gpus: int
+    goodput: float  # requests a second that met the objective, of all GPUs together
+    attainment: float  # share of all requests that met it
+    latencies: Mapping[str, float | None]  # ttft_p99 and so on, in seconds; None with too few requests
+    speed: float | None  # tokens a second that the median user sees: 1 / TPOT
+    throughput: float  # output tokens a second and GPU
+    evidence: str
+
+    @property
+    def value(self) -> float:
+        """Goodput of one GPU, 1/s."""
+        return self.goodput / self.gpus
+
+
+def parse_slo(text: str) -> Slo:
+    """Return ``ttft=2s,tpot=30ms`` as an `Slo`.  Raise a `ConfigError` for an unknown latency or a wrong time."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in _LATENCIES:
+            raise ConfigError(f"--slo {text}: {name!r} has no limit; there are {', '.join(_LATENCIES)}, as ttft=2s")
+        try:
+            limits[name] = parse_time(value)
+        except ValueError as error:
+            raise ConfigError(f"--slo {text}: {name}: {error}") from error
+        if not limits[name] > 0:
+            raise ConfigError(f"--slo {text}: {name} must be > 0")
+    return Slo(limits)
+
+
+def rank(folder: Path, slo: Slo | None = None) -> list[Ranked]:
+    """Return the points of the sweep in *folder* that served requests, the best first.
+
+    *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
+    """
+    rows = collect.points(folder)
+    swept = _swept(rows)
+    found = [_ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)]
+    ranked = [each for each in found if each is not None]
+    if not ranked:
+        raise ConfigError(
+            f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim report {folder}"
+        )
+    return sorted(ranked, key=lambda each: (-each.value, -each.attainment, each.point))
+
+
+def front(points: Iterable[Ranked]) -> list[Ranked]:
+    """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first."""
+    found: list[Ranked] = []
+    able = [each for each in points if each.speed is not None]
+    for each in sorted(able, key=lambda each: (-(each.speed or 0.0), -each.throughput)):
+        if not found or each.throughput > found[-1].throughput:
+            found.append(each)
+    return found
+
+
+def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
+    """Return the first *count* of *ranked* for people."""
+    columns = {
+        "rank": "",
+        **dict.fromkeys(ranked[0].choice, ""),
+        "good/s/GPU": "requests that met the objective, a second and GPU",
+        "SLO": "share of requests that met it",
+        "GPUs": "of prefill and decode",
+        "TTFT p99": "",
+        "TPOT p99": "",
+        "e2e p99": "",
+        "evidence": "weakest kind of source",
+        "point": "its folder",
+    }
+    rows = [
+        [
+            number,
+            *(_text(value) for value in each.choice.values()),
+            f"{each.value:.3g}",
+            share(each.attainment),
+            each.gpus,
+            *("-" if value is None else format_time(value) for value in each.latencies.values()),
+            each.evidence,
+            each.point,
+        ]
+        for number, each in enumerate(ranked[:count], 1)
+    ]
+    return Table(title, columns, rows)
+
+
+def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[str]:
+    """Return the points as characters, speed to the right, throughput upwards; those of the `front` are ``#``."""
+    able = [each for each in ranked if each.speed is not None]
+    if len(able) < 2:
+        return []
+    fastest, most = max(each.speed or 0.0 for each in able), max(each.throughput for each in able) or 1.0
+    best = {each.point for each in front(able)}
+    grid = [[" "] * width for _ in range(height)]
+    for each in sorted(able, key=lambda each: each.point in best):  # the front is drawn over the others
+        column = round((width - 1) * (each.speed or 0.0) / fastest)
+        line = round((height - 1) * (1 - each.throughput / most))
+        grid[line][column] = "#" if each.point in best else "."
+    left = [f"{most:.3g}", *[""] * (height - 2), "0"]
+    lines = [f"{label:>8} |{''.join(row).rstrip()}" for label, row in zip(left, grid, strict=True)]
+    axis = f"{'':>8} +{'-' * width}"
+    foot = f"{'':>10}0{f'{fastest:.3g}':>{width - 1}}"
+    title = "output tokens/s/GPU over tokens/s of a user (1 / median TPOT); # is the Pareto front"
+    return [title, *lines, axis, foot]
+
+
+def _serves(row: Mapping[str, Any]) -> bool:
+    return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
+
+
+def _swept(rows: Any) -> list[str]:
+    """Return the columns that were swept: those of overrides, and of who the point is, that vary."""
+    keys = [
+        field.name
+        for field in rows.schema
+        if field.metadata[b"part"] == b"override" or field.name in ("hw", "backend", "target", "seed")
+    ]
+    return [key for key in keys if len(set(map(str, rows[key].to_pylist()))) > 1]
+
+
+def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: Slo | None) -> Ranked | None:
+    import pyarrow.parquet as pq
+
+    names = ["status", "arrival", "output", *_LATENCIES]
+    found = pq.read_table(folder / row["folder"] / "requests.parquet", columns=names)
+    requests = found.to_pylist()
+    if not requests or row["evidence"] in (None, "none"):
+        return None
+    limits = slo.limits if slo is not None else _own(folder / row["folder"])
+    good = sum(_met(request, limits) for request in requests)
+    seconds = max((r["arrival"] + r["e2e"] for r in requests if r["e2e"] is not None), default=0.0)
+    values = {name: [r[name] for r in requests if r[name] is not None] for name in _LATENCIES}
+    median = percentile(values["tpot"], 50.0)
+    tokens = sum(request["output"] for request in requests if request["status"] == "ok")
+    return Ranked(
+        point=row["point"],
+        choice=choice,
+        gpus=row["gpus"],
+        goodput=good / seconds if seconds else 0.0,
+        attainment=good / len(requests),
+        latencies={f"{name}_p99": percentile(values[name], 99.0) for name in _LATENCIES},
+        speed=1.0 / median if median else None,
+        throughput=tokens / seconds / row["gpus"] if seconds else 0.0,
+        evidence=row["evidence"],
+    )
+
+
+def _met(request: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
+    """Return whether *request* got its first token and met all *limits*; one of a single token has no TPOT."""
+    if request["ttft"] is None or request["e2e"] is None:
+        return False
+    return all((request[name] or 0.0) <= limit for name, limit in limits.items())
+
+
+def _own(folder: Path) -> dict[str, float]:
+    from pdsim.results import reading
+
+    config = reading.configuration(folder / "config.yaml")
+    return {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,85 @@
+"""A sweep from its points to its table: what is done already is kept, the rest is run, every row is appended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdsim.results import store
+from pdsim.sweep import collect, ledger
+from pdsim.sweep.executors import Executor
+from pdsim.sweep.ledger import FINAL, Ledger
+from pdsim.sweep.measure import measure, refused
+from pdsim.sweep.points import Point
+from pdsim.units import format_time
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    folder: Path, points: Sequence[Point], executor: Executor, progress: Callable[[float, str], None]
+) -> list[dict[str, Any]]:
+    """Run those of *points* that *folder* has no final row of, and return the rows of all, in order.
+
+    Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has the
+    rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to, or if
+    another process runs this sweep.
+    """
+    store.make(folder.parent, "output=")
+    store.make(folder, "output=")
+    with ledger.locked(folder):
+        book = Ledger(folder)
+        try:
+            _run(folder, points, book, executor, progress)
+            return [book.rows[point.name] for point in points]
+        finally:
+            book.close()
+            collect.write(folder, [book.rows[each.name] for each in points if each.name in book.rows], book.definitions)
+
+
+def _run(
+    folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: Callable[[float, str], None]
+) -> None:
+    for point in points:
+        if point.config is None:
+            _keep(book, refused(point, point.refusal))
+    left = [each for each in points if book.rows.get(each.name, {}).get("status") not in FINAL]
+    begun, before = time.monotonic(), len(points) - len(left)
+    if not left:
+        return
+    found = executor.run(measure, [point.within(str(folder)) for point in left])
+    try:
+        for done, row in enumerate(found, 1):
+            _keep(book, row)
+            rate = done / max(time.monotonic() - begun, 1e-9)
+            text = (
+                f"{before + done} of {len(points)} points, {rate:.3g}/s, {format_time((len(left) - done) / rate)} left"
+            )
+            progress(
+                (before + done) / len(points),
+                text + _best(book.rows[each.name] for each in points if each.name in book.rows),
+            )
+    finally:
+        found.close()
+
+
+def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
+    content = dict(row)
+    definitions = content.pop("definitions", {})
+    if book.rows.get(content["point"]) != content:
+        book.append(content, definitions)
+
+
+def _best(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the point with the most goodput for each GPU so far, if goodput is what its experiment measures."""
+    found = [
+        (row["metrics"]["goodput"] / row["gpus"], row)
+        for row in rows
+        if row.get("gpus") and row["metrics"].get("goodput")
+    ]
+    if not found:
+        return ""
+    value, row = max(found, key=lambda each: each[0])
+    return f"; best so far {value:.3g} good requests/s/GPU ({row['point']})"

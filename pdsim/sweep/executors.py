@@ -1,0 +1,175 @@
+"""What runs the points of a sweep: the protocol, and processes on this machine.
+
+An executor is a frozen dataclass whose fields are the settings of its file in ``conf/executor``; packages register
+theirs under the entry-point group ``pdsim.executors``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn, Protocol
+
+from pdsim.guards import not_negative
+from pdsim.sweep.points import Point
+
+__all__ = ["Executor", "Local", "Measure", "Row"]
+
+Row = Mapping[str, Any]
+Measure = Callable[[Point], Row]
+"""`pdsim.sweep.measure.measure`, or what stands for it in a test; it is sent to other processes by its name."""
+
+_ATTEMPTS = 2
+"""How often a point is begun: a process that dies may have died of its neighbour, not of its point."""
+
+
+class Executor(Protocol):
+    """Runs points wherever it does."""
+
+    def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
+        """Yield ``measure(point)`` of each of *points* as it ends, in any order.
+
+        A point whose process died is a row with the status ``failed``.  To close the generator ends what is under way.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Processes on this machine, which stay warm from point to point."""
+
+    workers: int = 0  # 0: one for each core with target=model, one in all with target=real
+
+    def __post_init__(self) -> None:
+        not_negative("executor", workers=self.workers)
+
+    def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
+        """See `Executor`."""
+        real = any(point.config is not None and point.config.target != "model" for point in points)
+        most = self.workers or (1 if real else len(os.sched_getaffinity(0)))
+        pool = _Pool(measure, min(most, len(points)))
+        try:
+            yield from pool.run(points)
+        finally:
+            pool.close()
+
+
+def lost(point: Point, why: str) -> Row:
+    """Return the row of a *point* that ended without one."""
+    return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    point: Point | None = None
+
+
+class _Pool:
+    """Processes that are given one point at a time, and are replaced when they die."""
+
+    def __init__(self, measure: Measure, size: int) -> None:
+        self._measure = measure
+        self._spawn = multiprocessing.get_context("spawn")  # nothing of this process, its threads and locks, is in it
+        self._workers = [self._started() for _ in range(size)]
+
+    def run(self, points: Sequence[Point]) -> Iterator[Row]:
+        """Yield the rows."""
+        left = deque(points)
+        begun: dict[str, int] = {}
+        for worker in self._workers:
+            self._give(worker, left, begun)
+        while busy := {worker.pipe: worker for worker in self._workers if worker.point is not None}:
+            for pipe in wait(list(busy)):
+                worker = busy[pipe]  # type: ignore[index]  # connections are all that is waited for
+                point = worker.point
+                assert point is not None
+                try:
+                    row = worker.pipe.recv()
+                except (EOFError, OSError):
+                    row = self._replace(worker, point, left, begun)
+                worker.point = None
+                self._give(worker, left, begun)
+                if row is not None:
+                    yield row
+
+    def close(self) -> None:
+        """End all processes: those without a point by the end of their pipe, the others by SIGTERM, then SIGKILL."""
+        for worker in self._workers:
+            if worker.point is not None:
+                worker.process.terminate()
+            worker.pipe.close()
+        deadline = time.monotonic() + 5.0
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+    def _started(self) -> _Worker:
+        ours, theirs = self._spawn.Pipe()
+        process = self._spawn.Process(target=_work, args=(theirs, self._measure, os.getpid()), daemon=False)
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def _give(self, worker: _Worker, left: deque[Point], begun: dict[str, int]) -> None:
+        if not left:
+            return
+        worker.point = left.popleft()
+        begun[worker.point.name] = begun.get(worker.point.name, 0) + 1
+        with suppress(BrokenPipeError):  # it died while it waited; its end is seen when it is listened to
+            worker.pipe.send(worker.point)
+
+    def _replace(self, worker: _Worker, point: Point, left: deque[Point], begun: Mapping[str, int]) -> Row | None:
+        """Start another process for one that died; its *point* is begun again, or is a row that says so."""
+        worker.process.join()
+        worker.pipe.close()
+        how = _ended(worker.process.exitcode)
+        fresh = self._started()
+        worker.process, worker.pipe = fresh.process, fresh.pipe
+        if begun[point.name] < _ATTEMPTS:
+            left.appendleft(point)
+            return None
+        return lost(point, f"its process {how}, {_ATTEMPTS} times")
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with status {code}"
+
+
+def _work(pipe: Connection, measure: Measure, parent: int) -> None:
+    """Run points until there are no more; the main function of a process."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, _terminated)
+    while True:
+        try:
+            point = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(measure(point))
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its *parent* dies, however it dies: nobody would take its rows."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

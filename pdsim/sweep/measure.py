@@ -1,0 +1,55 @@
+"""One point of a sweep, in whatever process: run it, or take what an earlier process left, and return its row."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.execution import execute
+from pdsim.results import store
+from pdsim.sweep.points import Point
+
+__all__ = ["measure"]
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row.
+
+    A complete folder of that name is an earlier run of the same point and is taken as it is.
+    """
+    if point.config is None:
+        return refused(point, point.refusal)
+    folder = Path(point.config.output) / point.name
+    if not folder.is_dir():
+        unfinished = folder.with_name(folder.name + store.INCOMPLETE)
+        if unfinished.exists():  # of a process that was killed: the sweep's lock says that it is no more
+            shutil.rmtree(unfinished)
+        try:
+            execute(point.config, point.words, notes=point.notes, quiet=True, name=point.name)
+        except ConfigError as error:
+            return refused(point, str(error))
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
+    return kept(point, folder)
+
+
+def refused(point: Point, why: str) -> dict[str, Any]:
+    """Return the row of a *point* that cannot be run."""
+    about = {"status": "infeasible", "error": " ".join(why.split()), "metrics": {}, "definitions": {}}
+    return point.about() | about
+
+
+def kept(point: Point, folder: Path) -> dict[str, Any]:
+    """Return the row of a *point* whose complete results are in *folder*."""
+    run = store.load(folder)
+    return point.about() | {
+        "status": run["status"],
+        "error": run["error"],
+        "folder": folder.name,
+        "evidence": run["evidence"]["weakest"],
+        "metrics": {name: metric["value"] for name, metric in run["metrics"].items()},
+        "definitions": {name: metric["definition"] for name, metric in run["metrics"].items()},
+    }

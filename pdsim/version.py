@@ -1,0 +1,5 @@
+"""The version of pdsim, in a module of its own, for what is below the face of the package to import."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

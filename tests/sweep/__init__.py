@@ -1,0 +1,1 @@
+"""Sweeps: their points, who runs them, what they leave behind."""

@@ -1,0 +1,72 @@
+"""A sweep ends in one file and one table: one row a point, the refused and the failed ones included."""
+
+import pyarrow.parquet as pq
+import pytest
+
+from pdsim.errors import ConfigError
+from pdsim.sweep.collect import POINTS, points, table, write
+from pdsim.sweep.ledger import LEDGER, Ledger
+
+DEFINITIONS = {"bw_gbs": "bytes over time"}
+
+
+def row(name, rate, status="ok", evidence="assumed", hw="toy", **changes):
+    """Return a row of a ledger."""
+    about = {"point": name, "folder": name, "status": status, "error": "", "experiment": "transfer", "hw": hw}
+    about |= {"backend": "fast", "target": "model", "seed": 7, "gpus": 2, "evidence": evidence}
+    return about | {"overrides": {"workload.rate": str(rate), "hw": hw}, "metrics": {"bw_gbs": 2.5}} | changes
+
+
+def test_a_row_has_the_overrides_the_seed_and_the_metrics_of_its_point(tmp_path):
+    (found,) = pq.read_table(write(tmp_path, [row("a1", 2.5)], DEFINITIONS)).to_pylist()
+    assert found == {
+        "point": "a1", "folder": "a1", "status": "ok", "error": "", "experiment": "transfer", "hw": "toy",
+        "backend": "fast", "target": "model", "seed": 7, "gpus": 2, "evidence": "assumed", "workload.rate": 2.5,
+        "bw_gbs": 2.5,
+    }  # fmt: skip
+
+
+def test_writing_again_gives_the_same_file(tmp_path):
+    first = write(tmp_path, [row("a1", 1)], DEFINITIONS).read_bytes()
+    assert write(tmp_path, [row("a1", 1)], DEFINITIONS).read_bytes() == first
+    assert [path.name for path in tmp_path.iterdir()] == [POINTS]
+
+
+def test_values_of_several_kinds_become_text(tmp_path):
+    write(tmp_path, [row("a1", 1), row("a2", "fast")], DEFINITIONS)
+    assert points(tmp_path)["workload.rate"].to_pylist() == ["1", "fast"]
+
+
+def test_metrics_keep_their_definitions(tmp_path):
+    field = pq.read_schema(write(tmp_path, [row("a1", 1)], DEFINITIONS)).field("bw_gbs")
+    assert field.metadata[b"definition"] == b"bytes over time"
+
+
+def test_the_table_begins_with_what_was_swept_and_leaves_out_what_all_points_share(tmp_path):
+    write(tmp_path, [row("a1", 1), row("a2", 2, hw="other", metrics={"bw_gbs": 5.0})], DEFINITIONS)
+    found = table(tmp_path)
+    assert list(found.columns) == ["hw", "workload.rate", "status", "bw_gbs"]
+    assert found.rows == [("toy", 1, "ok", 2.5), ("other", 2, "ok", 5.0)]
+
+
+def test_the_table_has_no_numbers_without_evidence(tmp_path):
+    write(tmp_path, [row("a1", 1), row("a2", 2, evidence="none")], DEFINITIONS)
+    found = table(tmp_path)
+    assert [each[list(found.columns).index("bw_gbs")] for each in found.rows] == [2.5, None]
+
+
+def test_a_sweep_that_was_killed_has_the_rows_that_it_appended(tmp_path):
+    book = Ledger(tmp_path)
+    book.append(row("a1", 1), DEFINITIONS)
+    with (tmp_path / LEDGER).open("a") as file:
+        file.write('{"point": "a2", "sta')
+    assert points(tmp_path)["point"].to_pylist() == ["a1"]
+    again = Ledger(tmp_path)
+    again.append(row("a3", 3), DEFINITIONS)
+    assert points(tmp_path)["point"].to_pylist() == ["a1", "a3"]
+
+
+def test_a_ledger_that_was_changed_is_refused(tmp_path):
+    (tmp_path / LEDGER).write_text("{}\n[1]\n")
+    with pytest.raises(ConfigError, match=r"points\.jsonl is not what a sweep writes: 'point'; it was changed"):
+        points(tmp_path)

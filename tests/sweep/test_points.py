@@ -1,0 +1,95 @@
+"""Overrides become points: combined or zipped, each once, named by what it runs, composed as `run` composes."""
+
+import random
+
+import pytest
+
+from pdsim.cli.compose import compose
+from pdsim.cli.sweep import asked_of, points
+from pdsim.errors import ConfigError
+from pdsim.sweep.points import Axis, axes, combinations
+
+QUICK = ("experiment=transfer", "experiment.size=4KiB", "experiment.repeat=2")
+
+
+def swept(*words):
+    return points(asked_of([*QUICK, *words]))
+
+
+def choices(*words):
+    return [tuple(point.choice.values()) for point in swept(*words)]
+
+
+def test_values_are_combined_the_last_changing_fastest():
+    assert choices("hw=8xh20,8xh200", "seed=1,2") == [("8xh20", "1"), ("8xh20", "2"), ("8xh200", "1"), ("8xh200", "2")]
+
+
+def test_the_grammar_of_hydra_is_understood():
+    assert choices("seed=range(1,4)", "kv.page_size=choice(1,16)")[:2] == [("1", "1"), ("1", "16")]
+    assert [point.config.experiment["size"] for point in swept("experiment.size=[4KiB,8KiB],64KiB")] == [
+        (4096, 8192),
+        (65536,),
+    ]
+
+
+def test_zipped_keys_change_together():
+    words = ("hw=8xh20,8xh200", "seed=1,2", "kv.page_size=16,32", "--zip", "hw,kv.page_size")
+    assert [point.choice for point in swept(*words)] == [
+        {"hw": hw, "kv.page_size": size, "seed": seed}
+        for hw, size in (("8xh20", "16"), ("8xh200", "32"))
+        for seed in ("1", "2")
+    ]
+
+
+def test_seeds_are_the_last_axis():
+    assert choices("hw=8xh20,8xh200", "--seeds", "2")[:2] == [("8xh20", "0"), ("8xh20", "1")]
+
+
+def test_points_of_equal_content_are_one():
+    assert [point.choice["kv.pool"] for point in swept("kv.pool=1GiB,1024MiB,2GiB")] == ["1GiB", "2GiB"]
+
+
+def test_a_name_is_of_the_content_and_not_of_where_it_is_kept():
+    (one,), (other,), (more,) = swept("seed=1", "output=a"), swept("seed=1", "output=b"), swept("seed=2")
+    assert one.name == other.name != more.name
+    assert len(one.name) == 12
+
+
+def test_what_cannot_be_run_is_a_point_with_its_reason():
+    good, bad = swept("hw=8xh20,8xmi300x", "backend=mooncake_nvlink")
+    assert good.config is not None
+    assert bad.config is None
+    assert "backend=mooncake_nvlink runs on nvidia machines" in bad.refusal
+
+
+AXES = {
+    "hw": ("8xh20", "8xh200", "4xh200", "loopback"),
+    "workload": ("poisson", "bursty"),
+    "backend.timeout": ("5s", "1min"),
+    "kv.page_size": ("1", "64"),
+    "parallel.prefill.tp": ("1", "2"),
+    "experiment.verify": ("true", "false"),
+    "compute": ("{scale: 0.5}", "{scale: 2.0, overhead: 1ms}"),
+    "workload.input_mean": ("512", "${workload.output_mean}"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_point_is_what_run_composes_of_its_words(seed):
+    chosen = random.Random(seed)
+    keys = chosen.sample(sorted(AXES), 3)
+    words = [f"{key}={','.join(AXES[key])}" for key in keys if key != "workload.input_mean" or "workload" in keys]
+    for point in chosen.sample(swept(*words), 2):
+        if point.config is not None:
+            assert point.config == compose(point.words)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            compose(point.words)
+        assert str(refused.value) == point.refusal
+
+
+def test_axes_are_steps_of_keys():
+    assert axes({"a": ["1", "2"], "b": ["x", "y"]}, [["a", "b"]]) == [Axis(("a", "b"), (("1", "x"), ("2", "y")))]
+    assert list(combinations([])) == [{}]
+    with pytest.raises(ConfigError, match="a is zipped twice"):
+        axes({"a": ["1"], "b": ["1"]}, [["a", "b"], ["a", "b"]])

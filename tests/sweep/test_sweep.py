@@ -1,0 +1,129 @@
+"""`pdsim sweep`: one table and one file; the same command goes on, whatever ended the one before."""
+
+import json
+import random
+import signal
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from pdsim.cli.main import main
+from tests.test_cli import QUICK, answer, started
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def pdsim_says(capfd):
+    def say(*words):
+        status = main(words)
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return say
+
+
+def only(folder):
+    (found,) = folder.glob("results/sweep-*")
+    return found
+
+
+def test_a_sweep_ends_in_one_table_and_one_file_with_its_infeasible_points(pdsim_says, tmp_path):
+    words = ("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink,mooncake")
+    status, out, _ = pdsim_says(*words)
+    folder = only(tmp_path)
+    points = pq.read_table(folder / "points.parquet").to_pylist()
+    assert status == 0
+    assert [(row["hw"] or "8xmi300x", row["status"]) for row in points] == [
+        ("8xh20", "ok"), ("8xh20", "ok"), ("8xmi300x", "infeasible"), ("8xmi300x", "ok"),
+    ]  # fmt: skip
+    assert "4 points in" in out
+    assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in points[2]["error"]
+    shown = pdsim_says("report", str(folder.relative_to(tmp_path)))[1]
+    assert shown == out
+    assert f"{folder} is a sweep; name two of its points" in pdsim_says("compare", str(folder), str(folder))[2]
+    assert (folder / points[0]["folder"] / "summary.json").is_file()
+
+
+def test_run_with_m_is_the_same(pdsim_says, tmp_path):
+    pdsim_says("sweep", *QUICK, "seed=1,2", "output=a")
+    pdsim_says("run", "-m", *QUICK, "seed=1,2", "output=b")
+    (a,), (b,) = tmp_path.glob("a/*"), tmp_path.glob("b/*")
+    assert a.name == b.name
+    first, second = (pq.read_table(each / "points.parquet").drop_columns("output") for each in (a, b))
+    assert first.equals(second)
+
+
+def test_the_same_command_does_nothing_again(pdsim_says, tmp_path):
+    words = ("sweep", *QUICK, "seed=1,2,3", "--json")
+    first = json.loads(pdsim_says(*words)[1])
+    before = {path: path.stat().st_mtime_ns for path in only(tmp_path).glob("*/run.json")}
+    assert len(before) == 3
+    assert json.loads(pdsim_says(*words)[1]) == first
+    assert {path: path.stat().st_mtime_ns for path in only(tmp_path).glob("*/run.json")} == before
+
+
+def test_a_sweep_of_which_no_point_can_be_run_is_refused(pdsim_says, tmp_path):
+    status, out, err = pdsim_says("sweep", "backend=mori", "seed=1,2")
+    assert (status, out) == (2, "")
+    assert "backend=mori runs on amd machines" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def rows_of(process, folder, count):
+    """Wait until the sweep in *folder* has appended *count* rows, or has ended."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None:
+        ledgers = list(folder.glob("results/sweep-*/points.jsonl"))
+        if ledgers and ledgers[0].read_bytes().count(b"\n") >= count:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_two_at_once_are_refused_and_ctrl_c_loses_what_is_under_way_only(tmp_path):
+    words = ("sweep", *QUICK, "seed=range(300)", "executor.workers=1")
+    process = started(*words, cwd=tmp_path)
+    rows_of(process, tmp_path, 4)
+    status, _, err = answer(*words, cwd=tmp_path)
+    assert status == 2
+    assert "this sweep is being run already; wait for it, or change output" in err
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    folder = only(tmp_path)
+    assert (process.returncode, out) == (130, "")
+    said = f"pdsim: interrupted; the points that ended are in {folder.relative_to(tmp_path)}; the same command goes on"
+    assert err.splitlines()[-1] == said
+    rows = pq.read_table(folder / "points.parquet").to_pylist()
+    assert 3 <= len(rows) < 300
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_three_times_and_resumed_it_has_the_table_of_an_undisturbed_sweep(tmp_path):
+    count = 60
+    words = ("sweep", *QUICK, "hw=8xh20,8xmi300x", "backend=mooncake_nvlink", f"seed=range({count})", "--quiet")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    chance = random.Random(7)
+    for least in sorted(chance.sample(range(count + 5, 2 * count - 5), 3)):  # the infeasible ones are appended first
+        process = started(*words, cwd=killed)
+        rows_of(process, killed, least)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    assert answer(*words, cwd=killed)[0] == 0
+    assert answer(*words, cwd=whole)[0] == 0
+    lines = [json.loads(line) for line in (only(killed) / "points.jsonl").read_text().splitlines()]
+    names = [line["point"] for line in lines if "point" in line]
+    assert len(names) == len(set(names)) == 2 * count
+    tables = [pq.read_table(only(folder) / "points.parquet") for folder in (killed, whole)]
+    assert tables[0].equals(tables[1])
+    assert tables[0]["status"].to_pylist() == ["ok"] * count + ["infeasible"] * count
+    assert not list(only(killed).glob("*.incomplete"))

@@ -1,0 +1,68 @@
+"""`pdsim.simulate` and `pdsim.load`: the command line from Python, results as Arrow tables."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pdsim
+from pdsim.cli.main import main
+from pdsim.errors import ConfigError
+
+QUICK = {"experiment": "transfer", "experiment.patterns": ["pair"], "experiment.size": ("4KiB",)}
+QUICK |= {"experiment.repeat": 2}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_has_its_metrics_requests_and_configuration():
+    run = pdsim.simulate("workload.count=3", hw="8xh200", **{"kv.staging": True})
+    assert run.requests.num_rows == run.metrics["requests_ok"] == 3
+    assert {"ttft", "tpot", "e2e"} <= set(run.requests.column_names)
+    assert run.transfers.num_rows > 0
+    assert (run.config["hw.name"], run.config["kv.staging"], run.config["workload.count"]) == ("8xh200", True, 3)
+    assert (run.evidence, run.failures) == ("assumed", [])
+    assert run.definitions["requests_ok"].startswith("of them, those that got all their tokens")
+    assert "load: 3 of 3 requests in " in str(run)
+
+
+def test_it_is_the_run_of_the_command_line_and_can_be_loaded_again(tmp_path):
+    run = pdsim.simulate(**QUICK, output="a")
+    words = ["experiment=transfer", "experiment.patterns=[pair]", "experiment.size=[4KiB]", "experiment.repeat=2"]
+    assert main(["run", *words, "output=b", "--quiet"]) == 0
+    (folder,) = (tmp_path / "b").iterdir()
+    assert pdsim.load(folder).metrics == run.metrics == pdsim.load(str(run.folder)).metrics
+    assert pdsim.load(folder).transfers.equals(run.transfers)
+
+
+def test_values_of_python_are_those_of_the_command_line():
+    run = pdsim.simulate(**QUICK, seed=7, **{"hw.nodes": 1, "kv.checked": None, "backend.options": {"A": "b"}})
+    assert (run.config["seed"], run.config["kv.checked"], run.config["backend.options.A"]) == (7, None, "b")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"hw": "9xh200"}, None),
+        ({"hw.gpuss": 3}, r"unknown key hw\.gpuss; did you mean hw\.gpus"),
+        ({"parallel.prefill.tp": 64}, "GPUs, hw=8xh20 has 8"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_and_leaves_nothing(tmp_path, choices, message):
+    with pytest.raises(Exception if message is None else ConfigError, match=message):
+        pdsim.simulate(**choices)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
+        pdsim.load(tmp_path)
+
+
+def test_importing_pdsim_imports_next_to_nothing():
+    code = "import sys, pdsim; print(sorted({'numpy', 'simpy', 'hydra', 'pyarrow', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
