@@ -46,7 +46,8 @@ def test_what_is_generated_is_current(part):
 @pytest.mark.parametrize("page", [p for p in PAGES if shell(p, run=True)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_command_runs(page, tmp_path):
     """The blocks of a page run one after the other in one folder; those not run say why before they begin."""
-    (tmp_path / "data").symlink_to(ROOT / "data")
+    for name in ("conf", "data"):
+        (tmp_path / name).symlink_to(ROOT / name)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
     for text in shell(page, run=True):
         done = subprocess.run(
