@@ -1,5 +1,7 @@
 """Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
+``python -m benchmarks.validation predictions`` prints the medians of what is predicted for machines not yet measured.
+
 A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a
 run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept, point by
 point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a machine
@@ -16,7 +18,7 @@ from typing import Any
 from experiments.validate import Options, bounds
 from experiments.validate.files import EXPECTED, MEASURED, read
 from pdsim.results.record import Table
-from pdsim.validation.compare import Value, by_class, by_decade, compare, foretold, tables
+from pdsim.validation.compare import Class, Value, by_class, compare, foretold
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"
@@ -28,27 +30,52 @@ BEGIN, END = "<!-- generated: python -m benchmarks.validation -->", "<!-- end --
 AHEAD, END_AHEAD = "<!-- generated, predictions: python -m benchmarks.validation -->", "<!-- end of predictions -->"
 
 
-def section(folder: Path) -> Iterator[str]:
-    """Yield the lines about the validation in *folder*."""
-    expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
-    found = compare([Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]])
-    before = "before" if measured["expectations"] == expected["sha256"] else "after"
-    yield f"### {expected['backend']} on {expected['hw']}"
+def reached(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the lines of the errors of every class in *folders*, a column each, and which predictions they are of."""
+    pairs = [(read(folder / EXPECTED), read(folder / MEASURED)) for folder in folders]
+    rows: dict[str, dict[int, Class]] = {}
+    for number, (expected, measured) in enumerate(pairs):
+        both = compare([Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]])
+        for each in by_class(both, bounds(Options()), expected["seed"]):
+            rows.setdefault(each.name, {})[number] = each
+    names = [f"`{expected['backend']}` on {expected['hw']}" for expected, _ in pairs]
+    columns = {"class": "", "bound %": ""} | dict.fromkeys(names, "")
+    cells = [
+        [name, _bound(next(iter(of.values()))), *(_error(of.get(number)) for number in range(len(pairs)))]
+        for name, of in rows.items()
+    ]
+    yield "### Errors by class"
     yield ""
-    yield (
-        f"Calibration {expected['calibration']}; predictions of {expected['written']}, SHA-256 "
-        f"`{expected['sha256'][:16]}`, made {before} the measurements, which began {measured['began']} "
-        f"with {', '.join(measured['engines'])}."
-    )
+    yield "Median of the absolute error in per cent, 95th percentile in brackets; bold is beyond its bound."
     yield ""
-    for table in tables(by_class(found, bounds(Options()), expected["seed"]), by_decade(found, expected["seed"])):
-        yield from _markdown(table)
+    yield from _markdown(Table("Errors", columns, cells))
+    for expected, measured in pairs:
+        before = "before" if measured["expectations"] == expected["sha256"] else "after"
+        yield (
+            f"- `{expected['backend']}`: calibration {expected['calibration']}, {', '.join(measured['engines'])}, "
+            f"predicted {before} measuring"
+        )
+        yield f"  ({measured['began'][:16]}, SHA-256 `{expected['sha256'][:16]}`)"
+    yield ""
+
+
+def _error(each: Class | None) -> str:
+    if each is None:
+        return "-"
+    text = f"{each.median * 100:.1f}" + ("" if each.p95 is None else f" ({each.p95 * 100:.1f})")
+    return f"**{text}**" if each.beyond else text
+
+
+def _bound(each: Class) -> str:
+    limit = each.bound
+    if limit is None:
+        return "-"
+    return f"{limit.median * 100:g}" + ("" if limit.p95 is None else f" ({limit.p95 * 100:g})")
 
 
 def gains(folders: Sequence[Path]) -> Iterator[str]:
     """Yield the lines about how many times longer what is before each of `CHANGES` takes, in *folders*."""
-    columns = {"change": "", "backend": "", "hw": "", "at": "", "predicted": "", "measured": ""}
-    rows = []
+    factors: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
     for folder in folders:
         expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
         ours, real = (
@@ -59,30 +86,47 @@ def gains(folders: Sequence[Path]) -> Iterator[str]:
             for label in real:
                 other = label.replace(before, after)
                 if other != label and other in real and {label, other} <= ours.keys():
-                    at = label.replace(before, "").replace("  ", " ")
-                    found = (f"{times[label] / times[other]:.3g}" for times in (ours, real))
-                    rows.append([f"{before} → {after}", expected["backend"], expected["hw"], at, *found])
-    rows.sort(key=lambda row: [before for before, _ in CHANGES].index(row[0].partition(" → ")[0]))
+                    key = (f"{before} → {after}", expected["backend"], expected["hw"])
+                    factors.setdefault(key, []).append(tuple(of[label] / of[other] for of in (ours, real)))
+    columns = {"change": "", "backend": "", "hw": "", "points": "", "predicted": "", "measured": ""}
+    order = [f"{before} → {after}" for before, after in CHANGES]
+    rows = [
+        [*key, len(found), *(_range(values) for values in zip(*found, strict=True))]
+        for key, found in sorted(factors.items(), key=lambda item: order.index(item[0][0]))
+    ]
     yield "### What a change gains"
+    yield ""
+    yield "How many times less time, lowest to highest of all points."
     yield ""
     yield from _markdown(Table("Gains", columns, rows))
 
 
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
 def predictions(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines about the predictions in *folders* that were made ahead, machine by machine."""
+    """Yield a line for each of the predictions in *folders* that were made ahead, with the hash of its file."""
+    for folder in folders:
+        expected = read(folder / EXPECTED)
+        yield (
+            f"- `{expected['backend']}` on {expected['hw']}: calibration {expected['calibration']}, "
+            f"{expected['system']['model']['name']},"
+        )
+        yield (
+            f"  written {expected['written'][:16]} at commit `{expected['commit'][:12]}`, SHA-256 "
+            f"`{expected['sha256'][:16]}`"
+        )
+
+
+def medians(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield the lines of a table for each machine in *folders*: the predicted median of each class on each engine."""
     made = [read(folder / EXPECTED) for folder in folders]
     for hw in sorted({expected["hw"] for expected in made}, reverse=True):
-        engines = [expected for expected in made if expected["hw"] == hw]
         yield f"### {hw}"
         yield ""
-        for expected in engines:
-            yield (
-                f"- `{expected['backend']}`: calibration {expected['calibration']}, "
-                f"{expected['system']['model']['name']}, written {expected['written']} at commit "
-                f"`{expected['commit'][:12]}`, SHA-256 `{expected['sha256'][:16]}`"
-            )
-        yield ""
-        yield from _markdown(_medians(engines))
+        yield from _markdown(_medians([expected for expected in made if expected["hw"] == hw]))
 
 
 def _medians(engines: Sequence[Mapping[str, Any]]) -> Table:
@@ -115,12 +159,14 @@ def _markdown(table: Table) -> Iterator[str]:
     yield ""
 
 
-def main(folders: Sequence[str]) -> None:
-    """Rewrite the page from *folders*, by default from all that are committed."""
-    found = [Path(folder) for folder in folders] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
-    lines = [*gains(found), *(line for folder in found for line in section(folder))]
-    _rewrite(BEGIN, END, lines)
+def main(words: Sequence[str]) -> None:
+    """Rewrite the page from the folders *words*, by default all that are committed; or print the predictions."""
     ahead = sorted(path.parent for path in STORED.glob(f"*/{EXPECTED}") if not (path.parent / MEASURED).is_file())
+    if list(words) == ["predictions"]:
+        print("\n".join(medians(ahead)))
+        return
+    found = [Path(folder) for folder in words] or sorted(path.parent for path in STORED.glob(f"*/{MEASURED}"))
+    _rewrite(BEGIN, END, [*reached(found), *gains(found)])
     _rewrite(AHEAD, END_AHEAD, list(predictions(ahead)) or ["None is committed."])
 
 

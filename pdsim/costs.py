@@ -19,7 +19,12 @@ __all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSavi
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """What the *first* descriptors of a batch cost *extra*, each: doorbells of idle queue pairs, cold caches."""
+    """What the *first* descriptors of a batch cost *extra* seconds, each: doorbells of idle queue pairs, cold caches.
+
+    A batch of *n* descriptors pays ``min(n, first) * extra`` on top of `EngineModel.posting`; several ramps add up.
+    Published tables show the need: on Thor2 the cost of a descriptor falls over the first 16 queue pairs
+    (`conf/calibration/thor2-write-1k.yaml`).
+    """
 
     first: int
     extra: Seconds
@@ -108,7 +113,11 @@ class EngineModel:
             raise ValueError("engine.pipelined must be false where overlap is, got True")
 
     def on_line(self, line: Rate) -> EngineModel:
-        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate."""
+        """Return this model on links of *line* bytes/s: its rates keep their share of the line rate.
+
+        A model with ``line=0`` does not depend on it and is returned as it is; so is one that was found at *line*.
+        Latencies and costs of descriptors are host time and do not scale.
+        """
         if not self.line or not line or line == self.line:
             return self
         share = line / self.line
@@ -121,7 +130,12 @@ class EngineModel:
         )
 
     def posting(self, descriptors: int) -> Seconds:
-        """Return how long *descriptors* in one call keep the poster."""
+        """Return the seconds for which one call with so many *descriptors* keeps the posting thread.
+
+        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
+        >>> f"{model.posting(10):.6f}"
+        '0.000031'
+        """
         seconds = self.call + descriptors * self.descriptor
         for ramp in self.ramp:
             seconds += min(descriptors, ramp.first) * ramp.extra
@@ -135,7 +149,7 @@ class EngineModel:
         return min(self.small.saves - late, self.call), late
 
     def fastest(self, *, read: bool) -> Rate:
-        """Return the rate of one write, or of one *read*."""
+        """Return the highest rate of one write, or of one *read*, in bytes/s; ``inf`` leaves it to the links."""
         return min(self.rate, self.read_rate) if read else self.rate
 
     def held_up(self, narrowest: Rate, *, read: bool) -> float:
@@ -147,9 +161,14 @@ class EngineModel:
         return seconds * (rate if math.isfinite(rate) else narrowest) if seconds else 0.0
 
     def alone(self, descriptors: int, nbytes: float, narrowest: Rate = math.inf, *, read: bool = False) -> Seconds:
-        """Return how long a write, or a *read*, takes with nothing in its way, over links of *narrowest* or more.
+        """Return the seconds of a write, or a *read*, with nothing in its way, over links of *narrowest* bytes/s.
 
-        It is what the simulator gives for an idle endpoint, less the latency of the way.
+        The simulator gives the same for an idle endpoint, less the latency of the links (tested to 1e-14), and fits
+        use the same formula over arrays (`pdsim.calibration.forms`).  A sum of 1 MiB in 16 descriptors:
+
+        >>> model = EngineModel(path="nvlink", call=11e-6, descriptor=2e-6, overlap=False, latency=0.0, rate=400e9)
+        >>> f"{model.alone(16, 1 << 20):.9f}"
+        '0.000045621'
         """
         narrowest = min(narrowest, self.queues * self.queue_rate)
         wire = (nbytes + descriptors * self.held_up(narrowest, read=read)) / min(self.fastest(read=read), narrowest)
@@ -220,17 +239,24 @@ class CollectiveModel:
         positive("collective", rate=self.rate, own_rate=self.own_rate)
 
     def before(self, ranks: int, size: float) -> Seconds:
-        """Return what passes before *size* bytes of each of *ranks* begin to move over the links."""
+        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links."""
         return self.latency + (ranks - 1) * self.step + size / self.own_rate
 
     def busy(self, *, cold: bool, grown: bool) -> Seconds:
-        """Return for how long a call keeps the hosts at least."""
+        """Return the least seconds that a call keeps the hosts.
+
+        *cold* says that the ranks did something else since the group's last call, *grown* that the pool has grown.
+        """
         return max(self.cold if cold else 0.0, self.grown if grown else 0.0)
 
     def alone(
         self, ranks: int, size: float, narrowest: Rate = math.inf, *, cold: bool = False, grown: bool = False
     ) -> Seconds:
-        """Return how long an all-gather takes with nothing in its way, over links that carry *narrowest* or more."""
+        """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.
+
+        *size* is the bytes of each of *ranks*; *cold* and *grown* are those of `busy`.  The simulator gives the same
+        for idle links.
+        """
         moved = (ranks - 1) * size / min(self.rate, narrowest)
         return max(self.before(ranks, size) + moved, self.busy(cold=cold, grown=grown))
 

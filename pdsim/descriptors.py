@@ -68,7 +68,11 @@ def _ascending(offset: Int64s, size: Int64s) -> bool:
 
 
 def check_disjoint(offset: Int64s, size: Int64s) -> None:
-    """Raise an `InvalidBatch` that names two descriptors if their targets overlap."""
+    """Raise an `InvalidBatch` that names two descriptors if their targets overlap.
+
+    *offset* and *size* are int64 of shape (n,), sizes positive.  Pieces in ascending order, as most batches have them,
+    are not sorted.
+    """
     if _ascending(offset, size):  # as batches mostly are: no need to sort
         return
     order = np.argsort(offset, kind="stable")
@@ -87,6 +91,9 @@ _CACHED = 1 << 18
 
 def move(source: Bytes, target: Bytes, source_offset: Int64s, target_offset: Int64s, size: Int64s) -> None:
     """Copy descriptors between two arrays of bytes of which neither has a part of the other.
+
+    *source* and *target* are uint8 of any length; offsets and sizes are int64 of shape (n,), inside their arrays
+    (`check_inside`) and with targets apart (`check_disjoint`), which is not checked again.
 
     Small pieces of equal sizes, as the heads of tokens are, go many at a time: a tenth to a third of a loop's time.
     """

@@ -38,7 +38,7 @@ class Group(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ranks, in the order in which their pieces stand in a target."""
+        """The ranks, in the order in which their pieces stand in a target; the same on all of them."""
 
     @property
     def index(self) -> int:
@@ -82,7 +82,10 @@ class Group(Protocol):
 
 
 def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
-    """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*."""
+    """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*.
+
+    Every implementation of `Group` calls this before it asks anything of another rank, so the words are the same.
+    """
     if not 0 < size <= source.size:
         raise InvalidBatch(f"size={size} must be > 0 and at most the {source.size} bytes of the source")
     if target is source:

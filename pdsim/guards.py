@@ -15,7 +15,12 @@ __all__ = ["instead", "near", "not_negative", "one_of", "positive", "ranks_named
 
 
 def positive(owner: str, **values: float) -> None:
-    """Raise a `ValueError` unless all *values* are > 0; NaN is not."""
+    """Raise a `ValueError` unless all *values* are > 0; NaN is not.
+
+    >>> positive("hw.nic", rate=0)
+    Traceback (most recent call last):
+    ValueError: hw.nic.rate must be > 0, got 0
+    """
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{owner}.{name} must be > 0, got {value}")
@@ -29,7 +34,12 @@ def not_negative(owner: str, **values: float) -> None:
 
 
 def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
-    """Raise a `ValueError` unless all *values* are among *allowed*."""
+    """Raise a `ValueError` unless all *values* are among *allowed*, compared as whole names.
+
+    >>> one_of("engine", ("wait", "refuse"), full="drop")
+    Traceback (most recent call last):
+    ValueError: engine.full must be one of wait, refuse, got 'drop'
+    """
     for name, value in values.items():
         if value not in allowed:  # a tuple of whole names: "nvlink" is not found in "intra_node_nvlink"
             choices = ", ".join(choice or "''" for choice in allowed)
@@ -53,13 +63,25 @@ def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
 
 
 def near(word: str, known: Iterable[str], template: str = "{}") -> str:
-    """Return ``"did you mean x? "`` for the one of *known* that is closest to *word*, or nothing."""
+    """Return a question about the one of *known* that is closest to *word*, or nothing if none is close.
+
+    *template* says how a name is typed:
+
+    >>> near("8xh2O", ["8xh20", "loopback"], "hw={}")
+    'did you mean hw=8xh20? '
+    """
     found = difflib.get_close_matches(word, list(known), 1)
     return f"did you mean {template.format(found[0])}? " if found else ""
 
 
 def instead(word: str, known: Iterable[str], template: str = "{}") -> str:
-    """Return what to write instead of *word*: ``"did you mean x? There are x, y"``, or ``"there are x, y"``."""
+    """Return what to write instead of *word*: the closest of *known*, as `near` asks for it, and all of them.
+
+    >>> instead("nixel", ["mori", "nixl"])
+    'did you mean nixl? There are mori, nixl'
+    >>> instead("tcp", ["mori", "nixl"])
+    'there are mori, nixl'
+    """
     every = list(known)
     hint = near(word, every, template)
     return f"{hint}{'There' if hint else 'there'} are {', '.join(every)}"

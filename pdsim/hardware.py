@@ -52,16 +52,23 @@ class Copies:
         not_negative("copies", call=self.call, piece=self.piece, turn=self.turn)
 
     def busy(self, pieces: int, turns: bool = False) -> Seconds:
-        """Return for how long a copy of so many *pieces* keeps its rank's copies from the next one.
+        """Return the seconds for which a copy of so many *pieces* keeps its rank's copies from the next one.
 
         *turns* says whether the device's last copy was another rank's.
+
+        >>> f"{Copies(call=300e-6, piece=10e-9).busy(32768):.6f}"
+        '0.000628'
         """
         return self.call + pieces * self.piece + (self.turn if turns else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator."""
+    """One accelerator: its memory, its peak, and what its copy engines and kernels cost beside the bytes.
+
+    Raise a `ValueError` for a size, a rate or a peak that is not positive, and for negative times.  Numbers of
+    products are in `conf/hw`, with their sources.
+    """
 
     name: str
     memory: Size
@@ -79,7 +86,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``."""
+    """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``.
+
+    On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its own,
+    so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for another *kind*, and for a rate
+    that is not positive where there is a link.
+    """
 
     kind: str
     rate: Rate  # of a GPU's port, each direction; for a mesh, of the link between two GPUs
@@ -108,7 +120,11 @@ class Nic:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A node's processor side."""
+    """A node's processor side: memory that all its ranks share, TCP, and the latency of programs.
+
+    Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *cold* and *rest* are
+    the host latency of a rank's program; on H200 they are fitted to handoffs (`python -m benchmarks.handoff_fit`).
+    """
 
     memory: Size
     memory_rate: Rate  # reads and writes together
@@ -196,7 +212,12 @@ class NetworkLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of one kind: `conf/hw`."""
+    """Nodes of one kind, as `conf/hw` describes them.
+
+    A machine with ``gpus=0`` has ranks on its hosts only; one with *link* has two or more nodes, which it joins.
+    *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.  Raise
+    a `ValueError` that names the key for a combination that cannot be.
+    """
 
     name: str
     vendor: str

@@ -21,7 +21,18 @@ __all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "Target"]
 
 @dataclass
 class Rank:
-    """What a program is given: who it is and what it may use."""
+    """What a program is given: who it is and what it may use.
+
+    A program is a generator function of a `Rank` and plain arguments.  It yields events of this rank's clock, device,
+    endpoint, channel and groups, and what it returns is the rank's result::
+
+        def program(rank, receiver):
+            rank.channel.send(receiver, b"hello")
+            message = yield rank.channel.receive()
+            return {"sender": message.sender, "seconds": rank.clock.now}
+
+    Objects of one rank are not used by another one: on a real engine each is in a process of its own.
+    """
 
     name: str
     clock: Clock
@@ -52,7 +63,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: a node, and a GPU of it or, with ``gpu=None``, its host."""
+    """Where a rank runs: a node, and a GPU of it or, with ``gpu=None``, its host.  Both count from 0.
+
+    Ranks may share a place; they then share its memory and its copies.
+    """
 
     node: int = 0
     gpu: int | None = None
@@ -73,7 +87,10 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``."""
+    """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``.
+
+    *engine* is what moved its bytes, as the engine reports itself.  *transfers* are in the order in which they ended.
+    """
 
     name: str
     value: Any = None
@@ -107,4 +124,7 @@ class Target(Protocol):
         """
 
     def using(self, engine: Engine) -> Target:
-        """Return the same machine with another *engine*, to compare both in one experiment."""
+        """Return the same machine with another *engine*, to compare both in one experiment.
+
+        Nothing is tried: a rank of a job fails with `BackendUnavailable` where the engine does not work.
+        """

@@ -114,11 +114,17 @@ class Device(Protocol):
     def copy(self, batch: Batch) -> Event:
         """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
 
-        They need not be registered: see `Region.local`.
+        They need not be registered: see `Region.local`.  The event succeeds without a value when the bytes are there.
+        Copies under way may end in any order.  Raise `InvalidBatch` if a region is not on this device, and a
+        `RegistrationError` if its buffer was freed.
         """
 
     def compute(self, seconds: float) -> Event:
-        """Occupy the device for *seconds*: work is served in the order in which it was asked for."""
+        """Occupy the device for *seconds* and return an event for its end.
+
+        Work is served in the order in which it was asked for.  On real targets it is a wait: computation is emulated,
+        and transfers go on meanwhile.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +388,10 @@ class Peer:
 class Endpoint(Protocol):
     """One rank's way to move bytes.
 
+    The life of an endpoint: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then
+    `write` and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what it
+    does by notifications.
+
     Transfers to one peer may overlap and complete in any order; notifications of transfers that were posted one after
     the other's completion arrive in that order, and no other order is promised.
     """
@@ -429,7 +439,10 @@ class Endpoint(Protocol):
         """
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
-        """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`."""
+        """Start to move *batch* from a region of *peer*'s to one of this endpoint; otherwise as `write`.
+
+        The peer's program has no part in it and gets no notification.
+        """
 
     def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = "") -> Series | None:
         """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.

@@ -68,7 +68,11 @@ def _parse(text: float | str, table: dict[str, Fraction], what: str, example: st
 
 
 def parse_size(text: float | str) -> int:
-    """Return bytes: ``parse_size("64KiB") == 65536``.  Raise a `ValueError` unless they are a whole number."""
+    """Return bytes.  Raise a `ValueError` unless *text* is a size and a whole number of bytes.
+
+    >>> parse_size("64KiB"), parse_size("1.5GB"), parse_size(4096)
+    (65536, 1500000000, 4096)
+    """
     size = _parse(text, _SIZE, "size", "a number or something like 64KiB or 1.5GB")
     if size.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of bytes; write one, or something like 64KiB or 1.5GB")
@@ -76,22 +80,42 @@ def parse_size(text: float | str) -> int:
 
 
 def parse_rate(text: float | str) -> float:
-    """Return bytes per second: ``parse_rate("400Gbps") == 50e9``.  Raise a `ValueError` for anything else."""
+    """Return bytes per second.  Raise a `ValueError` that shows how to write one for anything else.
+
+    ``bps`` and ``bit/s`` count bits, ``B/s`` bytes; a number without a unit is bytes per second:
+
+    >>> parse_rate("400Gbps"), parse_rate("50GB/s"), parse_rate(5e10)
+    (50000000000.0, 50000000000.0, 50000000000.0)
+    """
     return float(_parse(text, _RATE, "rate", "something like 400Gbps or 50GB/s"))
 
 
 def parse_time(text: float | str) -> float:
-    """Return seconds: ``parse_time("1.5us") == 1.5e-6``.  Raise a `ValueError` for anything else."""
+    """Return seconds.  Raise a `ValueError` for anything but a time; negative ones are times, too.
+
+    The float is the one that the decimal number has, as if it were typed in seconds:
+
+    >>> parse_time("1.5us") == 1.5e-6, parse_time("2min"), parse_time(0.25)
+    (True, 120.0, 0.25)
+    """
     return float(_parse(text, _TIME, "time", "something like 1.5us or 2ms"))
 
 
 def parse_flops(text: float | str) -> float:
-    """Return floating-point operations per second: ``parse_flops("148TFLOPS") == 148e12``."""
+    """Return floating-point operations per second.  Raise a `ValueError` for anything else.
+
+    >>> parse_flops("148TFLOPS")
+    148000000000000.0
+    """
     return float(_parse(text, _FLOPS, "rate of computation", "something like 148TFLOPS"))
 
 
 def parse_count(text: float | str) -> float:
-    """Return how many there are of what comes in billions: ``parse_count("7B") == 7e9``."""
+    """Return a number of things that come in billions, such as parameters.  Raise a `ValueError` for anything else.
+
+    >>> parse_count("70.6B"), parse_count(671e9)
+    (70600000000.0, 671000000000.0)
+    """
     return float(_parse(text, _COUNT, "number", "a number or something like 7B or 671e9"))
 
 
@@ -102,17 +126,29 @@ def _scaled(value: float, steps: tuple[tuple[float, str], ...]) -> str:
 
 
 def format_size(size: float) -> str:
-    """Return *size* bytes with a binary prefix: ``"64 KiB"``."""
+    """Return *size* bytes with a binary prefix and three digits.
+
+    >>> format_size(65536), format_size(101063034880)
+    ('64 KiB', '94.1 GiB')
+    """
     return _scaled(size, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 
 
 def format_rate(rate: float) -> str:
-    """Return *rate* bytes per second with a decimal prefix: ``"50 GB/s"``."""
+    """Return *rate* bytes per second with a decimal prefix and three digits.
+
+    >>> format_rate(50e9), format_rate(2.1e9)
+    ('50 GB/s', '2.1 GB/s')
+    """
     return _scaled(rate, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")))
 
 
 def format_time(seconds: float) -> str:
-    """Return *seconds* in the unit that keeps three digits readable: ``"1.5 us"``."""
+    """Return *seconds* in the unit that keeps three digits readable, from nanoseconds to hours.
+
+    >>> format_time(1.5e-6), format_time(0.25), format_time(7200)
+    ('1.5 us', '250 ms', '2 h')
+    """
     return _scaled(seconds, ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
 
 

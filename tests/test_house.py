@@ -11,8 +11,7 @@ import pytest
 from benchmarks.house import FIGURES, HEAVY, LONGEST_FILE, LONGEST_LINE, PACKAGES, ROOMS, ROOT, figures, house
 from benchmarks.source_figures import Room, read
 
-CIRCLES = {
-}
+CIRCLES = {}
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 
 ARROWS_UP = {

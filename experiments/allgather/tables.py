@@ -99,19 +99,19 @@ def _seconds(each: Sequence[TransferRecord]) -> float:
 def table(found: Sequence[Row]) -> Table:
     """Return the table of all rows."""
     columns = {
-        "ranks": "of the group",
+        "ranks": "ranks of the group",
         "piece": "bytes that each rank gives, padding included",
         "batch": "tokens of the sequences that were split in a zigzag and padded; -: equal pieces",
         "pool": "symmetric: source and target are registered with all ranks; default: plain memory",
-        "med us": "median time of an all-gather, from the call of the last rank to its being seen by the last rank",
+        "med us": "median time of an all-gather, from the last rank's call until the last rank sees the end",
         "q1": "first quartile of that",
         "q3": "third quartile of that",
-        "wire us": "median time from its begin to its end, of the rank that waited least; without the host's part",
+        "wire us": "median time from begin to end on the rank that waited least, without host time",
         "alg GB/s": "algorithmic bandwidth: bytes that each rank has in the end (padding not counted) / median time",
         "bus GB/s": "bus bandwidth: bytes that each rank's port carries each way / median time, as in nccl-tests",
         "growths": "times that the symmetric pool grew during the point",
-        "growth ms": "for how long the rank that waited longest was stalled by that",
-        "verified": "pieces or tokens with the right contents, of those that were checked, on all ranks",
+        "growth ms": "longest stall of a rank by growth",
+        "verified": "pieces or tokens with the right contents / those checked, on all ranks",
         "status": "ok, corrupt, or the error that ended the job",
     }
     return Table("All-gathers", columns, [_cells(row) for row in found])

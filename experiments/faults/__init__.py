@@ -123,8 +123,8 @@ def _metrics(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) ->
         Metric("scenarios", len(tried), "scenarios that were run to their end"),
         Metric("requests", requests, "requests served in them"),
         Metric("violating", bad, "scenarios in which an invariant did not hold"),
-        Metric("events", events, "events of the simulations"),
-        Metric("scenarios_per_s", len(tried) / seconds, "scenarios over the time that all took, processes in parallel"),
+        Metric("events", events, "SimPy events of all scenarios"),
+        Metric("scenarios_per_s", len(tried) / seconds, "scenarios / wall seconds, processes in parallel"),
     ]
 
 
@@ -135,15 +135,15 @@ def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
             statuses[status or "(none)"] = statuses.get(status or "(none)", 0) + count
     ends = Table(
         "How requests ended",
-        {"status": "ok, or the kind of the failure, each of which had a cause", "requests": "how many"},
+        {"status": "ok, or the class of the failure; each was reached by a fault", "requests": "number of requests"},
         [list(item) for item in sorted(statuses.items(), key=lambda item: -item[1])],
     )
     if not rows:
         return [ends]
     columns = {
-        "invariant": "as in docs/faults.md",
-        "scenarios": "in which it did not hold",
-        "what": "the first violation of the smallest scenario that shows it",
-        "replay": "the command",
+        "invariant": "rule of docs/faults.md",
+        "scenarios": "scenarios that violate it",
+        "what": "first violation of the smallest such scenario",
+        "replay": "command that replays it",
     }
     return [ends, Table("Violations", columns, rows)]

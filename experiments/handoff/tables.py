@@ -16,11 +16,11 @@ from pdsim.transfer import TransferRecord
 __all__ = ["STAGES", "Handoff", "Row", "metrics", "rows", "tables"]
 
 STAGES = {
-    "handoff": "from the end of the prefill forward to Success at decode: all KV and metadata on all its ranks",
-    "reserve": "before it: from pages reserved at decode to the prefill scheduler having their numbers",
-    "plan": "of it, until the first write is posted: descriptors built or, if staged, the first chunk gathered",
-    "wire": "of it, from there to the last completion seen by a prefill rank",
-    "finish": "of it, from there to Success: notification, scatter if staged, the decode leader's count",
+    "handoff": "from the end of the prefill forward to success at decode: KV and metadata on all ranks",
+    "reserve": "before the handoff: from decode pages reserved until prefill has their numbers",
+    "plan": "until the first write is posted: descriptors built or, if staged, the first chunk gathered",
+    "wire": "from the first post to the last completion that a prefill rank sees",
+    "finish": "from then to success: notification, scatter if staged, count of the decode scheduler",
 }
 
 
@@ -98,7 +98,7 @@ def tables(found: Sequence[Row]) -> tuple[Table, ...]:
     """Return the table of handoffs, and that of their stages."""
     who = {"way": "ranks of prefill to ranks of decode, and the path between other heads", "tokens": "of the request"}
     whole = who | {
-        "path": "that the bytes took",
+        "path": "path of the KV",
         "bytes": "KV and metadata",
         "descriptors": "of all writes",
         "n": "handoffs measured",
@@ -131,8 +131,8 @@ def metrics(found: Sequence[Row]) -> list[Metric]:
     """Return the summary."""
     rates = [row.rate for row in found if row.rate is not None]
     return [
-        Metric("shapes", len(found), "token counts x ways of handing over"),
-        Metric("shapes_failed", sum(row.status != "ok" for row in found), "of them, those of which a handoff failed"),
+        Metric("shapes", len(found), "token counts x ways of transfer"),
+        Metric("shapes_failed", sum(row.status != "ok" for row in found), "shapes with a failed handoff"),
         Metric("handoffs", sum(len(row.times["handoff"]) for row in found), "measured handoffs that succeeded"),
         Metric("rate_max_gbs", max(rates, default=None), "highest rate of a median handoff, 1 GB = 1e9 bytes"),
     ]

@@ -152,11 +152,11 @@ def _claims(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
     columns = {
         "claim": "about the change",
         "says": "",
-        "needs": "by how much the value must be better after the change",
+        "needs": "improvement that the claim needs",
         "machine": "hw and backend",
-        "simulated": "least and most effect of all points, as often better as that",
-        "measured": "likewise, on the real engine: by this run, or committed in conf/experiment",
-        "verdict": "of what was measured, else of what was simulated",
+        "simulated": "improvement factor, lowest to highest of all points",
+        "measured": "the same on the real engine: by this run, or in data/reports",
+        "verdict": "by the measured factors, else by the simulated ones",
     }
     rows = []
     for claim in claims:
@@ -182,13 +182,13 @@ def _points(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
         "machine": "",
         "target": "",
         "at": "",
-        "before": "the change, in unit",
-        "after": "it",
+        "before": "value before the change",
+        "after": "value after the change",
         "unit": "",
-        "effect": "how many times better after the change",
-        "runs": "of which these are the medians, if of several",
-        "low": "least effect of one of those runs",
-        "high": "most",
+        "effect": "improvement factor",
+        "runs": "number of runs; values are their medians",
+        "low": "lowest factor of one run",
+        "high": "highest factor of one run",
     }
     known = [(point, about[point.claim]) for point in points if point.claim in about]
     rows = [

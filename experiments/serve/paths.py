@@ -48,13 +48,15 @@ class Paths:
         """Return bytes and descriptors of each path that was taken."""
         found = []
         for path, (_, nbytes, descriptors) in self._in_order():
-            said = f"bytes of all writes on the path {path}, failed ones included"
-            found += [Metric(f"{path}_bytes", nbytes, said), Metric(f"{path}_descriptors", descriptors, "of them")]
+            found += [
+                Metric(f"{path}_bytes", nbytes, f"bytes of all {path} writes, failed ones included"),
+                Metric(f"{path}_descriptors", descriptors, f"descriptors of all {path} writes"),
+            ]
         return found
 
     def tables(self) -> list[Table]:
         """Return the paths that were taken."""
-        headings = {"path": "of KV", "writes": "posted", "bytes": "of them", "descriptors": "of them"}
+        headings = {"path": "KV path", "writes": "writes posted", "bytes": "bytes written", "descriptors": "posted"}
         rows: list[list[Any]] = [[path, *total] for path, total in self._in_order()]
         return [Table("Paths", headings, rows)] if rows else []
 
@@ -72,7 +74,7 @@ def notes(outcome: Outcome) -> list[str]:
     found = []
     if refused:
         found.append(
-            f"{refused} chunks went in slices for want of a slot in the staging ring; raise kv.staging_ring or "
+            f"{refused} chunks went in slices because the staging ring had no free slot; raise kv.staging_ring or "
             "kv.staging_wait"
         )
     return found + [f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)]

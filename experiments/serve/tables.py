@@ -156,7 +156,10 @@ def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down."""
     steady = counted(table, workload)
-    found = [*totals(table, slo, steady), Metric("kv_bytes", sum(table["nbytes"]), "KV and metadata handed over")]
+    found = [
+        *totals(table, slo, steady),
+        Metric("kv_bytes", sum(table["nbytes"]), "bytes of KV and metadata transferred"),
+    ]
     for name, definition in LATENCIES.items():
         these = values(steady, name)
         found += distribution(name, "s", these, definition, PERCENTILES, tabled=True)
@@ -178,7 +181,7 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
         found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
     if outcome.pools:
-        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool, of its limit"))
+        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit"))
     return found
 
 
@@ -195,20 +198,26 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
 
     return [
         Metric("requests", total, "requests of the workload"),
-        Metric("requests_ok", len(done), "of them, those that got all their tokens"),
-        Metric("requests_aborted", gone, "of them, those whose users left before, as workload.aborts says"),
-        Metric("requests_failed", total - len(done) - gone, "of them, those that did not"),
-        Metric("makespan_s", seconds, "from the time at which the first request could arrive to the last token"),
-        Metric("request_rate", rate(len(done)), "requests that got all their tokens / makespan, 1/s"),
-        Metric("input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "their input tokens / makespan"),
-        Metric("output_tokens_per_s", rate(sum(table["output"][i] for i in done)), "their output tokens / makespan"),
+        Metric("requests_ok", len(done), "requests that got all their tokens"),
+        Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
+        Metric("requests_failed", total - len(done) - gone, "requests that failed"),
+        Metric("makespan_s", seconds, "from the start of the workload to the last token"),
+        Metric("request_rate", rate(len(done)), "requests_ok / makespan, 1/s"),
+        Metric(
+            "input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "input tokens of requests_ok / makespan"
+        ),
+        Metric(
+            "output_tokens_per_s",
+            rate(sum(table["output"][i] for i in done)),
+            "output tokens of requests_ok / makespan",
+        ),
         Metric(
             "goodput", rate(good), f"requests with TTFT <= {slo.ttft:g} s and TPOT <= {slo.tpot:g} s / makespan, 1/s"
         ),
         Metric(
             "slo_attainment",
             _good(steady, slo) / len(steady["id"]) if steady["id"] else None,
-            "share of all requests that meet both",
+            "share of all requests that meet both limits of goodput",
         ),
     ]
 
@@ -230,14 +239,14 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
         Table("Where the time went", part, phases),
         Table(
             "Instances",
-            {"instance": "engine", "requests": "sent there", "tokens": "its input, or output"},
+            {"instance": "engine", "requests": "requests sent to it", "tokens": "input at prefill, output at decode"},
             instances(table),
         ),
     ]
     for title, what, utilisation in (
         ("Busiest links", "bytes carried / (capacity x time)", outcome.links),
-        ("KV pages", "most used at one time / size", _pages(outcome)),
-        ("Memory", "most used at one time / size", outcome.pools),
+        ("KV pages", "peak use / size", _pages(outcome)),
+        ("Memory", "peak use / size", outcome.pools),
     ):
         if utilisation:
             most = sorted(utilisation.items(), key=lambda item: (-item[1], item[0]))[:8]
@@ -289,8 +298,8 @@ def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome)
     quarantined = sum(value["quarantined_pages"] for value in _leaders(outcome).values())
     if quarantined:
         found.append(
-            f"{quarantined} pages stayed in quarantine: writes to them failed and were never proven to be over"
+            f"{quarantined} pages stayed in quarantine: writes to them failed and nothing proved that they had ended"
         )
     sizes = job.shape.token_bytes(job.decode.tp)
-    found.append(f"KV: {sizes} bytes a token and decode rank, pages of {job.page_size} tokens")
+    found.append(f"KV: {sizes} bytes per token and decode rank, pages of {job.page_size} tokens")
     return found

@@ -67,11 +67,11 @@ _STAGES: dict[str, Callable[[TransferRecord], float]] = {
 }
 
 _DEFINITIONS = {
-    "latency": "from the call to the completion seen, of a whole batch; prep + post + tx",
+    "latency": "from the call until the poller sees the batch complete: prep + post + tx",
     "prep": "from the call to the descriptor lists built (nixlbench Prep)",
     "post": "until the engine has taken all descriptors (nixlbench Post)",
-    "tx": "from there to the completion seen by the poller (nixlbench Tx)",
-    "poll": "the part of tx between the completion and its being seen",
+    "tx": "from then until the poller sees the completion (nixlbench Tx)",
+    "poll": "from the completion until the poller sees it; part of tx",
 }
 
 
@@ -92,14 +92,14 @@ def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
     }
     rates = who | {
         "B/W GB/s": "bytes of all flows / time from the first call to the last completion, 1 GB = 1e9 bytes",
-        "Avg Lat us": "as in nixlbench: that time / blocks moved by one flow, so per block and not per transfer",
+        "Avg Lat us": "as in nixlbench: that time / blocks of one flow, so per block, not per transfer",
         "lat avg us": _DEFINITIONS["latency"],
         "p25": "first quartile of that",
         "p50": "median of that",
         "p75": "third quartile of that",
         "p99": "99th percentile of that; needs 100 transfers",
         "p99.9": "99.9th percentile of that; needs 1000 transfers",
-        "verified": "receiving slots whose checksum is that of what was sent, of those there are",
+        "verified": "receiving slots whose checksum matches / slots checked",
         "status": "ok, corrupt, or the error that ended the point; then its numbers cover what had succeeded",
     }
     stages = dict(who)
@@ -110,7 +110,7 @@ def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
     of_flows = who | {
         "source": "rank that the bytes come from",
         "sink": "rank that they go to",
-        "transfers": "of this flow that succeeded",
+        "transfers": "transfers of this flow that succeeded",
         "lat p25 us": "first quartile of the latency of this flow's transfers",
         "p50": "median of that",
         "p75": "third quartile of that",
@@ -169,7 +169,7 @@ def metrics(rows: Sequence[Row]) -> list[Metric]:
         Metric("transfers", sum(len(row.done) for row in rows), "measured transfers that succeeded"),
         Metric("bytes", sum(r.nbytes for row in rows for r in row.done), "bytes of those transfers"),
         Metric("slots", sum(row.slots for row in checked), "receiving slots that were checked"),
-        Metric("slots_verified", sum(row.verified or 0 for row in checked), "of them, those with the bytes sent"),
+        Metric("slots_verified", sum(row.verified or 0 for row in checked), "receiving slots that hold the bytes sent"),
         Metric("bw_max_gbs", max(rates, default=None), "highest bandwidth of a point, 1 GB = 1e9 bytes"),
     ]
     if len(rows) == 1:

@@ -30,7 +30,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Split:
-    """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty."""
+    """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty.
+
+    Rows are tokens of all sequences of the batch, one after the other.  `zigzag` and `contiguous` make splits.
+    """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -116,7 +119,12 @@ def allocate(rank: Rank, group: Group, size: int, pool: str) -> Program:
 
 
 class PaddedAllGather:
-    """Gathers tensors of *row* bytes a token over *group*, in buffers of *pool* for at most *rows* of a rank."""
+    """Gathers tensors of *row* bytes a token over *group*, in buffers of *pool* for at most *rows* of a rank.
+
+    Ranks have unequal numbers of rows, and collectives want equal sizes: each rank's rows are padded to those of the
+    longest rank, gathered, and copied to where the batch has them.  `open` it once, `gather` as often as wanted, and
+    `close` it.  Raise a `ValueError` unless *row* and *rows* are positive.
+    """
 
     def __init__(self, rank: Rank, group: Group, row: int, rows: int, pool: str = "default") -> None:
         if row <= 0 or rows <= 0:

@@ -28,7 +28,12 @@ KNOWN = 120.0
 
 
 class Bootstrap:
-    """The table of ranks.  *sizes* is how many each instance has, by name.  It has so many places and never more."""
+    """The table of ranks.  *sizes* is how many each instance has, by name.  It has so many places and never more.
+
+    An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.  `forget`
+    empties the places of an instance that was lost, and it forms anew with ranks of newer incarnations.  The first rank
+    that enrols sets the `Terms` (page size and type of KV) that all others must share.
+    """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes)
@@ -103,7 +108,7 @@ class RoomDirectory:
         self._lives: Fading[str] = Fading(clock, KNOWN)
 
     def took(self, room: int, life: str) -> None:
-        """Take note that *room* is that one's of a prefill instance."""
+        """Take note that *room* went to the prefill instance *life*, for `KNOWN` seconds."""
         self._lives.set(room, life)
 
     def forget(self, room: int) -> None:

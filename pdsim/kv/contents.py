@@ -46,7 +46,11 @@ class Contents:
         self._kv, *self._state = layout.tables
 
     def fill(self, room: int, pages: Pages, first_token: int) -> None:
-        """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there."""
+        """Write into *pages*, in this order, what a forward over *room* from *first_token* on would leave there.
+
+        Every byte follows from room, layer, head, token and position, so that `verify` on any rank of any tensor
+        parallelism knows what must be there.
+        """
         self._fill(self._kv, 0, room, pages, first_token)
 
     def fill_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> None:

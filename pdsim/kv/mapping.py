@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in its group's `Grid`."""
+    """A rank's place in its group's `Grid`, from 0: tensor-parallel rank, pipeline stage, context-parallel rank."""
 
     tp: int
     pp: int
@@ -88,7 +88,10 @@ def dp_rank(room: int, dp: int, explicit: int | None = None) -> int:
 
 
 class HeadSlice(NamedTuple):
-    """So many *heads*, from the *source*-th of the writer's own to the *target*-th of the reader's own."""
+    """So many *heads*, from the *source*-th of the writer's own to the *target*-th of the reader's own.
+
+    Heads are counted within a rank: those of rank 1 of 2 ranks with 8 heads are 0 to 3 here, 4 to 7 in the model.
+    """
 
     source: int
     target: int
@@ -96,7 +99,10 @@ class HeadSlice(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one prefill rank writes to one decode rank, of the layers that both have."""
+    """What one prefill rank writes to one decode rank, of the layers that both have.
+
+    The same for all requests between the two: which pages of a request are written is `RankMap.share`.
+    """
 
     components: tuple[str, ...]  # "kv" and those of `pdsim.kv.state.COMPONENTS`
     heads: HeadSlice | None  # of keys and values; None means whole rows, as both sides keep them
@@ -124,6 +130,9 @@ def tp_writers(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
     """Return the prefill tensor-parallel ranks that hold what *decode_rank* needs.
 
     Raise a `ValueError` unless one of the two sizes divides the other.
+
+    >>> tp_writers(4, 2, decode_rank=1), tp_writers(2, 4, decode_rank=3)
+    (range(2, 4), range(1, 2))
     """
     _check(prefill_tp, decode_tp)
     if decode_tp >= prefill_tp:
@@ -136,7 +145,15 @@ def tp_writers(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
 def head_slice(
     shape: KvShape, prefill_tp: int, decode_tp: int, prefill_rank: int, decode_rank: int
 ) -> HeadSlice | None:
-    """Return the heads that *prefill_rank* writes to *decode_rank*; None means whole rows, as both sides keep them."""
+    """Return the heads that *prefill_rank* writes to *decode_rank*; None means whole rows, as both sides keep them.
+
+    Both are tensor-parallel ranks, and *prefill_rank* is one of `tp_writers`.  Where there are fewer heads than ranks,
+    several ranks keep the same one.  Raise a `ValueError` unless one of the two sizes divides the other.
+
+    >>> from pdsim.kv.layout import KvShape
+    >>> head_slice(KvShape(layers=1, heads=8, head_bytes=256), 2, 4, prefill_rank=0, decode_rank=1)
+    HeadSlice(source=2, target=0, heads=2)
+    """
     _check(prefill_tp, decode_tp)
     if prefill_tp == decode_tp or shape.latent_bytes:
         return None
@@ -149,14 +166,20 @@ def head_slice(
 
 
 def owned_heads(shape: KvShape, tp: int, rank: int) -> range:
-    """Return the heads that *rank* of *tp* keeps."""
+    """Return the heads of the model that *rank* of *tp* keeps; one that other ranks keep too where heads are fewer."""
     count = shape.local_heads(tp)
     first = rank // max(1, tp // shape.heads) * count
     return range(first, first + count)
 
 
 def share(pages: int, cp: int, cp_rank: int) -> range:
-    """Return which of a request's *pages*, by position, one of *cp* ranks writes; the first ``pages % cp`` one more."""
+    """Return which of a request's *pages*, by position, one of *cp* ranks writes.
+
+    Shares are neighbours in order of rank, and the first ``pages % cp`` ranks have one page more:
+
+    >>> [share(7, 3, rank) for rank in range(3)]
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
     base, more = divmod(pages, cp)
     first = cp_rank * base + min(cp_rank, more)
     return range(first, first + base + (cp_rank < more))
@@ -203,7 +226,7 @@ class RankMap:
         return tuple(reader for reader in range(self.decode.size) if self.part(writer, reader))
 
     def part(self, writer: int, reader: int) -> Part | None:
-        """Return what *writer* writes to *reader*; None if that is nothing."""
+        """Return what *writer* writes to *reader*, both numbers in their grids; None if that is nothing."""
         tp, pp, cp = self.prefill.at(writer)
         target_tp, target_pp, _ = self.decode.at(reader)
         ranks = tp_writers(self.prefill.tp, self.decode.tp, target_tp)
@@ -223,7 +246,10 @@ class RankMap:
         return share(pages, self.prefill.cp, self.prefill.at(writer).cp) if self.all_cp_ranks else range(pages)
 
     def expected(self, reader: int, pages: int) -> int:
-        """Return how many ranks write to *reader* when a request of *pages* is handed over."""
+        """Return how many ranks write to *reader* in the handoff of a request of *pages* pages.
+
+        A decode rank is done when so many have said how much they wrote and all of it has arrived.
+        """
         parts = ((writer, self.part(writer, reader)) for writer in self.writers(reader))
         return sum(1 for writer, part in parts if part and (part.with_last or self.share(writer, pages)))
 

@@ -256,7 +256,13 @@ def pair(source: Pages, target: Pages) -> Runs:
 
 
 def cut(runs: Runs, first: int, count: int) -> Runs:
-    """Return what of *runs* lies among the *count* pages from the *first*-th on."""
+    """Return what of *runs* lies among the *count* pages from the *first*-th on.
+
+    Runs are ``(source page, target page, pages)``, and pages are counted over all of them:
+
+    >>> cut(((10, 20, 4), (30, 40, 4)), first=3, count=3)
+    ((13, 23, 1), (30, 40, 2))
+    """
     parts: list[tuple[int, int, int]] = []
     position, end = 0, first + count
     for source, target, size in runs:

@@ -68,7 +68,11 @@ class Timers:
 
 
 class Fading(Generic[Value]):
-    """Values by room that are forgotten *seconds* after they were set: what came for a room that may never come."""
+    """Values by room that are forgotten *seconds* after they were set: what came for a room that may never come.
+
+    Nothing runs for it: what is too old is dropped when the next value is set, at a cost that does not grow with the
+    number of rooms.  Raise a `ValueError` unless *seconds* is positive.
+    """
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         if not seconds > 0:

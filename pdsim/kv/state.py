@@ -98,13 +98,23 @@ def stage_layers(layers: int, pp: int, stage: int) -> range:
 
 
 def window_span(tokens: int, window: int, page_size: int) -> tuple[int, int]:
-    """Return the first page of a request of *tokens* that its window touches, and how many it touches."""
+    """Return the first page of a request of *tokens* tokens that its window touches, and how many it touches.
+
+    *window* and *page_size* are tokens.  A window that begins within a page touches all of it:
+
+    >>> window_span(tokens=300, window=128, page_size=64)
+    (2, 3)
+    """
     first = max(0, tokens - window) // page_size
     return first, -(-tokens // page_size) - first
 
 
 class StatePool:
-    """The slots and window pages of one group (all its ranks use the same numbers), a request at a time."""
+    """The slots and window pages of one group, a request at a time; all ranks of the group use the same numbers.
+
+    A request takes one mamba slot, and window pages for the most that its window can touch while it grows, so nothing
+    that runs can run out.  Models without mamba or window layers take none of them.
+    """
 
     def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:
         self._shape = shape

@@ -8,7 +8,16 @@ __all__ = ["Status", "advance"]
 
 
 class Status(IntEnum):
-    """In order; the minimum over the ranks of a group is the status of the group."""
+    """The states of a handoff, in order; the minimum over the ranks of a group is the status of the group.
+
+    ::
+
+        BOOTSTRAPPING -> WAITING -> TRANSFERRING -> SUCCESS
+              |             |            |
+              +-------------+------------+--------> FAILED
+
+    SUCCESS and FAILED absorb (`advance`); invariant I1 of `docs/faults.md` checks that.
+    """
 
     FAILED = 0
     BOOTSTRAPPING = 1  # the other side has not been heard of
@@ -22,6 +31,9 @@ def advance(old: Status, new: Status) -> Status:
 
     FAILED and SUCCESS absorb; otherwise FAILED wins and nothing goes back.  (A plain maximum would not do: FAILED is
     the smallest, so that a failed handoff could become a success.)
+
+    >>> advance(Status.TRANSFERRING, Status.WAITING).name, advance(Status.FAILED, Status.SUCCESS).name
+    ('TRANSFERRING', 'FAILED')
     """
     if old in (Status.FAILED, Status.SUCCESS):
         return old

@@ -119,7 +119,7 @@ def test_a_ring_that_stays_full_too_long_means_slices_for_the_rest_of_the_room()
     result = serve(staged(kv=replace(LARGE, staging_ring=CHUNK, staging_wait=1e-9), workload=LONG))
     assert (result.failures, held(result)) == ([], 0)
     assert "sliced+staged" in paths(result)
-    assert any("went in slices for want of a slot" in note for note in result.notes)
+    assert any("went in slices because the staging ring had no free slot" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("rank", ["decode0.0", "decode0.1", "prefill0.0", "prefill0.1", "prefill1.3"])

@@ -18,13 +18,18 @@ def test_the_page_is_what_the_committed_files_say(tmp_path: Path, monkeypatch: p
     assert page.read_text() == (validation.ROOT / "docs" / "validation.md").read_text()
 
 
-def test_predictions_made_ahead_are_shown_by_machine_and_class_with_their_hash(tmp_path: Path):
+def test_predictions_made_ahead_are_named_with_their_hash(tmp_path: Path):
     predict(tmp_path / "a")
     lines = list(validation.predictions([tmp_path / "a"]))
     sealed = validation.read(tmp_path / "a" / "expectations.json")
+    assert lines[0] == "- `fast` on toy: calibration none, tiny,"
+    assert lines[1].endswith(f"SHA-256 `{sealed['sha256'][:16]}`")
+
+
+def test_predictions_made_ahead_are_printed_by_machine_and_class(tmp_path: Path):
+    predict(tmp_path / "a")
+    lines = list(validation.medians([tmp_path / "a"]))
     assert lines[0] == "### toy"
-    assert lines[2].startswith("- `fast`: calibration none, tiny, written ")
-    assert lines[2].endswith(f"SHA-256 `{sealed['sha256'][:16]}`")
     assert "| class | median | points | `fast` |" in lines
     assert "| pair | µs | 4 | 10.89 |" in lines  # of 6.4096, 9.2288, 12.5536 and 27.6608 us
 
@@ -41,6 +46,7 @@ def test_an_engine_that_was_not_predicted_for_a_class_has_a_dash(tmp_path: Path)
 def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypatch: pytest.MonkeyPatch):
     def times(sliced: float, staged: float) -> list[dict[str, object]]:
         found = {"1to2 sliced 512 tokens": sliced, "1to2 staged 512 tokens": staged, "2to2 whole 512 tokens": 1.0}
+        found |= {"2to1 sliced 512 tokens": sliced, "2to1 staged 512 tokens": 2.0 * staged}
         return [{"label": label, "quantity": "time", "value": value} for label, value in found.items()]
 
     kept = {
@@ -48,4 +54,5 @@ def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypat
         Path("a/measurements.json"): {"measured": times(5.0, 2.0)},
     }
     monkeypatch.setattr(validation, "read", kept.__getitem__)
-    assert list(validation.gains([Path("a")]))[4:-1] == ["| sliced → staged | fast | toy | 1to2 512 tokens | 3 | 2.5 |"]
+    row = "| sliced → staged | fast | toy | 2 | 1.5 to 3 | 1.25 to 2.5 |"
+    assert list(validation.gains([Path("a")]))[6:-1] == [row]

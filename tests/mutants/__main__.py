@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import fill
 
 from tests.mutants.catalog import IMPOSSIBLE, MUTANTS, Caught
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
+WIDTH = 118
 BEGIN, END = "<!-- mutants -->\n", "<!-- end of mutants -->\n"
 
 
@@ -23,7 +25,9 @@ def main() -> None:
     """Write the table between the two marks."""
     caught = {mutant.hazard: mutant.catch() for mutant in MUTANTS}
     head = ["| hazard | what is changed | caught by | seeds needed | of these run |", "|---|---|---|---|---|"]
-    impossible = [f"- **{hazard}**: {reason}." for hazard, reason in IMPOSSIBLE.items()]
+    impossible = [
+        fill(f"- **{hazard}**: {reason}.", WIDTH, subsequent_indent="  ") for hazard, reason in IMPOSSIBLE.items()
+    ]
     lines = [*head, *table(caught), "", "Not possible in this design:", "", *impossible]
     before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]

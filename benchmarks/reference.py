@@ -1,0 +1,204 @@
+"""Write the generated parts of the documentation: ``python -m benchmarks.reference``.
+
+What is generated, each between two HTML comments of its page:
+
+- docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
+- docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
+- README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
+
+`tests/test_docs.py` compares all of them with what is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tokenize
+import typing
+from ast import AnnAssign, ClassDef, Name, parse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pdsim import plugins
+from pdsim.config import Config
+from pdsim.kv.policy import Policy
+from pdsim.results.schema import LIVE, REQUESTS, TRANSFERS, Column
+from pdsim.units import format_rate, format_size, format_time
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {"Seconds": "time", "Size": "size", "Rate": "rate", "Flops": "FLOPS", "Count": "count", "str": "text"}
+FORMATS: dict[str, Callable[[Any], str]] = {"time": format_time, "size": format_size, "rate": format_rate}
+ELSEWHERE = ("experiment", "policy", "calibration", "sources")
+"""Fields without rows: experiments and policies have sections of their own, the others are written by programs."""
+HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
+OUTPUT_LINES = 15
+
+
+def configuration() -> Iterator[str]:
+    """Yield the lines of all sections of docs/configuration.md."""
+    groups: dict[str, list[str]] = {}
+    for cls, keys in _classes().items():
+        if rows := list(_rows(cls, _joined(keys))):
+            groups.setdefault(keys[0].partition(".")[0], []).extend(rows)
+    for group in sorted(groups):
+        yield from (f"### `{group}`" if group else "### Keys without a group", "", *HEAD, *groups[group], "")
+    for name in plugins.names(plugins.EXPERIMENTS):
+        if name.startswith("seed_"):
+            continue  # docs/reports.md
+        options = plugins.resolve(plugins.EXPERIMENTS, name).Options
+        yield from (f"### `experiment={name}`", "", *HEAD, *_rows(options, "experiment"), "")
+
+
+def columns() -> Iterator[str]:
+    """Yield the lines of the tables of docs/results.md."""
+    tables = (("`transfers.parquet`", TRANSFERS), ("`requests.parquet`", REQUESTS), ("`target=live` adds", LIVE))
+    for name, of in tables:
+        yield f"### {name}"
+        yield ""
+        yield from _columns(of)
+
+
+def output() -> Iterator[str]:
+    """Yield the lines of the block in README.md: a modelled run, the time in the folder's name left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pdsim", "run", "hw=8xh20"]
+        environment = {**os.environ, "COLUMNS": "120"}
+        printed = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+    lines = [re.sub(r"-\d{8}-\d{6}", "-DATE-TIME", line).rstrip() for line in printed.splitlines()]
+    yield "```text"
+    yield from lines[:OUTPUT_LINES]
+    yield "```"
+
+
+PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "configuration": ("docs/configuration.md", configuration),
+    "columns": ("docs/results.md", columns),
+    "output": ("README.md", output),
+}
+
+
+def rewritten(part: str) -> str:
+    """Return the page that has *part*, one of `PARTS`, with that part as it is now.
+
+    Raise a `ValueError` if the page lacks one of the two comments ``<!-- generated PART ... -->`` and
+    ``<!-- end of PART -->``.
+    """
+    page, lines = PARTS[part]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    pattern = re.compile(rf"(<!-- generated {part}:[^>]*-->\n).*?(<!-- end of {part} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"{page} lacks the comments around {part!r}; see benchmarks/reference.py")
+    body = "\n" + "\n".join(lines()).strip() + "\n\n"
+    return pattern.sub(lambda found: found[1] + body + found[2], text)
+
+
+def _classes() -> dict[type, list[str]]:
+    """Return the dataclasses of the configuration, each with the keys that it is under, in the order of `Config`."""
+    found: dict[type, list[str]] = {Config: [""]}
+    waiting: list[tuple[type, str]] = [(Config, "")]
+    while waiting:
+        cls, prefix = waiting.pop(0)
+        for field, kind in _fields(cls):
+            key = f"{prefix}.{field.name}".strip(".")
+            for each in _dataclasses(kind):
+                found.setdefault(each, []).append(key)
+                waiting.append((each, key))
+    found[Policy] = ["backend.policy"]
+    return found
+
+
+def _fields(cls: type) -> Iterator[tuple[Field[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    yield from ((field, hints[field.name]) for field in fields(cls) if field.name not in ELSEWHERE)
+
+
+def _dataclasses(kind: Any) -> list[type]:
+    """Return the dataclasses in the annotation *kind*, such as that of ``Gpu | None``."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return [kind]
+    return [each for argument in typing.get_args(kind) for each in _dataclasses(argument)]
+
+
+def _joined(keys: Sequence[str]) -> str:
+    """Return *keys*, of equal length, as one: ``backend.{intra,inter}``."""
+    parts = zip(*(key.split(".") for key in keys), strict=True)
+    return ".".join(each[0] if len(set(each)) == 1 else f"{{{','.join(each)}}}" for each in parts)
+
+
+def _rows(cls: type, prefix: str) -> Iterator[str]:
+    meanings = _comments(cls)
+    for field, kind in _fields(cls):
+        if _dataclasses(kind):
+            continue
+        shown = _kind(field)
+        key = f"{prefix}.{field.name}".lstrip(".")
+        cells = (f"`{key}`", shown, _default(field, shown), meanings.get(field.name, ""))
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _kind(field: Field[Any]) -> str:
+    """Return the type of *field* in a user's words."""
+    name = str(field.type).removesuffix(" | None")
+    if name.startswith(("tuple", "Mapping")):
+        return "list" if name.startswith("tuple") else "mapping"
+    return KINDS.get(name, name)
+
+
+def _default(field: Field[Any], kind: str) -> str:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value is MISSING:
+        return "required"
+    if kind in FORMATS and isinstance(value, int | float):
+        return "unlimited" if value == float("inf") else FORMATS[kind](value)
+    if isinstance(value, tuple | dict):
+        return f"`[{','.join(map(str, value))}]`" if value else "empty"
+    if value is None or value == "":
+        return "`null`" if value is None else '`""`'
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Return the comment beside each field of *cls*, its bases included."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not is_dataclass(each):
+            continue
+        source = inspect.cleandoc(inspect.getsource(each))
+        comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
+        body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
+        for node in body:
+            if isinstance(node, AnnAssign) and isinstance(node.target, Name):
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return found
+
+
+def _columns(of: Sequence[Column]) -> Iterator[str]:
+    yield "| column | type | unit | definition |"
+    yield "|---|---|---|---|"
+    for column in of:
+        yield f"| `{column.name}` | {column.type} | {column.unit} | {column.definition} |"
+    yield ""
+
+
+def main() -> None:
+    """Rewrite all pages."""
+    for part, (page, _) in PARTS.items():
+        (ROOT / page).write_text(rewritten(part), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

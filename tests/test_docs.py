@@ -1,0 +1,136 @@
+"""The documentation is what the program does: generated parts are current, commands run, links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reference
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+)
+WORDS = 12_000  # of all pages, without what a command writes into them
+LONGEST = 120
+BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARKS = ("ci: run", "ci: test", "not run: ", "generated ")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path):
+    """Yield the mark, the language and the text of each fenced block."""
+    yield from (match.groups(default="") for match in BLOCK.finditer(page.read_text(encoding="utf-8")))
+
+
+def shell(page: Path, run: bool):
+    return [text for mark, language, text in blocks(page) if language == "sh" and bool(mark) != run]
+
+
+def commands(text: str):
+    """Return the commands in *text*, each on one line and without its comment."""
+    lines = (re.sub(r"\s+# .*", "", line) for line in text.replace("\\\n", " ").splitlines())
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("part", reference.PARTS)
+def test_what_is_generated_is_current(part):
+    page = ROOT / reference.PARTS[part][0]
+    assert reference.rewritten(part) == page.read_text(encoding="utf-8"), "run: python -m benchmarks.reference"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if shell(p, run=True)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_command_runs(page, tmp_path):
+    """The blocks of a page run one after the other in one folder; those not run say why before they begin."""
+    for name in ("conf", "data"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    for text in shell(page, run=True):
+        done = subprocess.run(
+            ["bash", "-euc", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_that_are_not_run_have_a_reason_and_known_keys(page, tmp_path):
+    (tmp_path / "mine").mkdir()  # the folder that pages name for a reader's own configuration
+    assert [mark for mark, _, _ in blocks(page) if mark and not mark.startswith(MARKS)] == []
+    for text in shell(page, run=False):
+        for command in commands(text):
+            if (
+                re.match(r"python -m pdsim (run|validate) ", command)
+                and "FOLDER" not in command
+                and "NAME" not in command
+            ):
+                compose(command, tmp_path)
+
+
+def compose(command: str, folder: Path):
+    """Print the configuration of *command*, on the model, which fails for keys and options that there are not."""
+    printed = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    words = [word for word in printed if not word.startswith("target=")]
+    done = subprocess.run([*words, "--cfg", "job"], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{target}: no such file"
+        assert not heading or heading in headings(file), f"{target}: no such heading"
+
+
+def headings(page: Path):
+    """Return the anchors of *page* as GitHub makes them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}
+
+
+def test_every_file_that_is_named_exists():
+    named = re.compile(r"`((?:pdsim|backends|experiments|benchmarks|tests|conf|data|docs)/[\w./-]+\.\w+)`")
+    for page in PAGES:
+        missing = {name for name in named.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()}
+        assert missing == set(), page
+
+
+def test_walks_list_as_many_files_as_they_say():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Three walks")[2].partition("\n## ")[0]
+    first, chunk, last = re.split(r"^\*\*", text, flags=re.MULTILINE)[1:]
+    on_model, on_mooncake = re.search(
+        r"On the model: (.*) On Mooncake: (.*?)^7\.", chunk, re.DOTALL | re.MULTILINE
+    ).groups()
+    said = [int(number) for number in re.findall(r"(\d+) files", text.replace(", 20 on Mooncake", ", 20 files"))]
+    found = [files(first), files(chunk) - files(on_mooncake), files(chunk) - files(on_model), files(last)]
+    assert [len(each) for each in found] == said
+
+
+def files(text: str) -> set[str]:
+    return set(re.findall(r"`([\w./-]+\.(?:py|yaml))`", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_line_is_too_long_but_in_tables_and_commands(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > LONGEST and not line.startswith("|")] == []
+
+
+def test_the_documentation_stays_short():
+    generated = re.compile(r"<!-- (?:generated|mutants).*?<!-- end", re.DOTALL)
+    texts = {str(page.relative_to(ROOT)): generated.sub("", page.read_text(encoding="utf-8")) for page in PAGES}
+    words = {page: len(re.findall(r"\S*\w\S*", text)) for page, text in texts.items()}
+    assert sum(words.values()) <= WORDS, words
+
+
+def test_ci_finds_its_commands_by_their_marks():
+    marks = [mark for mark, language, _ in blocks(ROOT / "README.md") if language == "sh" and mark.startswith("ci:")]
+    assert marks == ["ci: run", "ci: test"]
+    assert "<!-- ci: $1 -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
