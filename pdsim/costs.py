@@ -14,7 +14,7 @@ from pdsim.guards import not_negative, one_of, positive
 from pdsim.hardware import VENDORS
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Ramp", "OptionCosts"]
+__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "OptionCosts", "Ramp"]
 
 
 @dataclass(frozen=True, kw_only=True)
