@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from pdsim.calibration.definition import Calibration
-from pdsim.costs import Collective, Engine
+from pdsim.costs import Collective, Engine, Jitter
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
@@ -63,6 +63,7 @@ class Config:
     slo: Slo = field(default_factory=Slo)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
+    jitter: Jitter = field(default_factory=Jitter)  # of the model
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"

@@ -14,7 +14,7 @@ from pdsim.guards import not_negative, one_of, positive
 from pdsim.hardware import VENDORS
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "OptionCosts", "Ramp"]
+__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Jitter", "OptionCosts", "Ramp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,17 @@ class InlineSaving:
     def takes(self, descriptors: int, nbytes: float) -> bool:
         """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
         return nbytes <= self.bytes and descriptors <= self.descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """By how much simulated ranks differ from clockwork: delays from 0 to these, drawn from the seed."""
+
+    starts: Seconds = 0.0  # before a transfer is posted
+    copies: Seconds = 0.0  # before a copy engine begins with a transfer
+
+    def __post_init__(self) -> None:
+        not_negative("jitter", starts=self.starts, copies=self.copies)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,6 +280,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
             seed=config.seed,
             progress=meter.at,
             collective=config.collective,
+            jitter=config.jitter,
         )
         return
     if config.target == "live":

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pdsim.costs import Engine
     from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.flows.network import Network
+    from pdsim.fabric.jitter import Draws
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.topology import Site, Topology
     from pdsim.hardware import Gpu
@@ -65,6 +66,7 @@ class Fabric:
     chance: Chance | None = None
     observer: Observer | None = None
     gpu: Gpu | None = None  # the machine's
+    draws: Draws | None = None  # of what jitters
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
 
@@ -494,5 +496,6 @@ class SimEndpoint:
         inward = fabric.topology.route(model.path, remote.site, self.site)
         copier = None
         if model.in_order:
-            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu))
-        return Lane(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)
+            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu, fabric.draws))
+        name = f"{self.name}>{remote.name}"
+        return Lane(fabric.network, self._poster, model, outward, inward, name, copier, fabric.draws)
