@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from textwrap import indent
+from typing import Any
 
 from backends import registry
 from backends.diagnosis import Diagnosis, devices, gpu_count
@@ -14,9 +15,11 @@ from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.deployment import installed
 from pdsim import __version__
-from pdsim.units import format_size
+from pdsim.calibration.host_factor import measure
+from pdsim.cli.overrides import conf
+from pdsim.units import format_size, parse_time
 
-__all__ = ["report"]
+__all__ = ["host", "report"]
 
 
 _PACKAGES = {
@@ -59,6 +62,23 @@ def report() -> str:
             f"to try a real engine: {real}",
         )
     )
+
+
+def host() -> str:
+    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations."""
+    from omegaconf import OmegaConf
+
+    least, middle, most = measure()
+    lines = [f"a turn of a Python loop takes {middle * 1e9:.1f} ns here ({least * 1e9:.1f} to {most * 1e9:.1f})"]
+    for path in sorted((conf() / "calibration").glob("*.yaml")):
+        file: Any = OmegaConf.load(path)
+        turn = parse_time(str(file.get("turn", "0s")))
+        if turn:
+            lines.append(f"calibration={path.stem}: host_factor={middle / turn:.2f}")
+        elif hosts := file.get("hosts"):
+            known = f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"
+            lines.append(f"calibration={path.stem}: nobody timed the loop on its host; {known}")
+    return "\n".join(lines)
 
 
 def _package(name: str) -> Diagnosis:

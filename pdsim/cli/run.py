@@ -30,7 +30,7 @@ from pdsim.cli import checks, overrides, plausible, typed
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
-from pdsim.results.evidence import extrapolations
+from pdsim.results.evidence import extrapolations, host_spread
 from pdsim.results.record import Result
 from pdsim.results.store import Run, refuse
 from pdsim.units import format_time
@@ -228,6 +228,7 @@ def execute(config: Config, words: Sequence[str]) -> tuple[Result, Path]:
                     *checks.notes(config, overrides.set_keys(words)),
                     *getattr(target, "notes", ()),
                     *extrapolations(config, result.transfers),
+                    *host_spread(config, result.transfers),
                 ]
                 result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)

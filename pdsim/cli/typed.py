@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pdsim import plugins
 from pdsim.calibration.definition import Calibration, applied, covers
+from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.costs import Collective, Engine, EngineModel
 from pdsim.errors import ConfigError
@@ -32,6 +33,7 @@ Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
 SOURCE, SOURCES, OTHERS = "source", "sources", "others"
 """In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in it."""
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
+_HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call", "descriptor", "latency", "ramp")]
 UNSAID = "assumed: the configuration does not say where it comes from"
 
 
@@ -48,6 +50,9 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     config = build(Config, values)
     backend, changed = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
+    if config.host_factor != 1.0 and config.target == "model":
+        own = {key: f"assumed: times host_factor={config.host_factor:g}" for key in _HOST if not covers(keys, key)}
+        backend, changed = on_host(backend, config.host_factor), changed | own
     new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
     if calibration is not None and changed:  # what the calibration says of these numbers is not so with these options
         spans = {key: span for key, span in calibration.intervals.items() if key not in changed}
@@ -56,6 +61,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         config,
         policy=build(Policy, policy, "backend.policy"),
         experiment=_experiment(config.experiment),
+        host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
         calibration=calibration,
         hw=_sourced(config.hw, "hw", new),
         backend=_sourced(_borrowed(backend, config.hw), "backend", new),
