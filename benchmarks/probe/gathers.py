@@ -81,7 +81,7 @@ def _gather(mode: str, rank: int, port: int) -> list[Found]:
         piece = torch.empty(most, dtype=torch.uint8, device=device)
         whole = torch.empty(most * RANKS, dtype=torch.uint8, device=device)
     else:
-        backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+        backend: Any = dist.group.WORLD._get_backend(device)
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             piece = torch.empty(most, dtype=torch.uint8, device=device)

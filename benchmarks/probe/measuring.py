@@ -134,12 +134,11 @@ class Crew:
 
 def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterator[Row]:
     """Yield the rows of *variant*; what fails is a row with a note, and ends the variant."""
-    label = (variant.library, variant.name)
-    where = ("", "", 0, 0)
+    point = Point("", "", 0, 0)
     try:
         crew = Crew(variant, scale, gpus)
     except Exception as error:
-        yield Row("pair", *label, *where, 0, -1, note=f"did not start: {error}")
+        yield _row(variant, point, f"did not start: {error}")
         return
     try:
         for operation in ("write", "read"):
@@ -152,23 +151,31 @@ def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterato
                     yield Row("host", "cuda", "launch", "", "", 1, 4096, rank, repeat, total=launch * 1e-3)
         pair = sum(1 for _ in points(variant, scale)) - len(variant.patterns) * len(scale.blocks)
         for index, point in enumerate(points(variant, scale)):
-            where = (point.pattern, point.operation, point.count, point.size)
             if time.monotonic() > deadline:
-                yield Row("pair", *label, *where, 0, -1, note="out of time")
+                yield _row(variant, point, "out of time")
                 return
             for repeat in range(-scale.warmup, scale.repeat):
                 for number, times in crew.go(point):
                     if repeat >= 0:
                         section = "pair" if index < pair else "contention"
-                        yield Row(section, *label, *where, number, repeat, *_microseconds(times))
+                        yield _timed(_row(variant, point)._replace(section=section), number, repeat, times)
     except Exception as error:
-        yield Row("pair", *label, *where, 0, -1, note=f"failed: {error}")
+        yield _row(variant, point, f"failed: {error}")
     finally:
         crew.end()
 
 
-def _microseconds(times: ranks.Times) -> tuple[float, ...]:
-    return tuple(value / 1e3 for value in (times.begun, times.prepared, times.posted, times.done))
+def _row(variant: Variant, point: Point, note: str = "") -> Row:
+    """Return a row without times."""
+    of = (point.pattern, point.operation, point.count, point.size)
+    return Row("pair", variant.library, variant.name, *of, flow=0, repeat=-1, note=note)
+
+
+def _timed(row: Row, flow: int, repeat: int, times: ranks.Times) -> Row:
+    """Return *row* with the times of a flow, in microseconds."""
+    start, prepare = times.begun / 1e3, times.prepared / 1e3
+    post, total = times.posted / 1e3, times.done / 1e3
+    return row._replace(flow=flow, repeat=repeat, start=start, prepare=prepare, post=post, total=total)
 
 
 def measure(to: Path, *, host: bool, seconds: float, predictions: str) -> int:

@@ -26,7 +26,7 @@ FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors"
 START = 1.0
 """Seconds after the start of a simulated job at which all flows start, when every rank has long been ready."""
 
-Key = tuple[str, ...]  # all columns but *total*
+Key = tuple[str, ...]  # all columns but *flow* and *total*
 
 
 def words(variant: Variant) -> list[str]:
@@ -111,22 +111,28 @@ def write(to: Path, hw: str) -> None:
 def judge(predictions: Path, measurements: Path) -> None:
     """Print the errors of predictions by section and variant, beside the spread of repeats.
 
-    A pair's time is the median of its repeats; of a contention pattern it is that of the flow which ends last.  Both
-    count from the start of preparing, as the model's do; "post to end" leaves preparing out.
+    A point's time is that from the start of its first flow to the end of its last, in the median of its repeats: it
+    counts preparing, as the model's does; "post-end" leaves it out.
     """
     said, about = _read(predictions)
     found, where = _read(measurements)
     if about.get("plan") != where.get("plan"):
         raise SystemExit(f"{measurements} has plan {where.get('plan')}, {predictions} has {about.get('plan')}")
     print(f"measured {where.get('date')} on {where.get('gpus')}, {where.get('host')}; {where.get('versions')}")
-    model = _slowest({_key(row): [float(row["total"])] for row in said})
-    whole, posted = defaultdict(list), defaultdict(list)
+    model: dict[Key, float] = {}
+    for row in said:
+        model[_key(row)] = max(model.get(_key(row), 0.0), float(row["total"]))
+    repeats: dict[tuple[Key, str], list[dict[str, str]]] = defaultdict(list)
     for row in found:
         if row["note"]:
             print(f"note: {row['library']} {row['variant']} {row['pattern']}: {row['note']}")
         elif row["section"] != "host":
-            whole[_key(row)].append(float(row["total"]) - float(row["start"]))
-            posted[_key(row)].append(float(row["total"]) - float(row["prepare"] or 0.0))
+            repeats[_key(row), row["repeat"]].append(row)
+    measured, alone = defaultdict(list), defaultdict(list)
+    for (key, _), flows in repeats.items():
+        end = max(float(row["total"]) for row in flows)
+        measured[key].append(end - min(float(row["start"]) for row in flows))
+        alone[key].append(end - min(float(row["prepare"]) for row in flows))
     head = (
         "section",
         "library",
@@ -141,30 +147,21 @@ def judge(predictions: Path, measurements: Path) -> None:
     )
     print(("{:11}{:10}{:11}" + "{:>11}" * 7).format(*head))
     groups: dict[Key, list[Key]] = defaultdict(list)
-    measured, alone = _slowest(whole), _slowest(posted)
     for key in measured:
         if key in model:
             groups[key[:3]].append(key)
     for group, keys in groups.items():
-        errors = [100.0 * (median(model[key]) / median(measured[key]) - 1.0) for key in keys]
-        bare = [100.0 * abs(median(model[key]) / median(alone[key]) - 1.0) for key in keys]
+        errors = [100.0 * (model[key] / median(measured[key]) - 1.0) for key in keys]
+        bare = [100.0 * abs(model[key] / median(alone[key]) - 1.0) for key in keys]
         spread = [100.0 * (max(measured[key]) - min(measured[key])) / median(measured[key]) for key in keys]
         sizes = sorted(map(abs, errors))
         p95 = quantiles(sizes, n=20)[-1] if len(sizes) > 1 else sizes[0]
-        cells = (len(keys), mean(sizes), median(sizes), p95, mean(errors), median(spread), median(bare))
-        print(("{:11}{:10}{:11}{:11d}" + "{:>11.1f}" * 6).format(*group, *cells))
-
-
-def _slowest(times: dict[Key, list[float]]) -> dict[Key, list[float]]:
-    """Return *times* by everything but the flow: of each repeat that of the flow which took longest."""
-    flows: dict[Key, list[list[float]]] = defaultdict(list)
-    for key, values in times.items():
-        flows[key[:-1]].append(values)
-    return {key: [max(repeat) for repeat in zip(*values, strict=False)] for key, values in flows.items()}
+        cells = (mean(sizes), median(sizes), p95, mean(errors), median(spread), median(bare))
+        print("{:11}{:10}{:11}".format(*group) + f"{len(keys):11d}" + "".join(f"{cell:11.1f}" for cell in cells))
 
 
 def _key(row: dict[str, str]) -> Key:
-    return tuple(row[name] for name in FIELDS[:-1])
+    return tuple(row[name] for name in FIELDS[:-2])
 
 
 def _read(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
