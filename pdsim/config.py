@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from pdsim.calibration.definition import Calibration
-from pdsim.costs import Collective, Engine
+from pdsim.costs import Collective, Engine, Jitter
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
@@ -63,6 +63,8 @@ class Config:
     slo: Slo = field(default_factory=Slo)
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
+    host_factor: float = 1.0  # of the model: the host's part of a transfer, as a multiple of the calibrated one's
+    jitter: Jitter = field(default_factory=Jitter)  # of the model
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     seed: int = 0
     output: str = "results"
@@ -74,6 +76,8 @@ class Config:
             raise ValueError("launch is about processes, which target=model has none of; set target=real or leave it")
         if self.memory not in ("timing", "tracked"):
             raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
+        if not 0.1 <= self.host_factor <= 10.0:
+            raise ValueError(f"host_factor must be 0.1 to 10, got {self.host_factor}")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
         if not self.output:

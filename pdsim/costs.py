@@ -14,7 +14,7 @@ from pdsim.guards import not_negative, one_of, positive
 from pdsim.hardware import VENDORS
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Ramp"]
+__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Jitter", "OptionCosts", "Ramp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,46 @@ class InlineSaving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """By how much simulated ranks differ from clockwork: delays from 0 to these, drawn from the seed."""
+
+    starts: Seconds = 0.0  # before a transfer is posted
+    copies: Seconds = 0.0  # before a copy engine begins with a transfer
+
+    def __post_init__(self) -> None:
+        not_negative("jitter", starts=self.starts, copies=self.copies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionCosts:
+    """What an engine that runs with these *options* costs beside what it costs otherwise.
+
+    Seconds are added to those of the `EngineModel`, *rate* is the share that is left of its rates, and *read_rate* the
+    share of the rate of writes that reads have.  *ramp* comes on top of its own; *small* takes the place of its own.
+    """
+
+    options: Mapping[str, str]  # of `Engine.options`, all that are named here
+    evidence: str = "assumed: nothing changes"  # of the numbers here, as a source has it
+    latency: Seconds = 0.0
+    descriptor: Seconds = 0.0
+    wire_descriptor: Seconds = 0.0
+    rate: float = 1.0
+    read_rate: float = 1.0
+    ramp: tuple[Ramp, ...] = ()
+    small: InlineSaving | None = None
+
+    def __post_init__(self) -> None:
+        not_negative(
+            "by_option", latency=self.latency, descriptor=self.descriptor, wire_descriptor=self.wire_descriptor
+        )
+        positive("by_option", rate=self.rate, read_rate=self.read_rate)
+
+    def chosen(self, options: Mapping[str, str]) -> bool:
+        """Return whether an engine with these *options* is one of these."""
+        return all(options.get(name) == value for name, value in self.options.items())
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineModel:
     """What one engine costs on one kind of path.
 
@@ -92,6 +132,7 @@ class EngineModel:
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
     ramp: tuple[Ramp, ...] = ()
     small: InlineSaving | None = None  # batches that are done in the call that posts them
+    by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
 
     def __post_init__(self) -> None:
         one_of("engine", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
@@ -127,6 +168,23 @@ class EngineModel:
             rate=self.rate * share,
             read_rate=self.read_rate * share,
             queue_rate=self.queue_rate * share,
+        )
+
+    def varied(self, costs: OptionCosts) -> EngineModel:
+        """Return this model with *costs* in it, which is then no choice any more."""
+        rate = self.rate * costs.rate
+        reads = rate * costs.read_rate if costs.read_rate != 1.0 else math.inf
+        return replace(
+            self,
+            latency=self.latency + costs.latency,
+            descriptor=self.descriptor + costs.descriptor,
+            wire_descriptor=self.wire_descriptor + costs.wire_descriptor,
+            rate=rate,
+            read_rate=min(self.read_rate * costs.rate, reads),
+            queue_rate=self.queue_rate * costs.rate,
+            ramp=(*self.ramp, *costs.ramp),
+            small=costs.small or self.small,
+            by_option=(),
         )
 
     def posting(self, descriptors: int) -> Seconds:
@@ -194,6 +252,7 @@ class Engine:
     timeout: Seconds = 30.0  # deadline of a transfer
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
+    modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

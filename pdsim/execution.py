@@ -16,7 +16,7 @@ from pdsim import plugins
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
-from pdsim.results.evidence import extrapolations
+from pdsim.results.evidence import extrapolations, host_spread
 from pdsim.results.record import Result
 from pdsim.results.store import Run
 from pdsim.units import format_time
@@ -52,6 +52,7 @@ def execute(
                     *notes,
                     *getattr(target, "notes", ()),
                     *extrapolations(config, result.transfers),
+                    *host_spread(config, result.transfers),
                 ]
                 result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)
@@ -104,6 +105,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
             seed=config.seed,
             progress=meter.at,
             collective=config.collective,
+            jitter=config.jitter,
         )
         return
     if config.target == "live":

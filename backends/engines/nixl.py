@@ -5,10 +5,10 @@ and between hosts over RDMA verbs.
 
 What it does about the engine's ways:
 
-- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would spin
-  on a whole core for each endpoint.  Instead, an endpoint that starts to transfer tells its peer over
-  `backends.base.control`, and the clock polls the engine of both while anything is under way; every `BEAT` they are
-  polled in any case.
+- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would do
+  so, and spin on a whole core for each endpoint; it is off unless an option asks for it.  Instead, an endpoint that
+  starts to transfer tells its peer over `backends.base.control`, and the clock polls the engine of both while anything
+  is under way; every `BEAT` they are polled in any case.
 - Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.base.control` does:
   the kernel closes the peer's connection.
 - It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer has
@@ -43,7 +43,7 @@ from backends.base.native import captured_stderr, installed, prepare
 from backends.base.state import Entry, PeerState, PostedTransfer
 from backends.capabilities import Library, Variant, declared
 from backends.cuda.device import CudaDevice
-from pdsim.errors import BackendUnavailable, PeerLost, RegistrationError, TransferFailed
+from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
 __all__ = ["NixlEndpoint"]
@@ -71,9 +71,14 @@ class _Transports(Variant):
 
 
 class NixlEndpoint(RealEndpoint):
-    """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`."""
+    """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`.
+
+    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core, and
+    ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
+    """
 
     kind = "nixl"
+    options = ("progress_thread", "num_threads")
     variants = (
         _Transports(
             backend="nixl_tcp",
@@ -134,7 +139,10 @@ class NixlEndpoint(RealEndpoint):
         elif on_gpu:  # staged through the host
             variant = {"UCX_TLS": variant["UCX_TLS"] + ",cuda_copy"}
             allowed = allowed | {"cuda_copy"}
-        prepare(self.settings.name, {**variant, **self.settings.options}, defaults)
+        options = dict(self.settings.options)
+        self._thread = _on_off(options.pop("progress_thread", "false"), "progress_thread")
+        self._workers = _count(options.pop("num_threads", "0"), "num_threads")
+        prepare(self.settings.name, {**variant, **options}, defaults)
         self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[Line] = set()  # peers that we poll for
@@ -160,11 +168,14 @@ class NixlEndpoint(RealEndpoint):
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
         self._errors = _bindings
-        config = _api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        config = _api.nixl_agent_config(enable_prog_thread=self._thread, backends=[])
+        settings = {"ucx_error_handling_mode": error_handling}
+        if self._workers:
+            settings["num_threads"] = str(self._workers)
         try:
             with captured_stderr() as log:
                 agent = _api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
-                agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
+                agent.create_backend("UCX", settings)
         except Exception as error:
             raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error
         return agent, log()
@@ -362,6 +373,18 @@ def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDAr
     rows[:, 1] = size
     rows[:, 2] = device
     return rows
+
+
+def _on_off(value: str, name: str) -> bool:
+    if value not in ("true", "false"):
+        raise ConfigError(f"backend.options.{name} must be true or false, got {value!r}")
+    return value == "true"
+
+
+def _count(value: str, name: str) -> int:
+    if not value.isdecimal():
+        raise ConfigError(f"backend.options.{name} must be a whole number, 0 for none, got {value!r}")
+    return int(value)
 
 
 def _has_rdma() -> bool:

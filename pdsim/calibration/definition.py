@@ -12,6 +12,7 @@ from typing import Any
 
 from pdsim.errors import ConfigError
 from pdsim.guards import not_negative, one_of, positive
+from pdsim.units import Seconds
 
 __all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers"]
 
@@ -58,6 +59,8 @@ class Calibration:
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 %, from a bootstrap over the samples
     descriptors: tuple[int, ...] = ()  # of a sample, least and most: beyond them it is extrapolated
     bytes: tuple[float, ...] = ()  # the same of the bytes of a sample
+    hosts: tuple[float, ...] = ()  # the host's part of a transfer on other hosts, as multiples of that on this one
+    turn: Seconds = 0.0  # of the loop of `pdsim doctor --host` on this host; 0: nobody measured it
     unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
     held_out: HeldOut | None = None
     held_out_reads: HeldOut | None = None  # of a calibration of writes: the same for reads
@@ -65,6 +68,9 @@ class Calibration:
 
     def __post_init__(self) -> None:
         one_of("calibration", ("measured", "published", "assumed"), kind=self.kind)
+        not_negative("calibration", turn=self.turn)
+        if bad := [factor for factor in self.hosts if not factor > 0.0]:
+            raise ValueError(f"calibration.hosts must be > 0, got {bad[0]}")
         for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes)):
             if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
                 raise ValueError(f"calibration.{name} must be the least and the most of a sample, got {list(span)}")

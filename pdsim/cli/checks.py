@@ -38,7 +38,8 @@ def check(config: Config) -> None:
 
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
     """Return what was *typed*, as dotted keys say, and changes nothing of this run: a line each."""
-    options = sorted({".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)})
+    typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
+    options = sorted(typed_options - set(config.backend.modelled))
     if not options or config.target != "model":
         return []
     named = f"backend.options{'.' if all(options) else ''}{', '.join(options)}"

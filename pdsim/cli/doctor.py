@@ -8,17 +8,19 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 from backends import registry
 from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
 from backends.live.deployment import installed
-from pdsim.cli.overrides import describe, groups, options
-from pdsim.units import format_size
+from pdsim.calibration.host_factor import measure
+from pdsim.cli.overrides import conf, describe, groups, options
+from pdsim.units import format_size, parse_time
 from pdsim.version import __version__
 
-__all__ = ["report"]
+__all__ = ["host", "report"]
 
 
 _PACKAGES = {
@@ -78,6 +80,23 @@ def _own(folders: Sequence[Path]) -> list[str]:
         if (folder / group / f"{name}.yaml").is_file()
     ]
     return [f"configuration of {', '.join(map(str, folders))}", *found, ""] if folders else []
+
+
+def host() -> str:
+    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations."""
+    from omegaconf import OmegaConf
+
+    least, middle, most = measure()
+    lines = [f"a turn of a Python loop takes {middle * 1e9:.1f} ns here ({least * 1e9:.1f} to {most * 1e9:.1f})"]
+    for path in sorted((conf() / "calibration").glob("*.yaml")):
+        file: Any = OmegaConf.load(path)
+        turn = parse_time(str(file.get("turn", "0s")))
+        if turn:
+            lines.append(f"calibration={path.stem}: host_factor={middle / turn:.2f}")
+        elif hosts := file.get("hosts"):
+            known = f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"
+            lines.append(f"calibration={path.stem}: nobody timed the loop on its host; {known}")
+    return "\n".join(lines)
 
 
 def _package(name: str) -> Diagnosis:

@@ -139,9 +139,11 @@ What there is to choose from, with a line about each: all groups, or some of
 {groups}."""
 
 _DOCTOR = """\
-usage: pdsim doctor [--config-dir DIR]
+usage: pdsim doctor [--host] [--config-dir DIR]
 
-Try every engine and device on this machine, and say of those that do not work why, and what would help."""
+Try every engine and device on this machine, and say of those that do not work why, and what would help.
+
+  --host            in a second, what this host takes for its part of a transfer: host_factor= of a run on the model"""
 
 
 def overview() -> str:

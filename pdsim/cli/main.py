@@ -234,12 +234,13 @@ def _from(group: str, name: str) -> str:
 
 
 def _doctor(words: Sequence[str]) -> int:
-    line = overrides.read(words, "doctor")
+    asked_host = "--host" in words
+    line = overrides.read([word for word in words if word != "--host"], "doctor")
     if line.words:
-        raise ConfigError(f"doctor takes no arguments, got {line.words[0]!r}")
-    from pdsim.cli.doctor import report
+        raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {line.words[0]!r}")
+    from pdsim.cli.doctor import host, report
 
-    return _say(report(line.folders))
+    return _say(host() if asked_host else report(line.folders))
 
 
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from pdsim import plugins
 from pdsim.calibration.definition import Calibration, applied, covers
+from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
-from pdsim.costs import Collective, Engine
+from pdsim.costs import Collective, Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 from pdsim.hardware import EVIDENCE, Machine
@@ -33,6 +34,7 @@ Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
 SOURCE, SOURCES, OTHERS = "source", "sources", "others"
 """In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in it."""
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
+_HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call", "descriptor", "latency", "ramp")]
 UNSAID = "assumed: the configuration does not say where it comes from"
 
 
@@ -47,12 +49,20 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, policy = _without_policy(values)
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values)
-    new = calibrated | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
-    backend = _on_hardware(config.backend, config.hw)
+    backend, changed = _varied(config.backend, keys, config.target)
+    backend = _on_hardware(backend, config.hw)
+    if config.host_factor != 1.0 and config.target == "model":
+        own = {key: f"assumed: times host_factor={config.host_factor:g}" for key in _HOST if not covers(keys, key)}
+        backend, changed = on_host(backend, config.host_factor), changed | own
+    new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
+    if calibration is not None and changed:  # what the calibration says of these numbers is not so with these options
+        spans = {key: span for key, span in calibration.intervals.items() if key not in changed}
+        calibration = replace(calibration, intervals=spans)
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
         experiment=_experiment(config.experiment),
+        host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
         calibration=calibration,
         hw=_sourced(config.hw, "hw", new),
         backend=_sourced(_borrowed(backend, config.hw), "backend", new),
@@ -173,7 +183,8 @@ def _tuple(hint: Any, value: Any, at: str) -> tuple[Any, ...]:
 def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
-    return {str(key): _convert(hint, item, _join(at, str(key))) for key, item in value.items()}
+    plain = {key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()}
+    return {str(key): _convert(hint, item, _join(at, str(key))) for key, item in plain.items()}
 
 
 def _scalar(hint: type, value: Any, at: str) -> Any:
@@ -238,6 +249,44 @@ def _experiment(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), experiments())}")
     options = build(plugins.resolve(plugins.EXPERIMENTS, name).Options, given, "experiment")
     return {"name": name} | {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _alias(backend: Engine) -> Engine:
+    """Return *backend*; ``mooncake_tcp`` is Mooncake that is told to use TCP, which has no device to choose."""
+    if backend.name != "mooncake_tcp":
+        return backend
+    options = {name: value for name, value in backend.options.items() if name != "device"}
+    return replace(backend, options={"MC_FORCE_TCP": "1", **options})
+
+
+def _varied(backend: Engine, overridden: Iterable[str], target: str) -> tuple[Engine, dict[str, str]]:
+    """Return *backend* with what its options change of its costs, and the sources of what they changed, by full key.
+
+    What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
+    """
+    sources: dict[str, str] = {}
+    by_hand = tuple(overridden)
+    for at in ("intra", "inter"):
+        model: EngineModel | None = getattr(backend, at)
+        if model is None or not model.by_option:
+            continue
+        chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
+        if chosen is None and target == "model":
+            known = "; ".join(" ".join(f"{k}={v}" for k, v in item.options.items()) for item in model.by_option)
+            raise ConfigError(
+                f"backend.options={dict(backend.options)} has no costs in the model of backend={backend.name}; "
+                f"there are {known}"
+            )
+        varied = replace(model, by_option=()) if chosen is None else model.varied(chosen)
+        names = [field.name for field in fields(model) if getattr(varied, field.name) != getattr(model, field.name)]
+        kept = {name: getattr(model, name) for name in names if covers(by_hand, f"backend.{at}.{name}")}
+        known_options = {name for item in model.by_option for name in item.options} | set(backend.modelled)
+        moved: dict[str, Any] = {at: replace(varied, **kept), "modelled": tuple(sorted(known_options))}
+        backend = replace(backend, **moved)
+        if chosen is not None:
+            told = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
+            sources |= {f"backend.{at}.{name}": text for name, text in told.items() if name != "by_option"}
+    return backend, sources
 
 
 def _with_sources(part: Mapping[str, Any]) -> Mapping[str, Any]:

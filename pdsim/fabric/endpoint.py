@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pdsim.fabric.engine import Stages, Times
     from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.flows.network import Flow, Network
+    from pdsim.fabric.jitter import Draws
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.topology import Site, Topology
     from pdsim.hardware import Gpu
@@ -69,6 +70,7 @@ class Fabric:
     chance: Chance | None = None
     observer: Observer | None = None
     gpu: Gpu | None = None  # the machine's
+    draws: Draws | None = None  # of what jitters
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
 
@@ -216,7 +218,8 @@ class SimEndpoint:
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._check_local(batch.source), connection.remote
-        watched = fabric.chance is not None or fabric.observer is not None or self._device.holds_bytes
+        watched = fabric.chance is not None or fabric.observer is not None or fabric.draws is not None
+        watched = watched or self._device.holds_bytes
         if watched or self._posted.moving or self._series or there.ended is not None or not there.acts_at_once:
             return None
         way = connection.send_queue.foresee(batch.nbytes, len(batch), count)
@@ -458,5 +461,6 @@ class SimEndpoint:
         inward = fabric.topology.route(model.path, remote.site, self.site)
         copier = None
         if model.in_order:
-            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu))
-        return SendQueue(fabric.network, self._poster, model, outward, inward, f"{self.name}>{remote.name}", copier)
+            copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu, fabric.draws))
+        name = f"{self.name}>{remote.name}"
+        return SendQueue(fabric.network, self._poster, model, outward, inward, name, copier, fabric.draws)

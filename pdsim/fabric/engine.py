@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pdsim.costs import EngineModel
     from pdsim.fabric.flows.foreseen import Steps
     from pdsim.fabric.flows.network import Flow, Link, Network, Path
+    from pdsim.fabric.jitter import Draws
     from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
     from pdsim.hardware import Gpu
@@ -68,10 +69,11 @@ class CopyEngine:
     After `Gpu.rest` seconds without a transfer it sleeps, and takes `Gpu.rouse` to begin with the next.
     """
 
-    __slots__ = ("_busy", "_clock", "_idle", "_rest", "_rouse", "_waiting")
+    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_rest", "_rouse", "_waiting")
 
-    def __init__(self, clock: Clock, gpu: Gpu | None = None) -> None:
+    def __init__(self, clock: Clock, gpu: Gpu | None = None, draws: Draws | None = None) -> None:
         self._clock = clock
+        self._draws = draws
         self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
         self._idle = clock.now  # since when, or when it will have been roused
         self._busy: dict[PostingThread, Posting] = {}
@@ -89,8 +91,9 @@ class CopyEngine:
         if not self._busy and now - self._idle > self._rest:
             self._idle = now + self._rouse
         self._busy[poster] = posting
-        if self._idle > now:
-            self._clock.call_at(self._idle, start, posting)
+        at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
+        if at > now:
+            self._clock.call_at(at, start, posting)
         else:
             start(posting)
 
@@ -219,10 +222,12 @@ class SendQueue:
         inward: Route,
         name: str,
         copier: CopyEngine | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.name = name
         self.model = model
         self._copier = copier
+        self._draws = draws
         self.outstanding = 0  # descriptors
         self._clock: Clock = network.clock
         self._network = network
@@ -344,6 +349,8 @@ class SendQueue:
         self.outstanding += posting.descriptors
         early = self._enter(posting)
         start = max(now, poster.free)
+        if self._draws is not None:
+            start += self._draws.start()
         posting.posted = poster.free = start + (model.posting(posting.descriptors) - early) * poster.slowness
         begin = start if model.overlap else posting.posted
         if model.pipelined:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.transfer import Batch
 
-__all__ = ["Chance", "Faults", "Observer", "Slow", "Squeeze", "Ties"]
+__all__ = ["Chance", "Faults", "Observer", "Slow", "Squeeze", "Ties", "uniforms"]
 
 
 class Slow(NamedTuple):
@@ -106,11 +106,11 @@ class Chance:
 
     def __init__(self, faults: Faults, seed: int) -> None:
         self._faults = faults
-        self._messages = _uniforms(seed, "fabric.messages")
-        self._lateness = _uniforms(seed, "fabric.lateness")
-        self._instants = _uniforms(seed, "fabric.instants")
-        self._tears = _uniforms(seed, "fabric.tears")
-        self.ties = _uniforms(seed, "fabric.ties")
+        self._messages = uniforms(seed, "fabric.messages")
+        self._lateness = uniforms(seed, "fabric.lateness")
+        self._instants = uniforms(seed, "fabric.instants")
+        self._tears = uniforms(seed, "fabric.tears")
+        self.ties = uniforms(seed, "fabric.ties")
         self.strays = faults.stray or faults.torn
         self._calm = False
 
@@ -179,7 +179,8 @@ def _held(draws: Iterator[float], share: float, mean: float) -> float:
     return -mean * log1p(-next(draws))
 
 
-def _uniforms(seed: int, name: str) -> Iterator[float]:
+def uniforms(seed: int, name: str) -> Iterator[float]:
+    """Yield numbers from 0 to 1 without end: of *seed*, a stream for each *name*."""
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
     while True:
         yield from random.random(64).tolist()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simpy.core import EmptySchedule
 
+from pdsim.costs import Jitter
 from pdsim.errors import ConfigError
 from pdsim.fabric.channel import SimChannel
 from pdsim.fabric.collective import SimGroups
@@ -21,6 +22,7 @@ from pdsim.fabric.endpoint import Fabric, SimEndpoint
 from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.host_latency import HostLatency
+from pdsim.fabric.jitter import Draws
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.topology import Site, Topology
@@ -48,9 +50,10 @@ class Model:
     """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
 
     *collective* is what groups of ranks cost; without it there are none.
-    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*,
-    which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names them: a rank
-    that waits forever would otherwise not be noticed beside one that never stops to ask whether it is there.
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults* and
+    *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names
+    them: a rank that waits forever would otherwise not be noticed beside one that never stops to ask whether it is
+    there.
     ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
     """
 
@@ -63,6 +66,7 @@ class Model:
     limit: float = inf
     observer: Observer | None = None
     collective: Collective | None = None
+    jitter: Jitter | None = None
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -146,7 +150,9 @@ class _Job:
         self._network = Network(self._clock)
         self._topology = Topology(model.machine, self._network)
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
-        self._fabric = Fabric(*shared, model.machine.gpu)
+        jitter = model.jitter
+        draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
+        self._fabric = Fabric(*shared, model.machine.gpu, draws)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from pdsim.calibration.definition import Calibration
+from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.hardware import EVIDENCE
 from pdsim.transfer import TransferRecord
 from pdsim.units import format_rate, format_size
 
-__all__ = ["Evidence", "extrapolations", "gather"]
+__all__ = ["Evidence", "extrapolations", "gather", "host_spread"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,30 @@ def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iter
                 f"hw={config.hw.name}, and its share of the line rate was measured on {where}; "
                 "pdsim calibrate measures it on your hardware"
             )
+
+
+def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
+    """Return by how much other hosts move the times of modelled *transfers*, each taken alone: a line, or none."""
+    calibration, model = config.calibration, config.backend.intra
+    if config.target != "model" or not transfers or calibration is None or not calibration.hosts or model is None:
+        return []
+    shapes = {(record.descriptors, record.nbytes, record.operation == "read") for record in transfers}
+    spans = []
+    for factor in (min(calibration.hosts), max(calibration.hosts)):
+        moved = on_host(config.backend, factor).intra
+        assert moved is not None
+        line = config.hw.interconnect.rate
+        ratios = [
+            moved.alone(count, size, line, read=read) / model.alone(count, size, line, read=read)
+            for count, size, read in shapes
+        ]
+        spans.append(median(ratios))
+    low, high = min(calibration.hosts), max(calibration.hosts)
+    return [
+        f"host: on {len(calibration.hosts)} hosts its part of a transfer took {low:g} to {high:g} times what "
+        f"calibration={calibration.name} says; alone, these transfers then take {spans[0]:.2f} to {spans[1]:.2f} times "
+        "as long (host_factor=, pdsim doctor --host)"
+    ]
 
 
 def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:

@@ -4,6 +4,8 @@ import csv
 
 import pytest
 
+from benchmarks import kv_tables
+from benchmarks.kv_tables import H20, H800, calls, configuration, phases, served
 from pdsim.repository import data
 
 TABLES = data("kv_tables")
@@ -31,3 +33,13 @@ def test_the_h20_table_keeps_each_of_four_heads_twice_and_counts_decimal_bytes()
         assert int(row["kv_bytes"]) == token * int(row["tokens"])
         moved = float(row["kv_bytes"]) / 1e9
         assert float(row["reported_gbs"]) == pytest.approx(moved / (float(row["transfer_ms"]) * 1e-3), rel=0.01)
+
+
+@pytest.mark.parametrize(("table", "measured", "longer"), [(H20, phases, 0), (H800, calls, PAGE)], ids=["h20", "h800"])
+def test_what_is_configured_meets_a_table_that_nothing_was_fitted_to(table, measured, longer, tmp_path):
+    name, words = table
+    tokens, published = kv_tables.table(name)
+    config = configuration(words, [count + longer for count in tokens], tmp_path)
+    errors = abs(measured(served(config)) / published - 1.0)
+    assert errors.mean() < 0.15
+    assert errors.max() < 0.30

@@ -48,7 +48,7 @@ def test_a_descriptor_a_token_and_plane_is_what_slices_cost_and_staging_saves(wi
 def test_a_staged_handoff_is_faster_by_what_the_descriptors_cost(within_a_node):
     found = points(within_a_node, "handoff")
     for at, row in found.items():
-        assert row["effect"] > 100, at
+        assert row["effect"] > 60, at
     assert found["4to1 512 tokens"]["before"] >= 5 * 80 * 2 * 512  # 5 us a descriptor, each rank for itself
 
 
@@ -63,7 +63,7 @@ def test_prompts_that_arrive_at_once_get_their_first_token_earlier(within_a_node
 
 def test_across_nodes_descriptors_are_cheap_and_the_first_token_hardly_comes_earlier():
     result = measure(seed("hw=2x8xh20", "experiment.tp=[4to1,8to2]"))
-    assert all(3 < row["effect"] < 100 for row in points(result, "handoff", "2x8xh20 nixl").values())
+    assert all(0.9 < row["effect"] < 10 for row in points(result, "handoff", "2x8xh20 nixl").values())
     assert all(1 <= row["effect"] < 1.05 for row in points(result, "ttft", "2x8xh20 nixl").values())
 
 

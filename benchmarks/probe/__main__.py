@@ -1,0 +1,46 @@
+"""The command line of the probe."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+import benchmarks.probe as probe
+from benchmarks.probe.measuring import measure
+
+PREDICTED = Path("data/benchmarks/probe-2xh200-predicted.csv")
+
+
+def main() -> int:
+    """Run one of the three commands."""
+    parser = argparse.ArgumentParser(description=probe.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    predicting = commands.add_parser("predict", help="write what the model says")
+    predicting.add_argument("--to", type=Path, required=True)
+    predicting.add_argument("hw", nargs="?", default="hw=2xh200", help="a configuration's machine, such as hw=2xh200")
+    measuring = commands.add_parser("measure", help="measure")
+    measuring.add_argument("--to", type=Path, required=True)
+    measuring.add_argument("--host", action="store_true", help="over loopback TCP, a dry run")
+    measuring.add_argument("--seconds", type=float, default=270.0, help="no point begins later; default: 270")
+    measuring.add_argument("--predictions", type=Path, default=PREDICTED, help="whose hash the result notes")
+    judging = commands.add_parser("judge", help="compare")
+    judging.add_argument("predicted", type=Path)
+    judging.add_argument("measured", type=Path)
+    options = parser.parse_args()
+    if options.command == "measure":
+        known = options.predictions
+        told = f"{known.name} sha256 {hashlib.sha256(known.read_bytes()).hexdigest()}" if known.is_file() else ""
+        return min(1, measure(options.to, host=options.host, seconds=options.seconds, predictions=told))
+    from benchmarks.probe import predictions
+
+    if options.command == "predict":
+        predictions.write(options.to, options.hw)
+    else:
+        predictions.judge(options.predicted, options.measured)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

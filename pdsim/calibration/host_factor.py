@@ -1,0 +1,49 @@
+"""How long a host takes for its part of a transfer, as a multiple of what the calibrated host took.
+
+Posting is the host's work, and hosts differ: the same probe took 2.24, 2.4 and 3.0 us for a descriptor of Mooncake over
+NVLink on three hosts with H200.  A calibration says which multiples are known (`Calibration.hosts`), a configuration
+which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+from pdsim.costs import Engine, EngineModel
+from pdsim.units import Seconds
+
+__all__ = ["measure", "on_host"]
+
+TURNS = 200_000
+"""Turns of the loop that `measure` times, as in the rows "host" of `benchmarks.probe`."""
+
+
+def on_host(engine: Engine, factor: float) -> Engine:
+    """Return *engine* on a host that takes *factor* times as long to post, and to see the end."""
+    models = {at: getattr(engine, at) for at in ("intra", "inter")}
+    moved = {at: _model(model, factor) for at, model in models.items() if model is not None}
+    return replace(engine, intra=moved.get("intra"), inter=moved.get("inter"))
+
+
+def _model(model: EngineModel, factor: float) -> EngineModel:
+    ramp = tuple(replace(step, extra=step.extra * factor) for step in model.ramp)
+    return replace(
+        model,
+        call=model.call * factor,
+        descriptor=model.descriptor * factor,
+        latency=model.latency * factor,
+        ramp=ramp,
+    )
+
+
+def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:
+    """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms."""
+    found = []
+    for _ in range(repeats):
+        begin, total = time.perf_counter(), 0
+        for index in range(TURNS):
+            total += index & 3
+        found.append((time.perf_counter() - begin) / TURNS)
+    return min(found), statistics.median(found), max(found)
