@@ -63,10 +63,10 @@ def be_rank(
     """Measure all kinds of memory."""
     import torch
 
-    from backends.base.symmetric_pool import SymmetricPool
+    from backends.base.symmetric_pool import ReservedPool
     from backends.collectives.nccl import Nccl, SymmetricMemory
 
-    device = SimpleNamespace(gpu=index, symmetric=SymmetricPool(f"cuda:{index}"))
+    device = SimpleNamespace(gpu=index, symmetric=ReservedPool(f"cuda:{index}"))
     rank = Rank(index, ranks, repeat, warmup, [size for size in SIZES if size <= largest], queue)
     try:
         nccl = Nccl(device, 60.0)

@@ -129,7 +129,9 @@ def _dataclasses(kind: Any) -> list[type]:
 
 
 def _joined(keys: Sequence[str]) -> str:
-    """Return *keys*, of equal length, as one: ``backend.{intra,inter}``."""
+    """Return *keys* as one, ``backend.{intra,inter}``, or a list of them where their lengths differ."""
+    if len({key.count(".") for key in keys}) > 1:
+        return ", ".join(keys)
     parts = zip(*(key.split(".") for key in keys), strict=True)
     return ".".join(each[0] if len(set(each)) == 1 else f"{{{','.join(each)}}}" for each in parts)
 

@@ -35,22 +35,9 @@ from pdsim.descriptors import Int64s, check_disjoint, check_inside, int64s
 from pdsim.errors import InvalidBatch
 
 __all__ = [
-    "Batch",
-    "Buffer",
-    "Channel",
-    "Device",
-    "Endpoint",
-    "LazyBatch",
-    "Message",
-    "Notification",
-    "Peer",
-    "Program",
-    "Recorder",
-    "Region",
-    "Series",
-    "Transfer",
-    "TransferRecord",
-]
+    "Batch", "Buffer", "Channel", "Device", "Endpoint", "LazyBatch", "Message",
+    "Notification", "Peer", "Program", "Recorder", "Region", "Series", "Transfer", "TransferRecord",
+]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
 

@@ -25,7 +25,7 @@ from backends.base.process_identity import myself
 from pdsim.clock import WallClock
 from pdsim.errors import MessageError, PeerLost
 
-__all__ = ["Card", "Control", "Line", "fields"]
+__all__ = ["Card", "Control", "PeerLine", "fields"]
 
 _Kind = TypeVar("_Kind", str, int)
 
@@ -42,7 +42,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(eq=False)
-class Line:
+class PeerLine:
     """The connection to one other endpoint."""
 
     card: Card
@@ -57,7 +57,7 @@ class Line:
         return self.card.name
 
 
-Handler = Callable[[Line, list[bytes]], None]
+Handler = Callable[[PeerLine, list[bytes]], None]
 """Called with the line and the body of a note; raises a `MessageError` if that is not what it must be."""
 
 
@@ -83,7 +83,7 @@ class Control:
         keys: Keys,
         bind: str,
         handlers: Mapping[bytes, Handler],
-        on_lost: Callable[[Line], None],
+        on_lost: Callable[[PeerLine], None],
     ) -> None:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
@@ -94,7 +94,7 @@ class Control:
         self._context = zmq.Context()
         self._handlers = handlers
         self._on_lost = on_lost
-        self._lines: dict[bytes, Line] = {}  # by token
+        self._lines: dict[bytes, PeerLine] = {}  # by token
         self._epoll = select.epoll()
         self._keys = keys
         self._inbox = Inbox(self._context, bind, self._deliver, keys)
@@ -129,15 +129,15 @@ class Control:
         return self._inbox.refused
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[PeerLine, ...]:
         """Those that are not lost."""
         return tuple(line for line in self._lines.values() if not line.lost)
 
-    def known(self, name: str) -> list[Line]:
+    def known(self, name: str) -> list[PeerLine]:
         """Return the lines to all lives of rank *name* that this endpoint has met, lost ones included."""
         return [line for line in self._lines.values() if line.name == name]
 
-    def reach(self, card: Card, timeout: float) -> Line:
+    def reach(self, card: Card, timeout: float) -> PeerLine:
         """Return the line to *card*, made if need be.  Raise `PeerLost` if nothing answers within *timeout* seconds."""
         self.poll()
         line = self._lines.get(card.token)
@@ -156,7 +156,7 @@ class Control:
         """Hear rank *name* again, which was started again."""
         self._inbox.welcome(name)
 
-    def send(self, line: Line, kind: bytes, *body: bytes) -> None:
+    def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
         """Send a note; one to a lost line goes nowhere."""
         with contextlib.suppress(self._zmq.Again):
             line.socket.send_multipart([kind, self.card.token, line.card.token, *body], self._zmq.NOBLOCK)
@@ -174,7 +174,7 @@ class Control:
         self._inbox.close()
         self._context.term()
 
-    def _dial(self, card: Card) -> Line:
+    def _dial(self, card: Card) -> PeerLine:
         zmq = self._zmq
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         failures = (
@@ -187,9 +187,9 @@ class Control:
             monitors[0].linger = 0
 
         socket = dial(self._context, card.uri, self._keys, card.name, watch)
-        return Line(card, socket, monitors[0])
+        return PeerLine(card, socket, monitors[0])
 
-    def _await_handshake(self, line: Line, timeout: float) -> None:
+    def _await_handshake(self, line: PeerLine, timeout: float) -> None:
         event = 0
         if line.monitor.poll(int(timeout * 1e3)):
             event = self._read_event(line.monitor)["event"]
@@ -198,21 +198,21 @@ class Control:
             reason = "refused the connection" if event else f"did not answer within {timeout:g} s"
             raise PeerLost(f"{line.name} at {line.card.uri} {reason}")
 
-    def _hang_up(self, line: Line) -> None:
+    def _hang_up(self, line: PeerLine) -> None:
         with contextlib.suppress(OSError, ValueError):  # never registered, or the descriptor is closed already
             self._epoll.unregister(line.monitor.FD)
         line.socket.disable_monitor()
         line.monitor.close()
         line.socket.close(0 if line.lost else None)
 
-    def _watch(self, line: Line) -> bool:
+    def _watch(self, line: PeerLine) -> bool:
         found = False
         while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
             if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 found |= self._lose(line, "is gone: its connection was closed")
         return found
 
-    def _lose(self, line: Line, reason: str) -> bool:
+    def _lose(self, line: PeerLine, reason: str) -> bool:
         if line.lost:
             return False
         line.lost = reason

@@ -10,10 +10,10 @@ from simpy.events import Event
 from backends.base.state import PostedTransfer
 from pdsim.clock import WallClock
 
-__all__ = ["Deadlines"]
+__all__ = ["TransferDeadlines"]
 
 
-class Deadlines:
+class TransferDeadlines:
     """Calls *expire* with each of *transfers*, which are neither complete nor failed, when its time is over."""
 
     def __init__(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 from simpy.events import Event
 
-from backends.base.symmetric_pool import SymmetricPool
+from backends.base.symmetric_pool import ReservedPool
 from pdsim.clock import WallClock
 from pdsim.errors import OutOfMemory, RegistrationError
 from pdsim.group import SYMMETRIC
@@ -71,7 +71,7 @@ class RealDevice(ABC):
         self.clock = clock
         self.name = name
         self.capacity = capacity
-        self.symmetric = SymmetricPool(name)
+        self.symmetric = ReservedPool(name)
         self.peak = dict.fromkeys(POOLS, 0)  # bytes
         self._used = dict.fromkeys(POOLS, 0)
         self._buffers: dict[int, RealBuffer] = {}  # by address

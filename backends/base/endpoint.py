@@ -24,8 +24,8 @@ import msgspec
 from simpy.events import Event
 
 from backends.base.authentication import Keys
-from backends.base.control import Control, Line, fields
-from backends.base.deadlines import Deadlines
+from backends.base.control import Control, PeerLine, fields
+from backends.base.deadlines import TransferDeadlines
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.hooks import EngineHooks
 from backends.base.process_identity import is_dead
@@ -107,7 +107,7 @@ class RealEndpoint(EngineHooks):
         self.peers: dict[bytes, PeerState] = {}  # by token
         self._transfers: dict[PostedTransfer, None] = {}  # neither complete nor failed
         self._quarantine: dict[PostedTransfer, None] = {}  # failed and moving
-        self._deadlines = Deadlines(clock, self._transfers, self._time_out)
+        self._deadlines = TransferDeadlines(clock, self._transfers, self._time_out)
         self._epoch = 0
         self._withdrawal = Withdrawal(device)
         self.closed = False
@@ -434,15 +434,15 @@ class RealEndpoint(EngineHooks):
 
     # --- what peers say ---------------------------------------------------------------------------------------------
 
-    def _on_notify(self, line: Line, body: list[bytes]) -> None:
+    def _on_notify(self, line: PeerLine, body: list[bytes]) -> None:
         if len(body) != 1:
             raise MessageError(f"{len(body)} fields in a notification, need one")
         self.notifications.put(Notification(line.name, body[0]))
 
-    def _on_meet(self, line: Line, body: list[bytes]) -> None:
+    def _on_meet(self, line: PeerLine, body: list[bytes]) -> None:
         self.control.send(line, WELCOME, *self._withdrawal.since(*fields(body, int)))
 
-    def _on_welcome(self, line: Line, body: list[bytes]) -> None:
+    def _on_welcome(self, line: PeerLine, body: list[bytes]) -> None:
         state = self.peers.get(line.card.token)
         if state is None:
             raise MessageError("a welcome that nobody asked for")
@@ -450,7 +450,7 @@ class RealEndpoint(EngineHooks):
         state.withdrawn.update(fields(body, *[str] * len(body)))
         self._dispatch(state)
 
-    def _on_withdraw(self, line: Line, body: list[bytes]) -> None:
+    def _on_withdraw(self, line: PeerLine, body: list[bytes]) -> None:
         name, epoch = withdrawn(body)
         state = self.peers.get(line.card.token)
         if state is None:
@@ -461,7 +461,7 @@ class RealEndpoint(EngineHooks):
         state.owed.append((name, epoch))
         return_regions(self.control, state, self.forget_region)
 
-    def on_lost(self, line: Line) -> None:
+    def on_lost(self, line: PeerLine) -> None:
         """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
         self._withdrawal.on_lost(line)
         for transfer in tuple(self._transfers):

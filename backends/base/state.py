@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from backends.base.control import Card, Line
+from backends.base.control import Card, PeerLine
 from backends.base.device import RealBuffer
 from pdsim.clock import WallClock
 from pdsim.transfer import Batch, Region, Transfer
@@ -43,7 +43,7 @@ class Entry:
 class PeerState:
     """All that is known of one other endpoint; what `Peer.handle` holds."""
 
-    line: Line
+    line: PeerLine
     handle: Any  # the engine's own
     epoch: int
     withdrawn: set[str] = field(default_factory=set)  # regions

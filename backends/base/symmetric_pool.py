@@ -13,7 +13,7 @@ from typing import Any
 from pdsim.errors import OutOfMemory
 from pdsim.units import format_size
 
-__all__ = ["Arena", "Cut", "SymmetricPool"]
+__all__ = ["Arena", "Cut", "ReservedPool"]
 
 Cut = Callable[[int, int, Callable[[], None]], Any]
 """``cut(offset, size, give_back)`` returns a buffer of a part of a segment, which calls *give_back* at its end."""
@@ -50,7 +50,7 @@ class Arena:
         self._gaps = merged
 
 
-class SymmetricPool:
+class ReservedPool:
     """Segments, each with what the device needs to make a buffer of a part of it."""
 
     def __init__(self, device: str) -> None:

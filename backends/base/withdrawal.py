@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backends.base.control import Control, Line, fields
+from backends.base.control import Control, PeerLine, fields
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.state import PeerState
 
@@ -40,11 +40,11 @@ class Withdrawal:
         """Return the names of the regions that were withdrawn after *epoch*."""
         return [name.encode() for name, when in self._withdrawn.items() if when > epoch]
 
-    def on_return(self, line: Line, body: list[bytes]) -> None:
+    def on_return(self, line: PeerLine, body: list[bytes]) -> None:
         """Note that *line* returns a region."""
         self._take_back(withdrawn(body), line)
 
-    def on_lost(self, line: Line) -> None:
+    def on_lost(self, line: PeerLine) -> None:
         """Note that *line* is gone; if it left in order, nothing of its transfers is under way."""
         for key in tuple(self._lent) if line.closed else ():
             self._take_back(key, line)
@@ -55,7 +55,7 @@ class Withdrawal:
             self._device.release(buffer)
         self._lent.clear()
 
-    def _take_back(self, key: tuple[str, int], line: Line) -> None:
+    def _take_back(self, key: tuple[str, int], line: PeerLine) -> None:
         buffer, holders = self._lent.get(key, (None, set()))
         holders.discard(line.card.token)
         if buffer is not None and not holders:

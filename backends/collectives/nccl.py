@@ -28,7 +28,7 @@ SEGMENT = 2 << 20
 
 
 @dataclass(eq=False)
-class _Work:
+class _PendingGather:
     """A gather under way, between two events of its stream."""
 
     begin: Any
@@ -105,7 +105,7 @@ class _OnGpu(Library):
                 end.record(self._stream)
         except RuntimeError as error:
             raise translated(error, self.engine) from error
-        return _Work(begin, end)
+        return _PendingGather(begin, end)
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
         """Give the stream an all-gather."""

@@ -73,11 +73,11 @@ class Gather:
         """Do now what the first copy would do: import, compile.  Raise `BackendUnavailable` without PyTorch."""
         torch = _torch()
         if find_spec("triton"):
-            from backends.cuda.gather_kernel import Address, copy_tiles
+            from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
 
             with torch.cuda.device(self.gpu):
                 table = torch.zeros((1, 3), dtype=torch.int64, device=f"cuda:{self.gpu}")
-                copy_tiles.warmup(Address(1 << 20), Address(1 << 20), table, grid=(1,), **_SHAPE)
+                copy_tiles.warmup(DeviceAddress(1 << 20), DeviceAddress(1 << 20), table, grid=(1,), **_SHAPE)
 
     def copy(self, source: int, target: int, batch: Batch, stream: int) -> None:
         """Give *stream* the copies of *batch* between the areas at addresses *source* and *target*.
@@ -92,14 +92,14 @@ class Gather:
                 copy_with_torch(_area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch)
 
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
-        from backends.cuda.gather_kernel import Address, copy_tiles
+        from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
 
         columns = tiles(batch)
         shape = len(columns[0]), len(columns)
         rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)  # or it would wait for what the stream has to do
         np.stack(columns, axis=1, out=rows.numpy())
         table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
-        copy_tiles[(len(rows),)](Address(source), Address(target), table, **_SHAPE)
+        copy_tiles[(len(rows),)](DeviceAddress(source), DeviceAddress(target), table, **_SHAPE)
 
 
 @cache

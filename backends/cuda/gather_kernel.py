@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Address", "copy_tiles"]
+__all__ = ["DeviceAddress", "copy_tiles"]
 
 
-class Address:
+class DeviceAddress:
     """A pointer to bytes, as Triton takes tensors."""
 
     dtype = torch.uint8

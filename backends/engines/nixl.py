@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from simpy.events import Event
 
-from backends.base.control import Line
+from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.native import captured_stderr, installed, prepare
@@ -145,7 +145,7 @@ class NixlEndpoint(RealEndpoint):
         prepare(self.settings.name, {**variant, **options}, defaults)
         self._posted: dict[PostedTransfer, None] = {}
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
-        self._inbound: set[Line] = set()  # peers that we poll for
+        self._inbound: set[PeerLine] = set()  # peers that we poll for
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
         self._agent, log = self._start_agent(way.error_handling)
         transports = _transports(log)
@@ -347,13 +347,13 @@ class NixlEndpoint(RealEndpoint):
         """Return handlers of notes, with those of this engine; see `RealEndpoint.handlers`."""
         return {**super().handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
 
-    def _on_active(self, line: Line, _: list[bytes]) -> None:
+    def _on_active(self, line: PeerLine, _: list[bytes]) -> None:
         self._inbound.add(line)
 
-    def _on_idle(self, line: Line, _: list[bytes]) -> None:
+    def _on_idle(self, line: PeerLine, _: list[bytes]) -> None:
         self._inbound.discard(line)
 
-    def on_lost(self, line: Line) -> None:
+    def on_lost(self, line: PeerLine) -> None:
         """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         self._inbound.discard(line)
         super().on_lost(line)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from backends.base.control import Line
+from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.process_identity import myself
@@ -199,7 +199,7 @@ class NvlinkEndpoint(RealEndpoint):
         if transfer.peer.line.lost and not partner.moving:
             self._unmap_all(partner)
 
-    def on_lost(self, line: Line) -> None:
+    def on_lost(self, line: PeerLine) -> None:
         """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         super().on_lost(line)
         partner = self._partners.get(line.card.token)

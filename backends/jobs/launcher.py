@@ -126,7 +126,7 @@ class Processes:
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {})
         processors, keys = shares(ranks), job_keys(names)
-        with _stoppable(), self._network() as network, _Job(self.startup, self.silence) as job:
+        with _stoppable(), self._network() as network, _ProcessJob(self.startup, self.silence) as job:
             for spec in ranks:
                 start = self._describe(spec, keys[spec.name], network, processors.get(spec.name, []))
                 job.start(start, self._spawn(spec, network))
@@ -270,7 +270,7 @@ class _Child:
         return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers, self.done.refused)
 
 
-class _Job:
+class _ProcessJob:
     """All children of one run."""
 
     def __init__(self, startup: float, silence: float) -> None:
@@ -281,7 +281,7 @@ class _Job:
         self._restarts = False
         self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> _Job:
+    def __enter__(self) -> _ProcessJob:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -300,9 +300,9 @@ class _Job:
         """Wait until all children are ready; raise what kept one from it."""
         while not all(child.uri for child in self._children):
             for child, message in self._messages(deadline - time.monotonic()):
-                if isinstance(message, supervision.Ready):
+                if isinstance(message, supervision.WorkerReady):
                     child.uri = message.uri
-                elif isinstance(message, supervision.Failed):
+                elif isinstance(message, supervision.WorkerFailed):
                     raise _rebuilt(child, message)
             for child in self._children:
                 if child.ended:
@@ -387,9 +387,9 @@ class _Job:
             if isinstance(message, supervision.Done):
                 child.done = message
                 child.seconds = time.monotonic() - self._origin
-            elif isinstance(message, supervision.Ready):
+            elif isinstance(message, supervision.WorkerReady):
                 self._rejoin(child, message.uri)
-            elif isinstance(message, supervision.Failed):
+            elif isinstance(message, supervision.WorkerFailed):
                 child.error = f"{message.kind}: {message.message}"
         for child in self._children:
             if child.ended and child.done is None and not child.seconds:
@@ -412,7 +412,7 @@ class _Job:
                 self._selector.unregister(child.connection)
 
 
-def _rebuilt(child: _Child, message: supervision.Failed) -> PdsimError:
+def _rebuilt(child: _Child, message: supervision.WorkerFailed) -> PdsimError:
     """Return the exception that kept *child* from starting, as the class that it was."""
     kind = getattr(errors, message.kind, None)
     if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):

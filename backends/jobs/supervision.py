@@ -14,7 +14,19 @@ from backends.collectives.base import Settings
 from pdsim.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Alive", "Decoder", "Done", "Failed", "Go", "Moved", "Ready", "Start", "check_plain", "receive", "send"]
+__all__ = [
+    "Alive",
+    "Decoder",
+    "Done",
+    "Go",
+    "Moved",
+    "Start",
+    "WorkerFailed",
+    "WorkerReady",
+    "check_plain",
+    "receive",
+    "send",
+]
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST = 1 << 33
@@ -41,7 +53,7 @@ class Start(msgspec.Struct, tag=True):
     processors: list[int]  # that it stays on; none: it may roam
 
 
-class Ready(msgspec.Struct, tag=True):
+class WorkerReady(msgspec.Struct, tag=True):
     """Worker to supervisor: the engine works, the program is there, the channel listens at *uri*."""
 
     uri: str
@@ -67,7 +79,7 @@ class Alive(msgspec.Struct, tag=True):
     """Worker to supervisor: the clock of this rank still goes."""
 
 
-class Failed(msgspec.Struct, tag=True):
+class WorkerFailed(msgspec.Struct, tag=True):
     """Worker to supervisor: not able to start."""
 
     kind: str  # name of the exception's class
@@ -86,7 +98,7 @@ class Done(msgspec.Struct, tag=True):
     refused: int  # messages and connections
 
 
-Message = Start | Ready | Go | Moved | Alive | Failed | Done
+Message = Start | WorkerReady | Go | Moved | Alive | WorkerFailed | Done
 _Kind = TypeVar("_Kind", Start, Go)
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder().encode

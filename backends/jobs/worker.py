@@ -114,10 +114,10 @@ def main() -> None:
     start = supervision.receive(connection, supervision.Start)
     try:
         clock, rank, records, program = _prepare(start)
-        supervision.send(connection, supervision.Ready(rank.channel.uri))  # type: ignore[attr-defined]
+        supervision.send(connection, supervision.WorkerReady(rank.channel.uri))  # type: ignore[attr-defined]
     except BaseException as error:
         traceback.print_exc()
-        supervision.send(connection, supervision.Failed(type(error).__name__, str(error)))
+        supervision.send(connection, supervision.WorkerFailed(type(error).__name__, str(error)))
         _leave(1)
     go = supervision.receive(connection, supervision.Go)
     clock.origin = go.origin
@@ -230,7 +230,8 @@ def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: su
         traceback.print_exc()
         value, error = None, f"{type(exception).__name__}: {exception}"
     device = rank.device
-    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in device.peak.items() if peak}  # type: ignore[attr-defined]
+    peaks = device.peak.items()  # type: ignore[attr-defined]
+    pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in peaks if peak}
     refused = rank.channel.refused + rank.endpoint.control.refused  # type: ignore[attr-defined]
     return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid), refused)
 

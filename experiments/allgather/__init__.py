@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from experiments.allgather.tables import Point, Row, merged, metrics, padded_size, rows, table
+from experiments.allgather.tables import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
@@ -51,14 +51,14 @@ class Options:
         if not self.ranks or not self.pools or not (self.size or self.batches):
             raise ValueError("experiment.ranks must have a value, as must pools, and size or batches; got none")
 
-    def jobs(self) -> list[list[Point]]:
+    def jobs(self) -> list[list[GatherPoint]]:
         """Return the points of each job in the order in which they are run."""
         found = []
         for ranks, reserved in product(self.ranks, (True, False) if self.growth else (True,)):
             pools = self.pools if reserved else [pool for pool in self.pools if pool == SYMMETRIC]
-            equal = [Point(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
+            equal = [GatherPoint(ranks, size, pool, (), reserved) for size, pool in product(self.size, pools)]
             padded = [
-                Point(ranks, padded_size(batch, ranks, self.row), pool, tuple(batch), reserved)
+                GatherPoint(ranks, padded_size(batch, ranks, self.row), pool, tuple(batch), reserved)
                 for batch, pool in product(self.batches, pools)
             ]
             if equal or padded:
@@ -93,7 +93,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         raise ConfigError("\n".join(problems))
     options = _options(config)
     jobs = options.jobs()
-    found: list[Row] = []
+    found: list[GatherRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, points in enumerate(jobs):
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
@@ -120,7 +120,7 @@ def _options(config: Config) -> Options:
     return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
-def _specs(config: Config, options: Options, points: list[Point]) -> list[RankSpec]:
+def _specs(config: Config, options: Options, points: list[GatherPoint]) -> list[RankSpec]:
     assert config.collective is not None
     names = [f"rank{index}" for index in range(points[0].ranks)]
     symmetric = any(point.pool == SYMMETRIC for point in points)

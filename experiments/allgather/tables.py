@@ -13,10 +13,10 @@ from pdsim.results.statistics import percentile
 from pdsim.transfer import TransferRecord
 from pdsim.units import format_size
 
-__all__ = ["Point", "Row", "merged", "metrics", "padded_size", "rows", "table"]
+__all__ = ["GatherPoint", "GatherRow", "merged", "metrics", "padded_size", "rows", "table"]
 
 
-class Point(NamedTuple):
+class GatherPoint(NamedTuple):
     """One combination of what is swept over; *size* is what each rank gathers, padding included."""
 
     ranks: int
@@ -33,10 +33,10 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class GatherRow:
     """What one point gave."""
 
-    point: Point
+    point: GatherPoint
     row: int  # bytes of a token
     seconds: Sequence[float]  # of each all-gather, from the call of the last rank to its being seen by the last
     wire: Sequence[float]  # of each, from being begun to its end, of the rank that waited least
@@ -65,20 +65,20 @@ class Row:
         return point.size * (point.ranks - 1) / median / 1e9 if median else None
 
 
-def rows(points: Sequence[Point], row: int, outcome: Outcome) -> list[Row]:
+def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome) -> list[GatherRow]:
     """Return the rows of *points*, which one job with *outcome* has measured in this order."""
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
     status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else ""
     return [_row(point, number, row, outcome, status) for number, point in enumerate(points)]
 
 
-def _row(point: Point, number: int, row: int, outcome: Outcome, status: str) -> Row:
+def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str) -> GatherRow:
     ranks = outcome.ranks.values()
     records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
     together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
     found = [rank.value["points"][number] for rank in ranks if rank.value]
     checked, right = (sum(one[key] for one in found) for key in ("checked", "right"))
-    return Row(
+    return GatherRow(
         point=point,
         row=row,
         seconds=[_seconds(each) for each in together],
@@ -96,7 +96,7 @@ def _seconds(each: Sequence[TransferRecord]) -> float:
     return max(record.seen for record in each) - max(record.submitted for record in each)
 
 
-def table(found: Sequence[Row]) -> Table:
+def table(found: Sequence[GatherRow]) -> Table:
     """Return the table of all rows."""
     columns = {
         "ranks": "ranks of the group",
@@ -117,7 +117,7 @@ def table(found: Sequence[Row]) -> Table:
     return Table("All-gathers", columns, [_cells(row) for row in found])
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: GatherRow) -> list[Any]:
     times = [_us(row.seconds, q) for q in (50.0, 25.0, 75.0)]
     return [
         row.point.ranks,
@@ -140,7 +140,7 @@ def _us(seconds: Sequence[float], q: float) -> float | None:
     return None if value is None else value * 1e6
 
 
-def metrics(found: Sequence[Row]) -> list[Metric]:
+def metrics(found: Sequence[GatherRow]) -> list[Metric]:
     """Return the summary."""
     return [
         Metric("points", len(found), "points that were run"),

@@ -17,7 +17,7 @@ from itertools import islice
 from multiprocessing import active_children
 
 from experiments.faults.scenario import KINDS, Tried
-from experiments.faults.shrink import Trial, shrunk
+from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.guards import not_negative
@@ -60,7 +60,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
-    trials = [Trial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
+    trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     started, tried = time.monotonic(), []
     for done in tries(trials, options.workers or os.cpu_count() or 1):
         tried.append(done)
@@ -69,13 +69,13 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     return _result(trials, sorted(tried), time.monotonic() - started)
 
 
-def tries(trials: Sequence[Trial], workers: int) -> Iterator[Tried]:
+def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
     """Run *trials* on so many processes and yield what became of each, in any order."""
     batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
     workers = min(workers, len(batches))
     with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         if pool is None:
-            yield from map(Trial.run, trials)
+            yield from map(FaultTrial.run, trials)
             return
         left = iter(batches)
         pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}  # few: handing over takes time, too
@@ -92,14 +92,14 @@ def tries(trials: Sequence[Trial], workers: int) -> Iterator[Tried]:
             raise
 
 
-def _all(trials: Iterable[Trial]) -> list[Tried]:
+def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
     return [trial.run() for trial in trials]
 
 
 # --- what is said of it ---------------------------------------------------------------------------------------------
 
 
-def _result(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) -> Result:
+def _result(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: float) -> Result:
     by_seed = {trial.seed: trial for trial in trials}
     first: dict[str, Tried] = {}
     for each in tried:
@@ -115,7 +115,7 @@ def _result(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) -> 
     return Result(_metrics(trials, tried, seconds), _tables(tried, rows), failures=failures, notes=notes)
 
 
-def _metrics(trials: Sequence[Trial], tried: Sequence[Tried], seconds: float) -> list[Metric]:
+def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: float) -> list[Metric]:
     requests = sum(trial.requests for trial in trials)
     events = sum(each.events for each in tried)
     bad = sum(bool(each.violations) for each in tried)

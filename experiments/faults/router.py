@@ -34,12 +34,12 @@ def program(
     each request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
     two instances.
     """
-    router = _Router(rank, Deployment.from_plain(job), requests, leaves)
+    router = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
     router.calm = calm
     return (yield from router.run())
 
 
-class _Router(Router):
+class _QuietRouter(Router):
     calm = 0.0
 
     def __init__(self, *arguments: Any) -> None:
@@ -73,7 +73,7 @@ class _Router(Router):
         if self._probes is None:
             self.clock.call_at(max(self.clock.now, self.calm) + LINGER, lambda _: self._probe(), None)
         else:
-            self.clock.call_at(self.clock.now + LINGER, lambda _: super(_Router, self)._stop_if_done(), None)
+            self.clock.call_at(self.clock.now + LINGER, lambda _: super(_QuietRouter, self)._stop_if_done(), None)
 
     def _probe(self) -> None:
         """Send a request through every pair of instances; those that are not connected have failed it."""

@@ -17,7 +17,7 @@ from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.kv.policy import Policy, Staging
-from pdsim.kv.verify.invariants import Checks, Violation
+from pdsim.kv.verify.invariants import InvariantChecker, Violation
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request, stream
@@ -156,7 +156,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
 def attempt(scenario: Scenario) -> Tried:
     """Run *scenario* with every checker, and return what was found."""
     causes = Causes(scenario)
-    checks = Checks(causes.rank)
+    checks = InvariantChecker(causes.rank)
     model = Model(
         _MACHINE,
         _ENGINE,

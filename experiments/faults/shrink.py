@@ -7,10 +7,10 @@ from typing import NamedTuple
 from experiments.faults.scenario import KINDS, Tried, attempt, draw
 from pdsim.kv.verify.invariants import Violation
 
-__all__ = ["Trial", "shrunk"]
+__all__ = ["FaultTrial", "shrunk"]
 
 
-class Trial(NamedTuple):
+class FaultTrial(NamedTuple):
     """Which scenario, and how much of it."""
 
     seed: int
@@ -31,7 +31,7 @@ class Trial(NamedTuple):
         )
 
 
-def shrunk(trial: Trial, invariant: str) -> tuple[Trial, Violation]:
+def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
     """Return the smallest scenario like *trial* that still violates *invariant*: fewer faults, then fewer requests.
 
     Raise a `ValueError` if *trial* does not violate it.
@@ -50,10 +50,10 @@ def shrunk(trial: Trial, invariant: str) -> tuple[Trial, Violation]:
     return trial, found
 
 
-def _smaller(trial: Trial, other: Trial, invariant: str, found: Violation) -> tuple[Trial, Violation]:
+def _smaller(trial: FaultTrial, other: FaultTrial, invariant: str, found: Violation) -> tuple[FaultTrial, Violation]:
     violation = _violation(other, invariant) if other.requests > 0 else None
     return (trial, found) if violation is None else (other, violation)
 
 
-def _violation(trial: Trial, invariant: str) -> Violation | None:
+def _violation(trial: FaultTrial, invariant: str) -> Violation | None:
     return next((each for each in trial.run().violations if each.invariant == invariant), None)

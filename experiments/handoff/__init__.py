@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from experiments import serve
-from experiments.handoff.tables import Handoff, Row, metrics, rows, tables
+from experiments.handoff.tables import Handoff, HandoffRow, metrics, rows, tables
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -123,7 +123,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     options = _options(config)
-    found: list[Row] = []
+    found: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
         progress(number / len(options.ways()), way.label)
@@ -204,7 +204,7 @@ def _shapes(options: Options, way: Way) -> list[Handoff]:
     return [Handoff(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
 
 
-def _failures(found: Sequence[Row], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+def _failures(found: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
     yield from (f"{row.handoff.label}: {row.status}" for row in found if row.status != "ok")

@@ -23,10 +23,10 @@ def program(
     leaves: Sequence[Sequence[float]] = (),
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over."""
-    return (yield from _Router(rank, Deployment.from_plain(job), requests, leaves).run())
+    return (yield from _SerialRouter(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
-class _Router(Router):
+class _SerialRouter(Router):
     def _arrive(self, _: Event | None) -> None:
         if not self._rooms and self._next < len(self.requests) and not self.ended.triggered:
             self._next += 1

@@ -13,7 +13,7 @@ from pdsim.serving.deployment import ROUTER
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
 
-__all__ = ["STAGES", "Handoff", "Row", "metrics", "rows", "tables"]
+__all__ = ["STAGES", "Handoff", "HandoffRow", "metrics", "rows", "tables"]
 
 STAGES = {
     "handoff": "from the end of the prefill forward to success at decode: KV and metadata on all ranks",
@@ -37,7 +37,7 @@ class Handoff(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class HandoffRow:
     """The measured handoffs of one shape: seconds of each of `STAGES`, one for each handoff."""
 
     handoff: Handoff
@@ -54,7 +54,7 @@ class Row:
         return self.nbytes / median / 1e9 if median else None
 
 
-def rows(shapes: Sequence[Handoff], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[Row]:
+def rows(shapes: Sequence[Handoff], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[HandoffRow]:
     """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured."""
     router = outcome.ranks[ROUTER]
     value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
@@ -72,7 +72,7 @@ def _row(
     requests: Sequence[Request],
     values: Sequence[Sequence[object]],
     records: dict[int, list[TransferRecord]],
-) -> Row:
+) -> HandoffRow:
     mine = [number for number, request in enumerate(requests) if request.input == shape.tokens]
     errors = [str(values[number][3]) for number in mine if values[number][3] != "ok"]
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}
@@ -83,7 +83,7 @@ def _row(
     paths = {record.label.rpartition("/")[2] for record in last}
     path = "+".join(sorted(paths - {"metadata"} or paths))
     nbytes, descriptors = (sum(getattr(record, part) for record in last) for part in ("nbytes", "descriptors"))
-    return Row(shape, nbytes, descriptors, times, path, errors[0] if errors else "ok")
+    return HandoffRow(shape, nbytes, descriptors, times, path, errors[0] if errors else "ok")
 
 
 def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
@@ -94,7 +94,7 @@ def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iter
     yield from (("wire", last - first), ("finish", arrived - last))
 
 
-def tables(found: Sequence[Row]) -> tuple[Table, ...]:
+def tables(found: Sequence[HandoffRow]) -> tuple[Table, ...]:
     """Return the table of handoffs, and that of their stages."""
     who = {"way": "ranks of prefill to ranks of decode, and the path between other heads", "tokens": "of the request"}
     whole = who | {
@@ -116,18 +116,18 @@ def tables(found: Sequence[Row]) -> tuple[Table, ...]:
     )
 
 
-def _whole(row: Row) -> list[object]:
+def _whole(row: HandoffRow) -> list[object]:
     times = [_us(row, "handoff", q) for q in (25.0, 50.0, 75.0)]
     measured = len(row.times["handoff"])
     return [*row.handoff, row.path, row.nbytes, row.descriptors, measured, *times, row.rate, row.status]
 
 
-def _us(row: Row, stage: str, q: float) -> float | None:
+def _us(row: HandoffRow, stage: str, q: float) -> float | None:
     value = percentile(row.times[stage], q)
     return None if value is None else value * 1e6
 
 
-def metrics(found: Sequence[Row]) -> list[Metric]:
+def metrics(found: Sequence[HandoffRow]) -> list[Metric]:
     """Return the summary."""
     rates = [row.rate for row in found if row.rate is not None]
     return [

@@ -1,8 +1,8 @@
 """What the five seeds share: a change to a real system, run before and after, and whether its claim holds.
 
-A seed reuses the other experiments: `Trial.run` runs one of them as one variant, `Trial.add` notes a value before and
-after the change, and `Trial.result` prints what became of each `Claim`, beside the results that are committed in
-``data/reports/<seed>.csv``, into which `experiments.reports.points` writes.
+A report reuses the other experiments: `ReportRun.run` runs one of them as one variant, `ReportRun.add` notes a value
+before and after the change, and `ReportRun.result` prints what became of each `Claim`, beside the results that are
+committed in ``data/reports/<seed>.csv``, into which `experiments.reports.points` writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.reports.points import Point, committed
+from experiments.reports.points import ReportPoint, committed
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.job import Target
@@ -19,7 +19,7 @@ from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Claim", "Trial", "as_rows", "burst", "value"]
+__all__ = ["Claim", "ReportRun", "as_rows", "burst", "value"]
 
 RANGES = {"model": "simulated", "real": "measured"}
 
@@ -49,7 +49,7 @@ class Claim:
         """What confirms it, such as ``"less ms, 1.05 times"``."""
         return f"{'no more or less' if self.better == 'same' else self.better} {self.unit}, {self.bound:g} times"
 
-    def effect(self, point: Point) -> float | None:
+    def effect(self, point: ReportPoint) -> float | None:
         """Return how many times better the value after the change is; None unless both are there and not 0."""
         if not point.before or not point.after:
             return None
@@ -64,13 +64,13 @@ class Claim:
         return whole.get(confirmed, f"holds at {confirmed} of {len(effects)}") if effects else "-"
 
 
-class Trial:
+class ReportRun:
     """Runs the *variants* of a seed one after the other on *target* and keeps what they found."""
 
     def __init__(self, config: Config, target: Target, progress: Callable[[float, str], None], variants: int) -> None:
         self.config = config
         self.target = target
-        self.points: list[Point] = []
+        self.points: list[ReportPoint] = []
         self.notes: list[str] = []
         self._progress = progress
         self._variants = variants
@@ -97,7 +97,7 @@ class Trial:
     def add(self, claim: Claim, at: str, before: float | None, after: float | None, machine: str = "") -> None:
         """Keep the value of *claim* before and after the change, on the machine and backend of the configuration."""
         machine = machine or f"{self.config.hw.name} {self.config.backend.name}"
-        self.points.append(Point(claim.name, machine, self.config.target, at, before, after))
+        self.points.append(ReportPoint(claim.name, machine, self.config.target, at, before, after))
 
     def result(self, claims: Sequence[Claim]) -> Result:
         """Return what became of *claims*, here and in what is committed of other machines and of the other target."""
@@ -137,18 +137,18 @@ def burst(requests: int, tokens: int, output: int = 1) -> Workload:
     return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
 
 
-def _effects(claim: Claim, points: Iterable[Point]) -> list[float]:
+def _effects(claim: Claim, points: Iterable[ReportPoint]) -> list[float]:
     found = (claim.effect(point) for point in points if point.claim == claim.name)
     return [effect for effect in found if effect is not None]
 
 
-def _metrics(claim: Claim, points: Sequence[Point]) -> Iterator[Metric]:
+def _metrics(claim: Claim, points: Sequence[ReportPoint]) -> Iterator[Metric]:
     effects = _effects(claim, points)
     for name, value in (("least", min(effects, default=None)), ("most", max(effects, default=None))):
         yield Metric(f"{claim.name}_{name}", value, f"{name} effect of: {claim.text}", tabled=True)
 
 
-def _claims(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
+def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     columns = {
         "claim": "about the change",
         "says": "",
@@ -175,7 +175,7 @@ def _range(effects: Sequence[float]) -> str | None:
     return (low if low == high else f"{low} to {high}") if effects else None
 
 
-def _points(claims: Sequence[Claim], points: Sequence[Point]) -> Table:
+def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
     about = {claim.name: claim for claim in claims}
     columns = {
         "claim": "",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from experiments.reports import prompts as shared
-from experiments.reports.claims import Claim, Trial, as_rows
+from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.job import Target
 from pdsim.results.record import Result
@@ -42,7 +42,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
     served = options.prompts if options.placement == "packed" else ()
-    trial = Trial(config, target, progress, 2 + 2 * len(served))
+    trial = ReportRun(config, target, progress, 2 + 2 * len(served))
     trial.notes += (
         ["prompts are served by ranks with a GPU each, so here none are"] if served != options.prompts else []
     )
@@ -61,7 +61,7 @@ def _as(config: Config, variant: str) -> Config:
     return replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
 
 
-def _handoffs(trial: Trial, options: Options) -> None:
+def _handoffs(trial: ReportRun, options: Options) -> None:
     """Compare handoffs by themselves."""
     tcp, nvlink = (
         as_rows(trial.run(variant, "handoff", _as(trial.config, variant), **options.handoff()), "Handoffs")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from experiments.reports.claims import Claim, Trial, as_rows, burst, value
+from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config
 from pdsim.costs import Engine
 from pdsim.job import Target
@@ -77,14 +77,14 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     tcp = replace(config, backend=options.tcp, policy=options.tcp.policy)
     before = None if config.backend.name == options.tcp.name else Transport(config.backend.name, config, target)
     after = Transport("mooncake_tcp", tcp, target.using(options.tcp)) if before else Transport("tcp", config, target)
-    trial = Trial(config, target, progress, 4 if before else 2)
+    trial = ReportRun(config, target, progress, 4 if before else 2)
     _handoffs(trial, options, before, after)
     _prompts(trial, options, before, after)
     trial.notes += [f"mooncake_tcp: {parameter} {source}" for parameter, source in options.tcp.sources.items()]
     return trial.result(CLAIMS)
 
 
-def _handoffs(trial: Trial, options: Options, before: Transport | None, after: Transport) -> None:
+def _handoffs(trial: ReportRun, options: Options, before: Transport | None, after: Transport) -> None:
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
     shapes = {"tp": fitting, "tokens": options.tokens, "repeat": options.repeat, "deadline": options.deadline}
 
@@ -101,7 +101,7 @@ def _handoffs(trial: Trial, options: Options, before: Transport | None, after: T
             trial.add(claim, at, rdma[key][heading] if rdma else None, row[heading])
 
 
-def _prompts(trial: Trial, options: Options, before: Transport | None, after: Transport) -> None:
+def _prompts(trial: ReportRun, options: Options, before: Transport | None, after: Transport) -> None:
     """Serve prompts that arrive at once, with prefill and decode of the largest of the sizes that fit."""
     tp = max(int(text.partition("to")[0]) for text in options.fitting(trial.config.hw.gpus * trial.config.hw.nodes))
     parallel, given = Parallel(prefill=Side(tp=tp), decode=Side(tp=tp)), burst(options.requests, options.prompt)

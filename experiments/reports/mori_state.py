@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.reports.claims import Claim, Trial, as_rows, burst, value
+from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
@@ -58,7 +58,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     Raise what `experiments.serve` and `experiments.handoff` raise.
     """
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
-    trial = Trial(config, target, progress, 4 * len(options.concurrency) + 2 * len(options.states) + 2)
+    trial = ReportRun(config, target, progress, 4 * len(options.concurrency) + 2 * len(options.states) + 2)
     for requests in options.concurrency:
         _concurrency(trial, options, requests)
     _metadata(trial, options)
@@ -81,7 +81,7 @@ def _policies(config: Config, workers: int) -> Iterator[tuple[str, Policy]]:
     yield "inline", replace(policy, queues=0, notify="poll")
 
 
-def _concurrency(trial: Trial, options: Options, requests: int) -> None:
+def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
     """Serve *requests* at once, with and without forwards."""
     own = replace(
         trial.config,
@@ -104,7 +104,7 @@ def _concurrency(trial: Trial, options: Options, requests: int) -> None:
             trial.add(TOLD, at, *times)
 
 
-def _handoffs(trial: Trial, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:
+def _handoffs(trial: ReportRun, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:
     """Return the rows by way and tokens, of ranks that post inline."""
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
@@ -114,7 +114,7 @@ def _handoffs(trial: Trial, options: Options, label: str, config: Config, pool: 
     return {(row["way"], row["tokens"]): row for row in rows}
 
 
-def _metadata(trial: Trial, options: Options) -> None:
+def _metadata(trial: ReportRun, options: Options) -> None:
     own = replace(trial.config, model=options.served)
     found = _handoffs(trial, options, "metadata", own, tp=("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
@@ -122,7 +122,7 @@ def _metadata(trial: Trial, options: Options) -> None:
         trial.add(TCP, f"{tokens} tokens", *(found[way, tokens]["p50"] for way in ways))
 
 
-def _state(trial: Trial, options: Options, kind: str, model: Llm) -> Iterator[list[Any]]:
+def _state(trial: ReportRun, options: Options, kind: str, model: Llm) -> Iterator[list[Any]]:
     """Hand *model* over, and one that has its layers of full attention only and no index beside them."""
     attention = [model.hybrid.pattern[layer % len(model.hybrid.pattern)] for layer in range(model.layers)].count("a")
     alone = replace(model, layers=attention, hybrid=Hybrid())
@@ -134,7 +134,7 @@ def _state(trial: Trial, options: Options, kind: str, model: Llm) -> Iterator[li
         yield _cost(trial, options, STATE, f"{kind} {tokens} tokens", plain[way, tokens], state[way, tokens])
 
 
-def _slices(trial: Trial, options: Options) -> Iterator[list[Any]]:
+def _slices(trial: ReportRun, options: Options) -> Iterator[list[Any]]:
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
     found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), tp=(*equal, *options.tp))
@@ -145,7 +145,7 @@ def _slices(trial: Trial, options: Options) -> Iterator[list[Any]]:
 
 
 def _cost(
-    trial: Trial, options: Options, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
+    trial: ReportRun, options: Options, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
 ) -> list[Any]:
     """Count the handoffs of *row*, and return how much longer than *plain* they took."""
     trial.add(claim, at, options.repeat, row["n"])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from experiments.reports import prompts as shared
-from experiments.reports.claims import Claim, Trial, as_rows
+from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Target
@@ -58,7 +58,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     served = options.prompts if _fits(config, PARALLEL.prefill.gpus, PARALLEL.decode.gpus) else ()
     if not crossed and not served:
         raise ConfigError(f"hw={config.hw.name} has too few GPUs for any of it; set experiment.placement=sides")
-    trial = Trial(config, target, progress, 2 * bool(crossed) + 2 * len(served))
+    trial = ReportRun(config, target, progress, 2 * bool(crossed) + 2 * len(served))
     left = [tp for tp in options.tp if tp not in crossed] + [DP] * (len(served) < len(options.prompts))
     trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)}, left out"] if left else []
     if crossed:
@@ -78,7 +78,7 @@ def _fits(config: Config, prefill: int, decode: int) -> bool:
     return not gpus or prefill + decode <= gpus
 
 
-def _handoffs(trial: Trial, options: Options) -> None:
+def _handoffs(trial: ReportRun, options: Options) -> None:
     """Compare handoffs by themselves."""
     sliced, staged = (
         as_rows(trial.run(path, "handoff", **options.handoff(path)), "Handoffs") for path in ("sliced", "staged")
@@ -89,7 +89,7 @@ def _handoffs(trial: Trial, options: Options) -> None:
         trial.add(DESCRIPTORS, at, before["descriptors"], after["descriptors"])
 
 
-def _prompts(trial: Trial, options: Options, count: int) -> None:
+def _prompts(trial: ReportRun, options: Options, count: int) -> None:
     """Compare how *count* prompts that arrive at once are served by TP4 and DP4+TP4+EP4."""
     tokens = options.prompt_tokens + trial.config.kv.page_size
     most = count * tokens * kv_shape(trial.config.model).token_bytes(1)  # all of them in one group's ring

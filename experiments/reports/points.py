@@ -18,11 +18,11 @@ from typing import Any
 from pdsim.errors import ConfigError
 from pdsim.repository import data
 
-__all__ = ["Point", "committed", "keep"]
+__all__ = ["ReportPoint", "committed", "keep"]
 
 
 @dataclass(frozen=True)
-class Point:
+class ReportPoint:
     """The value of a claim before and after the change, in its unit, *at* one point; None where none was got."""
 
     claim: str
@@ -39,7 +39,7 @@ class Point:
 _NUMBERS = {"before": float, "after": float, "runs": int, "low": float, "high": float}
 
 
-def committed(seed: str) -> list[Point]:
+def committed(seed: str) -> list[ReportPoint]:
     """Return the points of ``data/reports/<seed>.csv``, none if there is no such file."""
     return _parsed(_text(seed))
 
@@ -70,19 +70,21 @@ def _text(seed: str) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
-def _parsed(text: str) -> list[Point]:
+def _parsed(text: str) -> list[ReportPoint]:
     rows: Iterable[dict[str, Any]] = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    return [Point(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows]
+    return [
+        ReportPoint(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows
+    ]
 
 
 def _number(text: str | None, kind: type[Any]) -> Any:
     return kind(text) if text else None
 
 
-def _written(comments: Sequence[str], points: Iterable[Point]) -> str:
+def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Point)])
+    writer.writerow([field.name for field in fields(ReportPoint)])
     for point in points:
         writer.writerow([_short(value) if isinstance(value, float) else value for value in astuple(point)])
     return "\n".join([*comments, lines.getvalue()])
@@ -115,7 +117,7 @@ def _machine(run: Mapping[str, Any]) -> str:
     return str(rows[0]["machine"])
 
 
-def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
+def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[ReportPoint]:
     tables = [{(row["claim"], row["at"]): row for row in _rows(run)} for run in runs]
     for run, table in zip(runs, tables, strict=True):
         if list(table) != list(tables[0]):
@@ -126,7 +128,7 @@ def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> It
         effects = [row["effect"] for row in same if row["effect"] is not None]
         several = len(runs) > 1
         ends = (min(effects), max(effects)) if several and effects else (None, None)
-        yield Point(claim, machine, target, at, before, after, len(runs) if several else None, *ends)
+        yield ReportPoint(claim, machine, target, at, before, after, len(runs) if several else None, *ends)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.handoff import Options as Handoff
-from experiments.reports.claims import Claim, Trial, burst, value
+from experiments.reports.claims import Claim, ReportRun, burst, value
 from pdsim.config import Config
 from pdsim.units import Seconds
 
@@ -47,7 +47,7 @@ class Options:
 
 
 def prompts(
-    trial: Trial, options: Options, claims: tuple[Claim, Claim], tp: str, count: int, variants: Mapping[str, Config]
+    trial: ReportRun, options: Options, claims: tuple[Claim, Claim], tp: str, count: int, variants: Mapping[str, Config]
 ) -> None:
     """Serve *count* prompts that arrive at once by both *variants*, and add what became of *claims*.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.allgather import Options as AllGather
-from experiments.reports.claims import Claim, Trial, as_rows
+from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
@@ -60,7 +60,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         raise ConfigError(
             f"experiment.ranks={list(options.ranks)}: hw={config.hw.name} has {gpus} GPUs; take fewer ranks"
         )
-    trial = Trial(config, target, progress, 1)
+    trial = ReportRun(config, target, progress, 1)
     left = [str(count) for count in options.ranks if count not in ranks]
     trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
     gathered = trial.run("gathered", "allgather", **vars(replace(options, ranks=ranks)))

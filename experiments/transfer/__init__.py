@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.transfer.layout import names, places, shortage
-from experiments.transfer.points import Point, read, shuffled
+from experiments.transfer.points import TransferPoint, read, shuffled
 from experiments.transfer.program import Task, area_bytes, region_bytes
-from experiments.transfer.tables import Row, metrics, tables
+from experiments.transfer.tables import TransferRow, metrics, tables
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -66,17 +66,19 @@ class Options:
             for point in self._combinations():
                 point.check()
 
-    def list_points(self) -> list[Point]:
+    def list_points(self) -> list[TransferPoint]:
         """Return the points, each once and with its repeats.  Raise a `ValueError` for a file that cannot be."""
         points = read(Path(self.points)) if self.points else self._combinations()
         return list({point.label: self._limited(point) for point in points}.values())
 
-    def _combinations(self) -> list[Point]:
+    def _combinations(self) -> list[TransferPoint]:
         axes = product(self.patterns, self.size, self.blocks, self.concurrency, self.schedule)
         how = self.operation, self.layout
-        return [Point(pattern, blocks, size, conc, *how, schedule) for pattern, size, blocks, conc, schedule in axes]
+        return [
+            TransferPoint(pattern, blocks, size, conc, *how, schedule) for pattern, size, blocks, conc, schedule in axes
+        ]
 
-    def _limited(self, point: Point) -> Point:
+    def _limited(self, point: TransferPoint) -> TransferPoint:
         enough = max(3, self.volume // (point.blocks * point.size)) if self.volume else point.repeat or self.repeat
         return point._replace(repeat=min(point.repeat or self.repeat, enough))
 
@@ -113,7 +115,7 @@ def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterato
             return
 
 
-def _memory(config: Config, options: Options, points: Sequence[Point]) -> Iterator[str]:
+def _memory(config: Config, options: Options, points: Sequence[TransferPoint]) -> Iterator[str]:
     tasks = [point.task(options.ranks) for point in points]
     where = _places(config, options, points)
     needs = {name: region_bytes(name, tasks) for name in where}
@@ -142,7 +144,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     options = _options(config)
     listed = options.list_points()
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed
-    rows: dict[Point, Row] = {}
+    rows: dict[TransferPoint, TransferRow] = {}
     outcomes: list[Outcome] = []
     while left and len(outcomes) < JOBS:
         progress(len(rows) / len(listed), f"{len(left)} points")
@@ -151,7 +153,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         rows |= {row.point: row for row in found}
         left = left[len(found) :]
     progress(1.0, "")
-    rows |= {point: Row(point, point.flows(options.ranks), (), "not run") for point in left}
+    rows |= {point: TransferRow(point, point.flows(options.ranks), (), "not run") for point in left}
     return _result(config, options, [rows[point] for point in listed], outcomes)
 
 
@@ -171,7 +173,7 @@ def _said(rank: RankResult) -> dict[str, Any]:
     return rank.value or {"points": [], "error": ""}
 
 
-def _rows(points: Sequence[Point], outcome: Outcome, options: Options) -> list[Row]:
+def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: Options) -> list[TransferRow]:
     """Return the rows of those of *points* that the job has ended, or has ended with."""
     done = max((_said(rank)["points"] for rank in outcome.ranks.values()), key=len)
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
@@ -186,11 +188,11 @@ def _rows(points: Sequence[Point], outcome: Outcome, options: Options) -> list[R
         wrong = verified is not None and verified < found["slots"]
         ended = "corrupt" if wrong else "ok" if found else status
         flows = point.flows(options.ranks)
-        rows.append(Row(point, flows, records[point.label], ended, found.get("slots", 0), verified))
+        rows.append(TransferRow(point, flows, records[point.label], ended, found.get("slots", 0), verified))
     return rows
 
 
-def _result(config: Config, options: Options, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> Result:
+def _result(config: Config, options: Options, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]) -> Result:
     whole = _merged(outcomes)
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
@@ -229,15 +231,15 @@ def _options(config: Config) -> Options:
     return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
-def _ranks(options: Options, points: Sequence[Point]) -> list[str]:
+def _ranks(options: Options, points: Sequence[TransferPoint]) -> list[str]:
     return names([flow for point in points for flow in point.flows(options.ranks)])
 
 
-def _places(config: Config, options: Options, points: Sequence[Point]) -> dict[str, Place]:
+def _places(config: Config, options: Options, points: Sequence[TransferPoint]) -> dict[str, Place]:
     return places(config.hw, _ranks(options, points), options.placement)
 
 
-def _specs(config: Config, options: Options, points: Sequence[Point]) -> list[RankSpec]:
+def _specs(config: Config, options: Options, points: Sequence[TransferPoint]) -> list[RankSpec]:
     arguments = {
         "points": [point.task(options.ranks) for point in points],
         "warmup": options.warmup,

@@ -13,14 +13,14 @@ from experiments.transfer.layout import Flow, check_pattern, flows
 from experiments.transfer.program import SCHEDULES, Task
 from pdsim.units import parse_size
 
-__all__ = ["COLUMNS", "Point", "read", "shuffled", "write"]
+__all__ = ["COLUMNS", "TransferPoint", "read", "shuffled", "write"]
 
 OPERATIONS = ("write", "read")
 LAYOUTS = ("contiguous", "scattered")
 ROTATED = "-rotated"
 
 
-class Point(NamedTuple):
+class TransferPoint(NamedTuple):
     """One combination of what is swept over."""
 
     pattern: str
@@ -35,7 +35,7 @@ class Point(NamedTuple):
     @property
     def label(self) -> str:
         """Such as ``"pair 64x65536 c1"``, with what is not usual behind it; the label of the point's transfers."""
-        usual = Point._field_defaults
+        usual = TransferPoint._field_defaults
         unusual = [self.operation, self.layout, self.schedule]
         words = [w for w, name in zip(unusual, ("operation", "layout", "schedule"), strict=True) if w != usual[name]]
         return " ".join([f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}", *words])
@@ -70,11 +70,11 @@ class Point(NamedTuple):
         )
 
 
-COLUMNS = Point._fields
+COLUMNS = TransferPoint._fields
 """The columns of a file of points; those with a default may be left out, others are ignored."""
 
 
-def read(path: Path) -> list[Point]:
+def read(path: Path) -> list[TransferPoint]:
     """Return the points of the CSV file *path*, whose first line names its columns: see `COLUMNS`.
 
     Raise a `ValueError` if it cannot be read, lacks a column, or holds what cannot be, with the number of the line.
@@ -90,24 +90,25 @@ def read(path: Path) -> list[Point]:
     return found
 
 
-def write(path: Path, points: Sequence[Point]) -> None:
+def write(path: Path, points: Sequence[TransferPoint]) -> None:
     """Write *points* to the CSV file *path*, as `read` takes it."""
     lines = [",".join(COLUMNS), *(",".join(map(str, point)) for point in points)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _point(row: dict[str, str], where: str) -> Point:
+def _point(row: dict[str, str], where: str) -> TransferPoint:
     words = {name: text for name, text in row.items() if name in COLUMNS and text}
     numbers = {name: text for name, text in words.items() if name in ("blocks", "size", "concurrency", "repeat")}
     try:
-        point = Point(**words | {name: parse_size(text) for name, text in numbers.items()})  # type: ignore[arg-type]
+        sizes = {name: parse_size(text) for name, text in numbers.items()}
+        point = TransferPoint(**words | sizes)  # type: ignore[arg-type]
         point.check()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
     return point
 
 
-def shuffled(points: Sequence[Point], seed: int) -> list[Point]:
+def shuffled(points: Sequence[TransferPoint], seed: int) -> list[TransferPoint]:
     """Return *points* in an order drawn from *seed*, so that a drift of the machine is no trend of the points."""
     order: Iterable[int] = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(points))
     return [points[index] for index in order]

@@ -84,7 +84,7 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
         addresses = yield from party.meet("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
-            work = _Work(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
+            work = _TransferLoop(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
             work.fill()
             rank.clock.settle()
             yield from party.start(f"{number} begins")
@@ -107,7 +107,7 @@ def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {"slots": slots, "verified": verified if checked else None}
 
 
-class _Work:
+class _TransferLoop:
     """What one rank does in one point."""
 
     def __init__(

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.transfer.layout import Flow
-from experiments.transfer.points import Point
+from experiments.transfer.points import TransferPoint
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.transfer import TransferRecord
 from pdsim.units import format_size
 
-__all__ = ["Row", "metrics", "tables"]
+__all__ = ["TransferRow", "metrics", "tables"]
 
 
 @dataclass(frozen=True)
-class Row:
+class TransferRow:
     """What one point gave: its measured *records*, failed ones included, and how it ended."""
 
-    point: Point
+    point: TransferPoint
     flows: Sequence[Flow]
     records: Sequence[TransferRecord]
     status: str  # "ok", "corrupt", the class of an error, or "not run"
@@ -81,7 +81,7 @@ def _span(records: Sequence[TransferRecord]) -> float | None:
     return max(record.seen for record in records) - min(record.submitted for record in records)
 
 
-def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
+def tables(rows: Sequence[TransferRow]) -> tuple[Table, ...]:
     """Return the tables of rates and latencies, of stages, and of flows where a point has several."""
     who = {
         "pattern": "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall",
@@ -126,20 +126,20 @@ def tables(rows: Sequence[Row]) -> tuple[Table, ...]:
     return (*found, Table("Flows of each point", of_flows, several)) if several else tuple(found)
 
 
-def _who(row: Row) -> list[Any]:
+def _who(row: TransferRow) -> list[Any]:
     point = row.point
     how = point.label.split(" ")[3:]
     return [point.pattern, format_size(point.size), point.blocks, point.concurrency, " ".join(how) or "-"]
 
 
-def _rates(row: Row) -> list[Any]:
+def _rates(row: TransferRow) -> list[Any]:
     times = row.times("latency")
     percentiles = [percentile(times, q) for q in (25.0, 50.0, 75.0, 99.0, 99.9)]
     verified = "-" if row.verified is None else f"{row.verified}/{row.slots}"
     return [row.bandwidth, row.block_latency, mean(times), *percentiles, verified, row.status]
 
 
-def _flows(row: Row) -> Iterator[list[Any]]:
+def _flows(row: TransferRow) -> Iterator[list[Any]]:
     of_flow: dict[Flow, list[TransferRecord]] = {(source, sink): [] for source, sink in row.flows}
     for record in row.done:
         of_flow[record.source, record.target].append(record)
@@ -154,12 +154,12 @@ def _flows(row: Row) -> Iterator[list[Any]]:
         yield [source, sink, len(records), *quartiles, rate, start, end]
 
 
-def _stages(row: Row) -> list[Any]:
+def _stages(row: TransferRow) -> list[Any]:
     stages = [row.times(stage) for stage in ("prep", "post", "tx", "poll")]
     return [number for times in stages for number in (mean(times), percentile(times, 50.0), percentile(times, 99.0))]
 
 
-def metrics(rows: Sequence[Row]) -> list[Metric]:
+def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
     """Return the summary: counts over all points and, where there is one point only, all that is known of it."""
     rates = [row.bandwidth for row in rows if row.bandwidth is not None]
     checked = [row for row in rows if row.verified is not None]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.validate.design import CLASSES, Design, Part, parts
+from experiments.validate.design import CLASSES, Design, DesignPart, parts
 from experiments.validate.files import EXPECTED, MEASURED, design_of, keep, read, take
 from experiments.validate.predict import adopt, ahead, check_same, expect, now
 from experiments.validate.values import mean, values
@@ -129,7 +129,7 @@ def _take(config: Config, options: Options, folder: Path) -> None:
     expect(config, design_of(source, folder), folder)
 
 
-def _expected(config: Config, options: Options, folder: Path, notes: list[str]) -> list[Part]:
+def _expected(config: Config, options: Options, folder: Path, notes: list[str]) -> list[DesignPart]:
     """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
     if config.target != "real":
         raise ConfigError(
@@ -143,7 +143,7 @@ def _expected(config: Config, options: Options, folder: Path, notes: list[str]) 
     return design
 
 
-def _design(config: Config, asked: Iterable[Part], notes: list[str]) -> list[Part]:
+def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> list[DesignPart]:
     """Return those of the parts *asked* for that can be run; a note says what cannot."""
     found = []
     for part in asked:
@@ -159,7 +159,7 @@ def _design(config: Config, asked: Iterable[Part], notes: list[str]) -> list[Par
 
 def _measure(
     config: Config,
-    design: Sequence[Part],
+    design: Sequence[DesignPart],
     jobs: int,
     target: Target,
     folder: Path,
@@ -193,7 +193,7 @@ def _measure(
     return failures
 
 
-def _jobs(config: Config, part: Part, jobs: int, target: Target, failures: list[str]) -> list[Result]:
+def _jobs(config: Config, part: DesignPart, jobs: int, target: Target, failures: list[str]) -> list[Result]:
     """Run *part* in as many jobs as its kind is, and return what came of it; an error is one of *failures*."""
     results: list[Result] = []
     for job in range(part.jobs(jobs)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.transfer.layout import names, places, shortage
-from experiments.transfer.points import Point, read, write
+from experiments.transfer.points import TransferPoint, read, write
 from experiments.transfer.program import region_bytes
 from pdsim import plugins
 from pdsim.config import Config
@@ -20,7 +20,7 @@ from pdsim.job import Target
 from pdsim.results.record import Result
 from pdsim.units import Size
 
-__all__ = ["CLASSES", "POINTS", "Design", "Part", "parts"]
+__all__ = ["CLASSES", "POINTS", "Design", "DesignPart", "parts"]
 
 CLASSES = ("pair", "read", "contention", "handoff", "metadata", "allgather", "serve")
 POINTS = "points.csv"
@@ -54,10 +54,10 @@ class Design:
     repeat: int = 20
     volume: Size = 4 << 30
     placement: tuple[str, ...] = ("packed",)
-    jobs: int = 9  # how often the ranks of transfers and all-gathers are started anew; the mean counts; see `Part.jobs`
+    jobs: int = 9  # how often ranks of transfers and all-gathers are started anew, whose mean counts: `DesignPart.jobs`
 
 
-class Part(NamedTuple):
+class DesignPart(NamedTuple):
     """One experiment of the design, with its options."""
 
     experiment: str
@@ -87,7 +87,7 @@ def _silent(fraction: float, text: str) -> None:
     """Show nothing: the bar is about all parts."""
 
 
-def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[Part]:
+def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[DesignPart]:
     """Yield the parts of *design* that *config* has ranks for, their points written to *folder*; add what it has not.
 
     What is left out is a line of *notes*.
@@ -99,15 +99,15 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
         # take longer to fill and to compare than to transfer
         options = {"points": str(folder / POINTS), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
-        yield Part("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
+        yield DesignPart("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
     yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
     if "allgather" in design.classes and config.collective is not None:
         yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
     if "serve" in design.classes:
-        yield Part("serve", {})
+        yield DesignPart("serve", {})
 
 
-def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[Part]:
+def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
     """Yield the handoffs between *ways*, and those between equal ones with their metadata by the engine and by TCP."""
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
@@ -117,19 +117,19 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
         few = options | {"repeat": _share(design, max(4, design.repeat // 4))}
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         if whole := tuple(ways) if config.policy.staging else equal:
-            yield Part("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
+            yield DesignPart("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
         unequal, sliced = tuple(way for way in ways if way not in equal), _sliced(config, design, tokens, notes)
         if unequal and sliced:
-            yield Part("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
+            yield DesignPart("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
     if "metadata" in design.classes:
         both = {"tp": (*equal, *ways)[:1], "paths": ("sliced",), "metadata": ("data", "control")}
         repeat = _share(design, max(4, design.repeat))
-        yield Part("handoff", {"tokens": design.short, "repeat": repeat} | both | options)
+        yield DesignPart("handoff", {"tokens": design.short, "repeat": repeat} | both | options)
 
 
 def _share(design: Design, repeat: int) -> int:
     """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
-    return -(-repeat // Part("handoff", {}).jobs(design.jobs))
+    return -(-repeat // DesignPart("handoff", {}).jobs(design.jobs))
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
@@ -140,46 +140,46 @@ def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[s
     return tuple(count for count in tokens if count * planes <= design.slices)
 
 
-def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> Part:
+def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> DesignPart:
     """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
     options = {"ranks": ranks, "growth": False, "repeat": design.repeat, "verify": False}
     pieces = sorted(design.pieces)
     for count in range(len(pieces), 0, -1):
-        part = Part("allgather", options | {"size": tuple(pieces[:count])})
+        part = DesignPart("allgather", options | {"size": tuple(pieces[:count])})
         if not part.problems(config):
             left = ", ".join(map(str, pieces[count:]))
             notes += [f"left out, for they do not fit into memory: all-gathers of {left} bytes"] if left else []
             return part
-    return Part("allgather", options | {"size": design.pieces})  # which says itself what it lacks
+    return DesignPart("allgather", options | {"size": design.pieces})  # which says itself what it lacks
 
 
 # --- the points of transfers ----------------------------------------------------------------------------------------
 
 
-def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[Point]:
+def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[TransferPoint]:
     most = len(design.placement) if design.placement[0].isdecimal() else ranks
     contention = design.patterns if "contention" in design.classes else ()
-    small = [pattern for pattern in contention if len(names(Point(pattern, 1, 1, 1).flows(HOSTED))) <= most]
+    small = [pattern for pattern in contention if len(names(TransferPoint(pattern, 1, 1, 1).flows(HOSTED))) <= most]
     if left := [pattern for pattern in contention if pattern not in small]:
         notes.append(f"left out, with more than {most} ranks: {', '.join(left)}")
     found = [*_pairs(design), *_contended(design, small)]
     return _fitting(config, design, found + (read(Path(design.points)) if design.points else []), notes)
 
 
-def _pairs(design: Design) -> Iterator[Point]:
+def _pairs(design: Design) -> Iterator[TransferPoint]:
     for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
         for size in design.size:
             few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
-            yield from (Point("pair", blocks, size, 1, operation) for blocks in few)
+            yield from (TransferPoint("pair", blocks, size, 1, operation) for blocks in few)
 
 
-def _contended(design: Design, patterns: Sequence[str]) -> Iterator[Point]:
+def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoint]:
     sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
     for pattern in patterns:
-        yield from (Point(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)
+        yield from (TransferPoint(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)
 
 
-def _fitting(config: Config, design: Design, points: Sequence[Point], notes: list[str]) -> list[Point]:
+def _fitting(config: Config, design: Design, points: Sequence[TransferPoint], notes: list[str]) -> list[TransferPoint]:
     """Return those of *points* whose ranks have the memory for all of them, for which the largest are left out."""
     ranks = {name for point in points for name in names(point.flows(HOSTED))}
     if design.placement[0].isdecimal() and len(ranks) > len(design.placement):

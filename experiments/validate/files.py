@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.transfer.points import Point
+from experiments.transfer.points import TransferPoint
 from experiments.transfer.points import read as read_points
 from experiments.transfer.points import write as write_points
-from experiments.validate.design import POINTS, Part
+from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
@@ -67,7 +67,7 @@ def take(source: Path, folder: Path) -> None:
     keep(folder / MEASURED, seal(content))
 
 
-def written(part: Part) -> dict[str, Any]:
+def written(part: DesignPart) -> dict[str, Any]:
     """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it."""
     options = plain(part.options)
     if options.get("points"):
@@ -75,12 +75,15 @@ def written(part: Part) -> dict[str, Any]:
     return {"experiment": part.experiment, "options": options}
 
 
-def design_of(source: Path, folder: Path) -> list[Part]:
+def design_of(source: Path, folder: Path) -> list[DesignPart]:
     """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
-        return [Part(part["experiment"], _typed(part["options"], folder)) for part in read(source / EXPECTED)["design"]]
+        return [
+            DesignPart(part["experiment"], _typed(part["options"], folder))
+            for part in read(source / EXPECTED)["design"]
+        ]
     options = {key: value for key, value in _config(source)["experiment"].items() if key != "name"}
-    return [Part("transfer", _typed(options, source))]
+    return [DesignPart("transfer", _typed(options, source))]
 
 
 def _typed(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def _typed(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     points = options.get("points", "")
     if isinstance(points, list):
-        write_points(folder / POINTS, [Point(*point) for point in points])
+        write_points(folder / POINTS, [TransferPoint(*point) for point in points])
     if isinstance(points, list) or (points and (folder / POINTS).is_file()):
         found["points"] = str(folder / POINTS)
     return found

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from experiments.validate.design import Part
+from experiments.validate.design import DesignPart
 from experiments.validate.files import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
 from pdsim.config import Config, Launch
@@ -25,7 +25,7 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 """What has to be the same when what is predicted is measured: a label says how many tokens, not of which model."""
 
 
-def expect(config: Config, design: Sequence[Part], folder: Path) -> None:
+def expect(config: Config, design: Sequence[DesignPart], folder: Path) -> None:
     """Write what the model says of *design*, and see it safely on disk."""
 
     def predict(of: Config) -> list[Value]:
@@ -53,7 +53,7 @@ def _modelled(config: Config) -> tuple[Config, Model]:
     return replace(config, target="model", memory="timing", launch=Launch()), model
 
 
-def adopt(config: Config, source: Path, folder: Path) -> list[Part]:
+def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
     """Copy the expectations *source*, a file or the folder that it is in, to *folder*; return the design they are of.
 
     Raise a `ConfigError` if there are none, if they were changed since, or if they are of another system than *config*.

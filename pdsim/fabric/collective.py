@@ -128,12 +128,12 @@ class SimGroup:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = Event(self.clock)
         event.defused = True
-        self._core.call(_Request(self, size, event, self.clock.now, timeout, label, buffers))
+        self._core.call(_GatherRequest(self, size, event, self.clock.now, timeout, label, buffers))
         return event
 
 
 @dataclass(eq=False)
-class _Request:
+class _GatherRequest:
     """One rank's part in a call, from that call to its end."""
 
     member: SimGroup
@@ -167,7 +167,7 @@ class _Request:
 class _Call:
     """One collective, by the requests of the ranks that have made it."""
 
-    requests: dict[str, _Request] = field(default_factory=dict)
+    requests: dict[str, _GatherRequest] = field(default_factory=dict)
     flows: list[Flow] = field(default_factory=list)
     left: int = 0  # flows that have not ended
     began: float | None = None  # when all ranks had made it and the one before was over
@@ -175,7 +175,7 @@ class _Call:
     done: bool = False
 
     @property
-    def one(self) -> _Request:
+    def one(self) -> _GatherRequest:
         """Any of the requests, where all agree."""
         return next(iter(self.requests.values()))
 
@@ -197,7 +197,7 @@ class _Core:
         self._models = models
         self._paths = {kind: tuple(self._hops(model)) for kind, model in models.items()}
 
-    def call(self, request: _Request) -> None:
+    def call(self, request: _GatherRequest) -> None:
         """Take *request*, the next call of its rank."""
         member = request.member
         if self._left is not None:
@@ -353,7 +353,7 @@ class _Core:
 
     # --- how a call fails ---
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: _GatherRequest) -> None:
         if request.over or self._left is not None:
             return
         name = request.member.clock.name
@@ -364,21 +364,21 @@ class _Core:
         self._fail(request, error, began)
         self.leave(name)
 
-    def _lose(self, request: _Request) -> None:
+    def _lose(self, request: _GatherRequest) -> None:
         """Fail *request* once the end of the group is noticed."""
         assert self._left is not None
         self._clock.call_at(max(self._clock.now, self._left[1] + DETECTION), self._on_lost, request)
 
-    def _on_lost(self, request: _Request) -> None:
+    def _on_lost(self, request: _GatherRequest) -> None:
         if not request.over:
             assert self._left is not None
             self._fail(request, PeerLost(f"{self._left[0]} has left the group {self._name}"), None)
 
-    def _fail(self, request: _Request, error: TransferError, began: float | None) -> None:
+    def _fail(self, request: _GatherRequest, error: TransferError, began: float | None) -> None:
         self._record(request, began, type(error).__name__)
         request.event.fail(error)
 
-    def _record(self, request: _Request, began: float | None, status: str) -> TransferRecord:
+    def _record(self, request: _GatherRequest, began: float | None, status: str) -> TransferRecord:
         now, ranks = self._clock.now, len(self.names)
         began = now if began is None else began
         nbytes = request.size * (1 if request.buffers is None else ranks)

@@ -89,7 +89,7 @@ class Model:
         Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
         or a program that cannot be imported.
         """
-        return _Job(self, ranks, kill or {}, restart or {}).run()
+        return _ModelJob(self, ranks, kill or {}, restart or {}).run()
 
     def using(self, engine: Engine) -> Model:
         """Return the same machine with another *engine*."""
@@ -134,7 +134,7 @@ class _Member:
         self.device.close()
 
 
-class _Job:
+class _ModelJob:
     """One run of a `Model`."""
 
     def __init__(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdsim.hardware import NetworkLink
 
-__all__ = ["Chain", "Streams"]
+__all__ = ["HopChain", "Streams"]
 
 
 QUEUE = 0.4
@@ -190,7 +190,7 @@ class Streams:
         return max(self._initial, self._window / float(1 << min(int(times), 64)) if times < inf else 0.0)
 
 
-class Chain:
+class HopChain:
     """A `NetworkLink` and all streams over it."""
 
     def __init__(self, wire: NetworkLink) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdsim.errors import ConfigError
-from pdsim.fabric.tcp import Chain
+from pdsim.fabric.tcp import HopChain
 
 if TYPE_CHECKING:
     from pdsim.fabric.flows.network import Link, Network
@@ -50,7 +50,7 @@ class Route:
 
     links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
     latency: float  # seconds, on top of the engine's
-    chain: Chain | None = None  # whose round trip the latency is
+    chain: HopChain | None = None  # whose round trip the latency is
 
 
 class _GpuLinks:
@@ -112,7 +112,7 @@ class Topology:
         self.machine = machine
         self._nodes = [_Node(machine, network, f"node{index}") for index in range(machine.nodes)]
         self._up, self._down = _chain(machine, network)
-        self.chain = Chain(machine.link) if machine.link is not None else None
+        self.chain = HopChain(machine.link) if machine.link is not None else None
 
     def site(self, place: Place) -> Site:
         """Return where a rank at *place* lies.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from pdsim.clock import Clock
 from pdsim.kv.messages import Enroll, MessageError, Terms
-from pdsim.kv.rooms import Fading
+from pdsim.kv.rooms import ExpiringMap
 
 __all__ = ["KNOWN", "Bootstrap", "RoomDirectory"]
 
@@ -105,7 +105,7 @@ class RoomDirectory:
     """Which prefill instance took which room, for decode instances to ask where the number of a room does not say."""
 
     def __init__(self, clock: Clock) -> None:
-        self._lives: Fading[str] = Fading(clock, KNOWN)
+        self._lives: ExpiringMap[str] = ExpiringMap(clock, KNOWN)
 
     def took(self, room: int, life: str) -> None:
         """Take note that *room* went to the prefill instance *life*, for `KNOWN` seconds."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
+from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.mapping import owned_heads
 from pdsim.kv.pages import Pages
 from pdsim.kv.state import Tensor, window_span
@@ -94,7 +94,7 @@ class Contents:
     def _aux(self, slot: int) -> Iterator[tuple[int, int]]:
         return zip(self._layout.aux_offsets(slot).tolist(), AUX_ROWS, strict=True)
 
-    def _parts(self, rows: tuple[Pages, ...], tokens: int, held: int) -> Iterator[tuple[int, Table, Pages, int]]:
+    def _parts(self, rows: tuple[Pages, ...], tokens: int, held: int) -> Iterator[tuple[int, PageTable, Pages, int]]:
         """Yield number, table, rows and first token of each table of the state."""
         state, page_size = self._layout.shape.state, self._layout.page_size
         pages = dict(zip(state.components, rows, strict=True))
@@ -102,11 +102,11 @@ class Contents:
         for number, table in enumerate(self._state):
             yield number, table, pages[table.component], first.get(table.component, 0)
 
-    def _fill(self, table: Table, number: int, room: int, pages: Pages, first_token: int) -> None:
+    def _fill(self, table: PageTable, number: int, room: int, pages: Pages, first_token: int) -> None:
         for plane, offset, tokens in _stretches(table, pages, first_token):
             self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
 
-    def _verify(self, table: Table, number: int, room: int, pages: Pages, tokens: range) -> str:
+    def _verify(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
         for plane, offset, stretch in _stretches(table, pages, tokens.start):
             piece = range(stretch.start, min(stretch.stop, tokens.stop))
             if not piece:
@@ -120,7 +120,7 @@ class Contents:
                 return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {_describe(found[row], byte)}"
         return ""
 
-    def _rows(self, table: Table, number: int, room: int, plane: int, tokens: range) -> Bytes:
+    def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
         """Return what *tokens* (or a slot) hold in *plane* of *table*, as bytes of shape (tokens, row)."""
         if table.tensor is not None:
             return _slot(table.tensor, self._layout.tp, self._tp_rank, (room, number, plane))
@@ -128,7 +128,7 @@ class Contents:
         return _token_rows(heads, table.item // table.tokens, room, plane, tokens)
 
 
-def _stretches(table: Table, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
+def _stretches(table: PageTable, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
     """Yield plane, offset and tokens of each contiguous piece of *pages*."""
     for plane, start in zip(table.planes, table.offsets.tolist(), strict=True):
         token = first_token

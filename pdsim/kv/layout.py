@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from pdsim.kv.state import StateShape, Tensor, stage_layers
 
-__all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape", "Table"]
+__all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape", "PageTable"]
 
 AUX_ROWS = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
 """Bytes of a request's row in each buffer of first-token metadata: output ids, cached tokens, log-probabilities and
@@ -90,7 +90,7 @@ class KvShape:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Planes of equal size, one after the other, each of *rows* rows: pages, or the slots of mamba layers."""
 
     component: str  # "kv" or one of `pdsim.kv.state.COMPONENTS`
@@ -177,25 +177,25 @@ class KvLayout:
         return self.kv_bytes + self.slots * AUX_BYTES if len(self.tables) == 1 else self.tables[-1].end
 
     @cached_property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[PageTable, ...]:
         """Keys and values first, then the tables of each component of the state."""
         state, size = self.shape.state, self.page_size
-        found = [Table("kv", self._planes("a"), 0, self.pages, self.item, size)]
+        found = [PageTable("kv", self._planes("a"), 0, self.pages, self.item, size)]
         start = found[0].end + self.slots * AUX_BYTES
         mamba = state.layers("m", self.layers)
         for tensor in state.mamba:
-            found.append(Table("mamba", mamba, start, self.state_slots, tensor.nbytes(self.tp), 1, tensor))
+            found.append(PageTable("mamba", mamba, start, self.state_slots, tensor.nbytes(self.tp), 1, tensor))
             start = found[-1].end
         if state.window:
-            found.append(Table("window", self._planes("w"), start, self.window_pages, self.item, size))
+            found.append(PageTable("window", self._planes("w"), start, self.window_pages, self.item, size))
             start = found[-1].end
         if state.index_bytes:
             layers = state.layers("a", self.layers)
-            found.append(Table("index", layers, start, self.pages, state.index_bytes * size, size))
+            found.append(PageTable("index", layers, start, self.pages, state.index_bytes * size, size))
         return tuple(found)
 
     def row_bytes(self, component: str) -> int:
-        """Return the bytes of one row of *component* (`Table.component`): a page, a slot."""
+        """Return the bytes of one row of *component* (`PageTable.component`): a page, a slot."""
         return sum(table.row_bytes for table in self.tables if table.component == component)
 
     def aux_offsets(self, slot: int) -> npt.NDArray[np.int64]:

@@ -23,8 +23,8 @@ __all__ = [
     "WHOLE",
     "Grid",
     "HeadSlice",
-    "Part",
     "RankMap",
+    "RankShare",
     "dp_rank",
     "head_slice",
     "owned_heads",
@@ -98,7 +98,7 @@ class HeadSlice(NamedTuple):
     heads: int
 
 
-class Part(NamedTuple):
+class RankShare(NamedTuple):
     """What one prefill rank writes to one decode rank, of the layers that both have.
 
     The same for all requests between the two: which pages of a request are written is `RankMap.share`.
@@ -115,7 +115,7 @@ class Part(NamedTuple):
         return self.aux or self.components not in ((), ("kv",))
 
 
-WHOLE = Part(("kv", "mamba", "window", "index"), None)
+WHOLE = RankShare(("kv", "mamba", "window", "index"), None)
 """Everything, between ranks that keep the same."""
 
 
@@ -225,7 +225,7 @@ class RankMap:
         """Return the decode ranks that *writer* may write to: the inverse of `writers`, possibly empty."""
         return tuple(reader for reader in range(self.decode.size) if self.part(writer, reader))
 
-    def part(self, writer: int, reader: int) -> Part | None:
+    def part(self, writer: int, reader: int) -> RankShare | None:
         """Return what *writer* writes to *reader*, both numbers in their grids; None if that is nothing."""
         tp, pp, cp = self.prefill.at(writer)
         target_tp, target_pp, _ = self.decode.at(reader)
@@ -239,7 +239,7 @@ class RankMap:
         if not components and not aux:
             return None
         heads = head_slice(self.shape, self.prefill.tp, self.decode.tp, tp, target_tp)
-        return Part(components, heads, self._shard(tp, target_tp), aux)
+        return RankShare(components, heads, self._shard(tp, target_tp), aux)
 
     def share(self, writer: int, pages: int) -> range:
         """Return the positions that *writer* writes of a request's *pages*."""

@@ -38,11 +38,11 @@ __all__ = [
     "Forward",
     "Gone",
     "Grant",
+    "KvMessage",
     "Lent",
     "Locate",
     "Located",
     "Meet",
-    "Message",
     "MessageError",
     "Metadata",
     "Ping",
@@ -78,7 +78,7 @@ class Refused(MessageError):
     """Another rank will have nothing to do with this one, and says why."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+class KvMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Base of all messages."""
 
 
@@ -92,7 +92,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     kv_dtype: str  # of an element of KV, by name: two of one width are not the same numbers
 
 
-class Enroll(Message, frozen=True):
+class Enroll(KvMessage, frozen=True):
     """A rank to the bootstrap service, once in its life: here I am."""
 
     instance: str
@@ -101,7 +101,7 @@ class Enroll(Message, frozen=True):
     terms: Terms
 
 
-class Meet(Message, frozen=True):
+class Meet(KvMessage, frozen=True):
     """The bootstrap service to each rank of two instances that have formed: get connected."""
 
     life: str  # the receiver's own: its instance and that one's epoch
@@ -109,7 +109,7 @@ class Meet(Message, frozen=True):
     incarnation: int  # of the receiver, as it enrolled: a rank that was started again since is not meant
 
 
-class Register(Message, frozen=True):
+class Register(KvMessage, frozen=True):
     """A decode rank to the prefill ranks that will write to it: how to reach its pool and how that is laid out."""
 
     peer: str  # the life of the prefill instance that it is meant for
@@ -120,29 +120,29 @@ class Register(Message, frozen=True):
     metadata_rows: tuple[int, ...] = AUX_ROWS  # bytes of each row of first-token metadata
 
 
-class Ready(Message, frozen=True):
+class Ready(KvMessage, frozen=True):
     """A prefill rank to its leader, that one to the router: connected, requests may come for these two lives."""
 
     life: str
     peer: str
 
 
-class Ping(Message, frozen=True):
+class Ping(KvMessage, frozen=True):
     """The router to every rank: answer `Pong`, or `Busy`."""
 
 
-class Pong(Message, frozen=True):
+class Pong(KvMessage, frozen=True):
     """Every rank to the router: still here."""
 
 
-class Busy(Message, frozen=True):
+class Busy(KvMessage, frozen=True):
     """A prefill rank to the router instead of `Pong`: a write is under way, or has succeeded since the last `Ping`.
 
     It has as many bytes as `Pong`, so that the answer takes the same time whichever it is.
     """
 
 
-class Gone(Message, frozen=True):
+class Gone(KvMessage, frozen=True):
     """A prefill rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
 
     Ranks of the instance itself end: an instance lives and dies as a whole.  *until* is the newest incarnation that is
@@ -154,27 +154,27 @@ class Gone(Message, frozen=True):
     until: int = -1
 
 
-class Fence(Message, frozen=True):
+class Fence(KvMessage, frozen=True):
     """A decode leader to its ranks: say when it is proven that nothing of this life moves here any more."""
 
     number: int  # never that of another life of the leader
     life: str  # of a prefill instance
 
 
-class Fenced(Message, frozen=True):
+class Fenced(KvMessage, frozen=True):
     """The answer to `Fence`, once it is proven."""
 
     number: int
 
 
-class Stop(Message, frozen=True):
+class Stop(KvMessage, frozen=True):
     """The router to every rank: nothing more will come."""
 
 
 # --- a request's way ------------------------------------------------------------------------------------------------
 
 
-class Submit(Message, frozen=True):
+class Submit(KvMessage, frozen=True):
     """The router to one prefill and one decode leader: serve this request together."""
 
     room: int
@@ -184,28 +184,28 @@ class Submit(Message, frozen=True):
     decode: str  # instance
 
 
-class Took(Message, frozen=True):
+class Took(KvMessage, frozen=True):
     """A prefill leader to the bootstrap service: this room is this life's."""
 
     room: int
     life: str
 
 
-class Locate(Message, frozen=True):
+class Locate(KvMessage, frozen=True):
     """A decode leader to the bootstrap service: say which prefill instance has each of these rooms."""
 
     rooms: tuple[int, ...]
     life: str  # the leader's own
 
 
-class Located(Message, frozen=True):
+class Located(KvMessage, frozen=True):
     """The answer to `Locate`: the life that has each of those rooms that are known."""
 
     lives: dict[int, str]
     to: str  # the life that asked: the next one waits for the answer to a question of its own
 
 
-class Destination(Message, frozen=True):
+class Destination(KvMessage, frozen=True):
     """A decode leader to a prefill leader: pages are reserved, here is where to write.
 
     The first *held* pages of the request are there already: *pages*, and index rows, are those of the rest.
@@ -219,7 +219,7 @@ class Destination(Message, frozen=True):
     held: int = 0
 
 
-class Reserve(Message, frozen=True):
+class Reserve(KvMessage, frozen=True):
     """A decode leader to its followers, where memory has contents: this room owns these pages of yours."""
 
     life: str  # of the instance: this may find the next one
@@ -231,7 +231,7 @@ class Reserve(Message, frozen=True):
     held: int = 0
 
 
-class Lent(Message, frozen=True):
+class Lent(KvMessage, frozen=True):
     """A prefill leader to the router: the prompt is computed, and its KV stays here under a lease, to be pulled."""
 
     room: int
@@ -243,14 +243,14 @@ class Lent(Message, frozen=True):
     ended: float  # its last forward ended
 
 
-class Pull(Message, frozen=True):
+class Pull(KvMessage, frozen=True):
     """The router to a decode leader: prefill has answered, fetch the KV and go on."""
 
     submit: Submit
     lent: Lent
 
 
-class Fetch(Message, frozen=True):
+class Fetch(KvMessage, frozen=True):
     """A decode leader to its followers: read your part of this room, from its pages at prefill into these."""
 
     life: str  # of the decode instance: this may find the next one
@@ -263,7 +263,7 @@ class Fetch(Message, frozen=True):
     state: tuple[Pages, ...] = ()
 
 
-class Collected(Message, frozen=True):
+class Collected(KvMessage, frozen=True):
     """A decode leader to a prefill leader: of this room nothing is or will be read any more, its pages are free."""
 
     room: int
@@ -271,14 +271,14 @@ class Collected(Message, frozen=True):
     nbytes: int  # that were read; 0 if it was given up
 
 
-class Renew(Message, frozen=True):
+class Renew(KvMessage, frozen=True):
     """A decode leader to a prefill leader, every few seconds: these rooms are still wanted."""
 
     life: str  # of the prefill instance
     rooms: tuple[int, ...]
 
 
-class Revoked(Message, frozen=True):
+class Revoked(KvMessage, frozen=True):
     """A prefill leader to a decode leader: do not read this room any more, and say `Collected` once nothing is read."""
 
     room: int
@@ -303,7 +303,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     held: int = 0  # pages of the request that the decode side has already
 
 
-class Forward(Message, frozen=True):
+class Forward(KvMessage, frozen=True):
     """A prefill leader to its followers: compute for so long, then write these chunks."""
 
     life: str  # of the instance: this may find the next one
@@ -311,7 +311,7 @@ class Forward(Message, frozen=True):
     chunks: tuple[Chunk, ...]
 
 
-class Arrival(Message, frozen=True):
+class Arrival(KvMessage, frozen=True):
     """Attached to each write of a chunk.  *count*, of the last chunk only, is how many there were in all.
 
     Backends whose writes carry nothing send one of these when all writes of a room have completed.
@@ -328,14 +328,14 @@ class Arrival(Message, frozen=True):
     to: str = ""  # the life of the decode instance: as a message it may find the next one
 
 
-class Metadata(Message, frozen=True):
+class Metadata(KvMessage, frozen=True):
     """A prefill rank to a decode rank, instead of a write: the rows of first-token metadata."""
 
     arrival: Arrival
     rows: tuple[bytes, ...]
 
 
-class Ask(Message, frozen=True):
+class Ask(KvMessage, frozen=True):
     """A prefill rank to a decode rank, before a forward: a slot of the staging ring for this chunk, please."""
 
     room: int
@@ -346,7 +346,7 @@ class Ask(Message, frozen=True):
     to: str  # the life of the decode instance
 
 
-class Grant(Message, frozen=True):
+class Grant(KvMessage, frozen=True):
     """A decode rank to a prefill rank: the answer to `Ask`.  With a negative *position* there is no slot."""
 
     room: int
@@ -354,14 +354,14 @@ class Grant(Message, frozen=True):
     position: int  # in the ring; its remainder by the ring's size is the offset
 
 
-class Return(Message, frozen=True):
+class Return(KvMessage, frozen=True):
     """A prefill rank to a decode rank: of the failed room nothing moves any more, here are all its slots back."""
 
     room: int
     writer: int
 
 
-class Sent(Message, frozen=True):
+class Sent(KvMessage, frozen=True):
     """A prefill rank to its leader: my part of the room is over; with a *reason* it failed."""
 
     room: int
@@ -370,33 +370,33 @@ class Sent(Message, frozen=True):
     lost: str = ""  # the instance that is gone, if that is why
 
 
-class Settled(Message, frozen=True):
+class Settled(KvMessage, frozen=True):
     """A prefill rank to its leader: of the failed room no byte of mine moves any more."""
 
     room: int
 
 
-class Arrived(Message, frozen=True):
+class Arrived(KvMessage, frozen=True):
     """A decode rank to its leader: my part of the room is here; with a *reason* it is not what was sent."""
 
     room: int
     reason: str = ""
 
 
-class Quiet(Message, frozen=True):
+class Quiet(KvMessage, frozen=True):
     """A decode rank to its leader: nothing of the forgotten room is being copied here any more."""
 
     room: int
 
 
-class Prefilled(Message, frozen=True):
+class Prefilled(KvMessage, frozen=True):
     """A prefill leader to the router: the room's KV has been written."""
 
     room: int
     nbytes: int  # by all ranks
 
 
-class Finished(Message, frozen=True):
+class Finished(KvMessage, frozen=True):
     """A decode leader to the router: all tokens are out, and when what happened."""
 
     room: int
@@ -417,7 +417,7 @@ class Streamed(Finished, frozen=True):
     asked: float | None = None  # decode's scheduler heard of the request, if that was after prefill had answered
 
 
-class Failed(Message, frozen=True):
+class Failed(KvMessage, frozen=True):
     """A leader to the router: the room cannot be served."""
 
     room: int
@@ -425,40 +425,40 @@ class Failed(Message, frozen=True):
     lost: str = ""  # the instance that is gone, if that is why
 
 
-class Abort(Message, frozen=True):
+class Abort(KvMessage, frozen=True):
     """Give the room up: the router to leaders, a decode leader to a prefill leader, a leader to its followers."""
 
     room: int
     life: str = ""  # of the prefill instance that a decode leader means: no other can speak for it
 
 
-class Dropped(Message, frozen=True):
+class Dropped(KvMessage, frozen=True):
     """A leader to the router: the room is given up here; *untouched* if none of its bytes can have moved."""
 
     room: int
     untouched: bool
 
 
-class Released(Message, frozen=True):
+class Released(KvMessage, frozen=True):
     """A prefill leader to a decode leader: nothing of the aborted room is or will be written any more."""
 
     room: int
 
 
-def _kinds(base: type[Message]) -> Iterator[type[Message]]:
+def _kinds(base: type[KvMessage]) -> Iterator[type[KvMessage]]:
     for kind in base.__subclasses__():
         yield kind
         yield from _kinds(kind)
 
 
-_Any: Any = reduce(or_, _kinds(Message))
+_Any: Any = reduce(or_, _kinds(KvMessage))
 _PREFIX = bytes([VERSION])
 _REFUSAL = b"\0"  # no version has this number
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Any).decode
 
 
-def encode(message: Message) -> bytes:
+def encode(message: KvMessage) -> bytes:
     """Return the bytes of *message*."""
     return _PREFIX + _encode(message)
 
@@ -468,7 +468,7 @@ def refusal(reason: str) -> bytes:
     return _REFUSAL + reason.encode()
 
 
-def decode(payload: bytes) -> Message:
+def decode(payload: bytes) -> KvMessage:
     """Return the message in *payload*.
 
     Raise a `MessageError` that names what was got and what was expected, and a `Refused` if it is a `refusal`.  No
@@ -480,7 +480,7 @@ def decode(payload: bytes) -> Message:
         got = f"schema version {payload[0]}" if payload else "an empty message"
         raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")
     try:
-        message: Message = _decode(memoryview(payload)[1:])
+        message: KvMessage = _decode(memoryview(payload)[1:])
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
     return message

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdsim.kv.layout import AUX_ROWS, KvLayout
-from pdsim.kv.mapping import Part
+from pdsim.kv.mapping import RankShare
 from pdsim.kv.messages import Chunk, Register
 from pdsim.kv.metadata import route
 from pdsim.kv.pages import Pages
@@ -24,7 +24,7 @@ from pdsim.kv.policy import Policy
 from pdsim.kv.staging.ring import BlockPlan, block_plans
 from pdsim.transfer import Batch, Peer
 
-__all__ = ["PATHS", "REGION", "STAGING", "Piece", "Target", "sources", "targets"]
+__all__ = ["PATHS", "REGION", "STAGING", "DecodePeer", "StagedPiece", "sources", "targets"]
 
 REGION = "kv"
 """The name under which every rank registers its pool."""
@@ -35,7 +35,7 @@ STAGING = "staging"
 PATHS = ("grouped", "sliced", "staged", "metadata")
 
 
-class Piece(NamedTuple):
+class StagedPiece(NamedTuple):
     """What one write moves."""
 
     path: str
@@ -46,14 +46,21 @@ class Piece(NamedTuple):
     writes: int = 1  # one after the other, each of the next plane
 
 
-class Target:
+class DecodePeer:
     """A decode rank that sent *register*, as a prefill rank sees it that writes *part* to it.
 
     *number* tells this rank's targets apart; *exact* says whether memory has contents.
     """
 
     def __init__(
-        self, peer: Peer, number: int, source: KvLayout, register: Register, part: Part, policy: Policy, exact: bool
+        self,
+        peer: Peer,
+        number: int,
+        source: KvLayout,
+        register: Register,
+        part: RankShare,
+        policy: Policy,
+        exact: bool,
     ) -> None:
         self.peer = peer
         self.number = number
@@ -78,7 +85,7 @@ class Target:
         size = self.blocks.nbytes(sum(count for _, _, count in rows))
         return size if size <= min(limit, self.ring.size) else 0
 
-    def pieces(self, chunk: Chunk, rows: Runs) -> list[Piece]:
+    def pieces(self, chunk: Chunk, rows: Runs) -> list[StagedPiece]:
         """Return the writes of *chunk*, of whose pages *rows* are this rank's to write.
 
         How many there are depends on nothing that is not known before the first is posted.
@@ -87,26 +94,26 @@ class Target:
         slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
         state = chunk.state if chunk.last and self._moves_state else ()
         if rows and not self._apart:
-            return [Piece(self._path, self._grouped(rows), slots, state)]
+            return [StagedPiece(self._path, self._grouped(rows), slots, state)]
         found = self._rows(rows) if rows else []
         if slots is not None or state:
-            found.append(Piece("metadata", (), slots, state))
+            found.append(StagedPiece("metadata", (), slots, state))
         return found
 
-    def batch(self, piece: Piece, number: int = 0) -> Batch:
+    def batch(self, piece: StagedPiece, number: int = 0) -> Batch:
         """Return the descriptors of the *number*-th write of *piece*, over nameless regions."""
         if piece.plane >= 0:
             return self._planner.plane(piece.rows, piece.plane + number)
         return self._planner.batch(piece.rows, piece.slots, piece.state)
 
-    def _rows(self, rows: Runs) -> list[Piece]:
+    def _rows(self, rows: Runs) -> list[StagedPiece]:
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
-            return [Piece(self._path, rows)]
+            return [StagedPiece(self._path, rows)]
         planes = self._planner.planes
         if self._policy.queues:  # a queue does one thing after the other
-            return [Piece(self._path, rows, plane=0, writes=planes)]
-        return [Piece(self._path, rows, plane=plane) for plane in range(planes)]
+            return [StagedPiece(self._path, rows, plane=0, writes=planes)]
+        return [StagedPiece(self._path, rows, plane=plane) for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""

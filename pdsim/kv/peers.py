@@ -8,13 +8,13 @@ from pdsim.job import Rank
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import MessageError, Register
-from pdsim.kv.paths import Target
+from pdsim.kv.paths import DecodePeer
 from pdsim.kv.policy import Policy
 
-__all__ = ["Links"]
+__all__ = ["DecodePeers"]
 
 
-class Links:
+class DecodePeers:
     """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to."""
 
     def __init__(
@@ -26,14 +26,14 @@ class Links:
         self._index = index
         self._all_cp_ranks = all_cp_ranks
         self._policy = policy
-        self._targets: dict[str, list[Target]] = {}
+        self._targets: dict[str, list[DecodePeer]] = {}
         self._sessions: dict[str, int] = {}  # sum of the numbers of an instance's targets
 
     def __contains__(self, instance: str) -> bool:
         """Return whether rooms may go to *instance*."""
         return instance in self._targets
 
-    def targets(self, instance: str) -> Sequence[Target]:
+    def targets(self, instance: str) -> Sequence[DecodePeer]:
         """Return the ranks of *instance* that this rank writes to; none if it is gone."""
         return self._targets.get(instance, ())
 
@@ -65,7 +65,7 @@ class Links:
             raise MessageError(f"rank {message.index} of {message.instance} needs nothing of rank {self._index}")
         peer = self._rank.endpoint.connect(message.address)
         number, exact = sum(map(len, self._targets.values())), self._rank.device.holds_bytes
-        target = Target(peer, number, self._layout, message, part, self._policy, exact)
+        target = DecodePeer(peer, number, self._layout, message, part, self._policy, exact)
         self._targets.setdefault(message.instance, []).append(target)
         self._sessions[message.instance] = self.session(message.instance) + number
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import InvalidBatch
-from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
-from pdsim.kv.mapping import WHOLE, HeadSlice, Part
+from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
+from pdsim.kv.mapping import WHOLE, HeadSlice, RankShare
 from pdsim.kv.pages import Pages
 from pdsim.transfer import Batch, LazyBatch, Region
 
@@ -56,7 +56,7 @@ class Planner:
     reads one.  Descriptors of state are few, and made at once.
     """
 
-    def __init__(self, source: KvLayout, target: KvLayout, part: Part = WHOLE) -> None:
+    def __init__(self, source: KvLayout, target: KvLayout, part: RankShare = WHOLE) -> None:
         self._layouts = source, target
         self._aux = part.aux
         sections = [
@@ -144,7 +144,7 @@ def _nameless(layout: KvLayout) -> Region:
 class _Section:
     """The planes of a table that both sides have, and how their rows are moved: whole or in *pieces* of a row."""
 
-    def __init__(self, source: Table, target: Table, pieces: Offsets | None) -> None:
+    def __init__(self, source: PageTable, target: PageTable, pieces: Offsets | None) -> None:
         common = [plane for plane in source.planes if plane in set(target.planes)]
         self.component = source.component
         self._rows = source.rows, target.rows
@@ -203,7 +203,7 @@ class _Section:
         return source_offset, target_offset, np.tile(size, len(source_offset) // len(size))
 
 
-def _pieces(source: KvLayout, target: KvLayout, table: Table, part: Part) -> Offsets | None:
+def _pieces(source: KvLayout, target: KvLayout, table: PageTable, part: RankShare) -> Offsets | None:
     """Return which bytes of a row of *source* go where in one of *target*; None if rows are moved whole."""
     if table.tensor is not None:
         ours, theirs = table.tensor.local(source.tp), table.tensor.local(target.tp)

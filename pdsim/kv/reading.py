@@ -15,7 +15,7 @@ from pdsim.errors import PeerLost
 from pdsim.job import Rank
 from pdsim.kv.contents import EVERY, Contents
 from pdsim.kv.layout import KvLayout
-from pdsim.kv.mapping import Part, RankMap
+from pdsim.kv.mapping import RankMap, RankShare
 from pdsim.kv.messages import Fetch, MessageError, Quiet, Register, Sent
 from pdsim.kv.pages import Pages
 from pdsim.kv.paths import REGION
@@ -32,7 +32,7 @@ class _Source:
 
     peer: Peer
     layout: KvLayout
-    part: Part
+    part: RankShare
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.paths import REGION
 from pdsim.kv.policy import Policy, Staging
-from pdsim.kv.rooms import OVER, Fading
-from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.rooms import OVER, ExpiringMap
+from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.transfer import Notification
 
 __all__ = ["KvReceiver"]
@@ -76,13 +76,13 @@ class KvReceiver:
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _IncomingRoom] = {}
-        self._over: Fading[None] = Fading(rank.clock, OVER)
+        self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
         self.ignored = 0  # arrivals of rooms that were forgotten before
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(self._buffer, REGION)
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
         self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
-        self.landing = Landing(rank, layout, index, rank_map, region, staging, quiet) if staging else None
+        self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, quiet) if staging else None
         self._quiet = quiet
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from pdsim.clock import Clock
 
-__all__ = ["OVER", "Blocked", "Fading", "Timers"]
+__all__ = ["OVER", "ExpiringMap", "QuarantineStall", "Timers"]
 
 Value = TypeVar("Value")
 
@@ -67,7 +67,7 @@ class Timers:
             yield room, limit
 
 
-class Fading(Generic[Value]):
+class ExpiringMap(Generic[Value]):
     """Values by room that are forgotten *seconds* after they were set: what came for a room that may never come.
 
     Nothing runs for it: what is too old is dropped when the next value is set, at a cost that does not grow with the
@@ -108,7 +108,7 @@ class Fading(Generic[Value]):
         return found[1] if found is not None and known else None
 
 
-class Blocked:
+class QuarantineStall:
     """For how long nothing but pages in quarantine has been in the way of a queue.
 
     They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever: for

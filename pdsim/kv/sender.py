@@ -20,18 +20,18 @@ from pdsim.kv.messages import (
     Ask,
     Chunk,
     Grant,
-    Message,
+    KvMessage,
     Metadata,
     Sent,
     Settled,
     encode,
 )
-from pdsim.kv.paths import REGION, Piece, Target, sources, targets
-from pdsim.kv.peers import Links
+from pdsim.kv.paths import REGION, DecodePeer, StagedPiece, sources, targets
+from pdsim.kv.peers import DecodePeers
 from pdsim.kv.plan import Runs, cut
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.queues import Queues
-from pdsim.kv.sender_rooms import Delivery, SenderRoom, SenderRooms
+from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Batch, Program, Series, Transfer
@@ -74,12 +74,12 @@ class KvSender(SenderRooms):
         super().__init__(rank, index, policy, report)
         self.layout = layout
         self._checked = checked
-        self.links = Links(rank, layout, grid, index, all_cp_ranks, policy)
+        self.links = DecodePeers(rank, layout, grid, index, all_cp_ranks, policy)
         self.fallbacks: dict[str, int] = {}  # why metadata did not go the way of the policy, and how often
         self._grid = grid
         self._place = grid.at(index)
         self._all_cp_ranks = all_cp_ranks
-        self._queues: Queues[Delivery] = Queues(rank.clock, policy.queues, self._deliver, self._broken)
+        self._queues: Queues[ChunkTransfer] = Queues(rank.clock, policy.queues, self._deliver, self._broken)
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         self._region = rank.endpoint.register(self._buffer, REGION)
         self._limit = staging.buffer if staging else 0
@@ -125,7 +125,7 @@ class KvSender(SenderRooms):
         if chunk.last:
             state.last = arrival
         rows, finished = self._share(chunk)
-        deliveries: list[Delivery] = []
+        deliveries: list[ChunkTransfer] = []
         for target in self.links.targets(chunk.decode):
             deliveries += self._plan(state, chunk, target, rows, arrival, finished)
         state.unfinished += sum(
@@ -189,10 +189,10 @@ class KvSender(SenderRooms):
                 self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows), chunk.decode))
 
     def _plan(
-        self, state: SenderRoom, chunk: Chunk, target: Target, rows: Runs, arrival: Arrival, finished: bool
-    ) -> list[Delivery]:
+        self, state: SenderRoom, chunk: Chunk, target: DecodePeer, rows: Runs, arrival: Arrival, finished: bool
+    ) -> list[ChunkTransfer]:
         """Return the writes of *chunk* to *target*, the last ones with the number of all."""
-        pieces: list[Piece | None] = [*target.pieces(chunk, rows)]
+        pieces: list[StagedPiece | None] = [*target.pieces(chunk, rows)]
         if chunk.last and target.part.aux and target.metadata == "control":
             pieces.append(None)
             if target.fallback:
@@ -203,18 +203,18 @@ class KvSender(SenderRooms):
         total = state.writes[name] = state.writes.get(name, 0) + sum(piece.writes if piece else 1 for piece in pieces)
         if chunk.last if target.part.with_last else finished:
             arrival = replace(arrival, count=total)
-        return [Delivery(state, chunk, target, piece, arrival) for piece in pieces]
+        return [ChunkTransfer(state, chunk, target, piece, arrival) for piece in pieces]
 
-    def _put(self, delivery: Delivery) -> None:
+    def _put(self, delivery: ChunkTransfer) -> None:
         chunk = delivery.chunk
         self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), delivery)
 
-    def _tell(self, target: Target, message: Message) -> None:
+    def _tell(self, target: DecodePeer, message: KvMessage) -> None:
         self._rank.channel.send(target.peer.name, encode(message))
 
     # --- what a queue does ---
 
-    def _deliver(self, delivery: Delivery, queue: int) -> Program | Transfer | None:
+    def _deliver(self, delivery: ChunkTransfer, queue: int) -> Program | Transfer | None:
         """Begin *delivery*; return what its queue waits for.  `_written` sees to a transfer that fails."""
         state, target, piece = delivery.state, delivery.target, delivery.piece
         if state.status is Status.FAILED:
@@ -230,7 +230,7 @@ class KvSender(SenderRooms):
         batch = target.batch(piece).over(self._region, target.region)
         return self._write(delivery, batch, piece.path)
 
-    def _planes(self, delivery: Delivery, piece: Piece) -> Program:
+    def _planes(self, delivery: ChunkTransfer, piece: StagedPiece) -> Program:
         """Write plane after plane: many at once, for as long as the endpoint knows what will come of it."""
         state, target, endpoint = delivery.state, delivery.target, self._rank.endpoint
         notify, label = self._attached(delivery, piece.path)
@@ -258,7 +258,7 @@ class KvSender(SenderRooms):
             written += 1
 
     def _foreseen(
-        self, delivery: Delivery, batch: Batch, series: Series
+        self, delivery: ChunkTransfer, batch: Batch, series: Series
     ) -> Generator[Event, Any, tuple[int, Transfer | None]]:
         """Wait for *series*; return how many of its writes are complete, and the one under way if it was cut."""
         state = delivery.state
@@ -278,7 +278,7 @@ class KvSender(SenderRooms):
             self._conclude(state)
         return count, transfer
 
-    def _stage(self, delivery: Delivery, piece: Piece, queue: int, position: int) -> Program:
+    def _stage(self, delivery: ChunkTransfer, piece: StagedPiece, queue: int, position: int) -> Program:
         """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""
         state, target = delivery.state, delivery.target
         assert self._gathers is not None
@@ -305,25 +305,25 @@ class KvSender(SenderRooms):
         finally:
             state.moving -= 1
 
-    def _write(self, delivery: Delivery, batch: Batch, path: str) -> Transfer:
+    def _write(self, delivery: ChunkTransfer, batch: Batch, path: str) -> Transfer:
         notify, label = self._attached(delivery, path)
         transfer = self._rank.endpoint.write(delivery.target.peer, batch, notify, label=label)
         self._follow(delivery, transfer)
         return transfer
 
-    def _attached(self, delivery: Delivery, path: str) -> tuple[bytes, str]:
+    def _attached(self, delivery: ChunkTransfer, path: str) -> tuple[bytes, str]:
         """Return the notification and the label of a write of *delivery*."""
         chunk, arrival = delivery.chunk, delivery.arrival
         if path == "staged":
             arrival = replace(arrival, chunk=chunk.index)
         return encode(arrival) if self._policy.notify == "write" else b"", f"{chunk.room}/{chunk.index}/{path}"
 
-    def _follow(self, delivery: Delivery, transfer: Transfer) -> None:
+    def _follow(self, delivery: ChunkTransfer, transfer: Transfer) -> None:
         delivery.state.moving += 1
         self._under_way += 1
         transfer.callbacks.append(partial(self._written, delivery))
 
-    def _control(self, delivery: Delivery) -> None:
+    def _control(self, delivery: ChunkTransfer) -> None:
         """Send the metadata of *delivery* as a message."""
         contents = self._rank.device.holds_bytes
         rows = metadata.load(self._rows, self.layout, delivery.chunk.slots[0], contents)
@@ -336,7 +336,7 @@ class KvSender(SenderRooms):
 
     # --- what became of it ---
 
-    def _written(self, delivery: Delivery, event: Event) -> None:
+    def _written(self, delivery: ChunkTransfer, event: Event) -> None:
         assert isinstance(event, Transfer)
         state = delivery.state
         self._under_way -= 1
@@ -359,7 +359,7 @@ class KvSender(SenderRooms):
             return
         self._broken(delivery, error)
 
-    def _retry(self, delivery: Delivery, event: Transfer, error: Exception) -> None:
+    def _retry(self, delivery: ChunkTransfer, event: Transfer, error: Exception) -> None:
         """Send metadata as a message whose write failed, once no byte of that can arrive any more."""
         self._note(f"{type(error).__name__} over the data path")
         if event.settled.triggered:

@@ -12,12 +12,12 @@ from simpy.events import Event
 from pdsim.errors import PeerLost
 from pdsim.job import Rank
 from pdsim.kv.messages import Arrival, Chunk, Return, Sent, Settled, encode
-from pdsim.kv.paths import Piece, Target
+from pdsim.kv.paths import DecodePeer, StagedPiece
 from pdsim.kv.policy import Policy
 from pdsim.kv.status import Status, advance
 from pdsim.transfer import Series
 
-__all__ = ["Delivery", "SenderRoom", "SenderRooms"]
+__all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
 
 
 @dataclass(slots=True)
@@ -34,19 +34,19 @@ class SenderRoom:
     last: Arrival | None = None  # of the last chunk, once its forward has ended
     aborted: bool = False  # the leader plans no more chunks
     asks: dict[tuple[int, str], int | None] = field(default_factory=dict)  # chunk and target: the slot's position
-    parked: dict[tuple[int, str], Delivery] = field(default_factory=dict)  # what waits for an answer to that
+    parked: dict[tuple[int, str], ChunkTransfer] = field(default_factory=dict)  # what waits for an answer to that
     refused: set[str] = field(default_factory=set)  # targets that had no slot for a chunk of this room
     foreseen: list[Series] = field(default_factory=list)  # whose writes are told of late
     controls: dict[str, int] = field(default_factory=dict)  # messages with metadata to each target
 
 
-class Delivery(NamedTuple):
+class ChunkTransfer(NamedTuple):
     """A write to be made.  Without a *piece*, metadata over the control channel."""
 
     state: SenderRoom
     chunk: Chunk
-    target: Target
-    piece: Piece | None
+    target: DecodePeer
+    piece: StagedPiece | None
     arrival: Arrival
 
     @property
@@ -141,7 +141,7 @@ class SenderRooms:
         state.moving -= 1
         self._settle(state)
 
-    def _broken(self, delivery: Delivery, error: Exception) -> None:
+    def _broken(self, delivery: ChunkTransfer, error: Exception) -> None:
         """Fail the room of *delivery*, because of *error*."""
         self._break(delivery.state, delivery.chunk.decode, error)
 

@@ -12,8 +12,8 @@ from pdsim.job import Rank
 from pdsim.kv.messages import (
     Enroll,
     Gone,
+    KvMessage,
     Meet,
-    Message,
     MessageError,
     Ping,
     Pong,
@@ -51,7 +51,7 @@ class RankProcess:
         self.clock = rank.clock
         self.ended = Event(rank.clock)
         self.ignored = 0
-        self.handlers: dict[type[Message], Handler] = {Ping: self._ping}
+        self.handlers: dict[type[KvMessage], Handler] = {Ping: self._ping}
         self._heard = rank.clock.now
 
     def run(self) -> Program:
@@ -67,7 +67,7 @@ class RankProcess:
         """Return the value of the rank's program, as plain data."""
         return None
 
-    def send(self, receivers: str | Iterable[str], message: Message) -> None:
+    def send(self, receivers: str | Iterable[str], message: KvMessage) -> None:
         """Send to one rank or to several, without waiting; to a rank that is gone it is lost."""
         payload = encode(message)
         for receiver in (receivers,) if isinstance(receivers, str) else receivers:
@@ -129,7 +129,7 @@ class RankProcess:
     def _ping(self, sender: str, _: Ping) -> None:
         self.send(sender, self.pong())
 
-    def pong(self) -> Message:
+    def pong(self) -> KvMessage:
         """Return the answer to a ping."""
         return Pong()
 

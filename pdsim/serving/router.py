@@ -22,10 +22,10 @@ from pdsim.kv.messages import (
     Failed,
     Finished,
     Gone,
+    KvMessage,
     Lent,
     Locate,
     Located,
-    Message,
     MessageError,
     Ping,
     Pong,
@@ -127,7 +127,7 @@ class Router(RankProcess):
         self._moved = 0.0  # when a request last got somewhere, or a write of one
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
-        handlers: dict[type[Message], Handler] = {
+        handlers: dict[type[KvMessage], Handler] = {
             Enroll: self._enroll,
             Ready: self._ready,
             Pong: lambda _, __: None,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.base.deadlines import Deadlines
+from backends.base.deadlines import TransferDeadlines
 from pdsim.clock import Clock
 
 
@@ -32,7 +32,7 @@ def watch(clock):
         start.expired.append((clock.now, flight.name))
 
     flights = {}
-    deadlines = Deadlines(clock, flights, expire)
+    deadlines = TransferDeadlines(clock, flights, expire)
     start.expired = []
     start.over = flights.pop
     return start

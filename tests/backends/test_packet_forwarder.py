@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.emulation.link.packet_forwarder import HEADER, LATE, Chain, Hop
+from backends.emulation.link.packet_forwarder import HEADER, LATE, ForwarderChain, Hop
 
 PACKET = bytes(HEADER + 100)  # 0.1 s on the wire
 
@@ -74,7 +74,7 @@ def test_what_is_passed_on_later_than_a_millisecond_after_its_time_is_counted(mo
     reader, writer = os.pipe()
     packet = PACKET[: HEADER + 19] + b"\x02" + PACKET[HEADER + 20 :]  # to the second node
     up = hop()
-    chain = Chain([-1, writer], [up], [hop()])
+    chain = ForwarderChain([-1, writer], [up], [hop()])
     for lateness in (0.9 * LATE, 0.25, 1.1 * LATE):
         up.take(packet, now[0])
         assert chain.deliver() == pytest.approx(now[0] + 0.6)

@@ -30,7 +30,7 @@ def test_a_hundred_thousand_records_cross():
 
 
 def test_pieces_are_put_together():
-    messages = [supervision.Ready(f"tcp://127.0.0.1:{port}") for port in range(5)]
+    messages = [supervision.WorkerReady(f"tcp://127.0.0.1:{port}") for port in range(5)]
     data = b"".join(encoded(message) for message in messages)
     decoder, found = supervision.Decoder(), []
     for index in range(len(data)):

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.faults import Options, run, tries
 from experiments.faults.scenario import KINDS, attempt, draw
-from experiments.faults.shrink import Trial, shrunk
+from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
@@ -39,7 +39,7 @@ def values(result: Result) -> dict[str, Any]:
 
 
 def test_the_real_code_is_clean():
-    trials = [Trial(seed) for seed in range(1000, 1120)]
+    trials = [FaultTrial(seed) for seed in range(1000, 1120)]
     found = [each for each in tries(trials, workers=2) if each.violations]
     assert [(each.seed, str(each.violations[0])) for each in found] == []
 
@@ -81,7 +81,7 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
         """Never say what became of a room."""
 
     monkeypatch.setattr(KvSender, "_conclude", forgetful)
-    trial, violation = shrunk(Trial(3, requests=20, without=SINCE), "I8")
+    trial, violation = shrunk(FaultTrial(3, requests=20, without=SINCE), "I8")
     assert trial.requests == 1
     assert trial.without == frozenset(KINDS)
     assert violation.invariant == "I8"
@@ -126,7 +126,7 @@ def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are
 
 def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_next():
     """D5: five of 20,000 scenarios left a room behind, of metadata that came after its rank was started again."""
-    trial = Trial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
+    trial = FaultTrial(6031, 39, 0.4, SINCE | frozenset({"aborts", "late", "shuffle", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: DecodeWorker, sender: str, message: Any) -> None:
         original(self, sender, changed(message, arrival=changed(message.arrival, to=self.life)))
@@ -138,12 +138,12 @@ def test_what_was_meant_for_an_earlier_life_of_a_decode_rank_is_not_kept_by_the_
 
 def test_a_rank_that_is_ready_for_a_decode_instance_that_was_lost_since_is_not_counted():
     """D6: four of 20,000 scenarios kept what a follower had said of a life that its leader knew to be over."""
-    assert not Trial(11647, 1, 0.4, frozenset(KINDS) - {"delays", "kills", "restarts"}).run().violations
+    assert not FaultTrial(11647, 1, 0.4, frozenset(KINDS) - {"delays", "kills", "restarts"}).run().violations
 
 
 def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_started_again():
     """D7: three of 20,000 scenarios kept a room whose leader was gone before its follower had been told of it."""
-    trial = Trial(14487, 50, 0.4, SINCE | frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
+    trial = FaultTrial(14487, 50, 0.4, SINCE | frozenset({"aborts", "late", "slow", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: PrefillWorker, sender: str, message: Any) -> None:
         original(self, sender, changed(message, life=self.life))
@@ -155,7 +155,7 @@ def test_a_forward_of_an_earlier_life_begins_nothing_at_a_follower_that_was_star
 
 def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_not_kept_by_the_next():
     """D8: one of 20,000 scenarios kept where to write a room that its prefill leader would never be given."""
-    trial = Trial(18620, 11, 0.4, SINCE | frozenset({"late", "slow", "squeezes", "stray", "torn"}))
+    trial = FaultTrial(18620, 11, 0.4, SINCE | frozenset({"late", "slow", "squeezes", "stray", "torn"}))
 
     def takes_any(original: Any, self: prefill.PrefillScheduler, sender: str, message: Any) -> None:
         original(self, sender, changed(message, life=self.life))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments.reports import points
-from experiments.reports.claims import Claim, Trial, as_rows
-from experiments.reports.points import Point, committed, keep
+from experiments.reports.claims import Claim, ReportRun, as_rows
+from experiments.reports.points import ReportPoint, committed, keep
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
@@ -23,7 +23,7 @@ SAME = Claim("same", "nothing changes", "bytes", better="same")
     [(LESS, 3.0, 2.0, 1.5), (MORE, 2.0, 3.0, 1.5), (LESS, 3.0, None, None), (LESS, 0.0, 1.0, None)],
 )
 def test_an_effect_is_how_many_times_better_the_change_is(claim, before, after, effect):
-    assert claim.effect(Point(claim.name, "toy", "model", "", before, after)) == effect
+    assert claim.effect(ReportPoint(claim.name, "toy", "model", "", before, after)) == effect
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_what_is_no_claim_is_refused():
         Claim("x", "", "", bound=1.0)
 
 
-def tried(**options) -> tuple[Trial, Result]:
+def tried(**options) -> tuple[ReportRun, Result]:
     config = configured(tp=("1to1",), tokens=(64,))
     config = type(config)(**{**vars(config), "experiment": {"name": "seed_toy"}, **options})
-    trial = Trial(config, Model(config.hw, config.backend, memory="tracked"), lambda share, text: None, 1)
+    trial = ReportRun(config, Model(config.hw, config.backend, memory="tracked"), lambda share, text: None, 1)
     (row,) = as_rows(trial.run("whole", "handoff", tp=("1to1",), tokens=(64,), repeat=2), "Handoffs")
     trial.add(LESS, "1to1 64 tokens", 2 * row["p50"], row["p50"])
     return trial, trial.result([LESS, MORE])
@@ -110,7 +110,7 @@ def ran(before: float, after: float, at: str = "a", **about) -> dict:
 def test_runs_of_one_machine_are_kept_as_medians_with_the_least_and_the_most_effect(toy_file: Path):
     files = keep([ran(3.0, 1.0), ran(5.0, 2.0), ran(9.0, 1.5)])
     toy_file.write_text(files["seed_toy"])
-    assert committed("seed_toy") == [Point("fast", "toy fast", "real", "a", 5.0, 1.5, 3, 2.5, 6.0)]
+    assert committed("seed_toy") == [ReportPoint("fast", "toy fast", "real", "a", 5.0, 1.5, 3, 2.5, 6.0)]
 
 
 def test_what_is_kept_replaces_that_of_the_same_machine_and_target_and_says_how_it_was_made(toy_file: Path):

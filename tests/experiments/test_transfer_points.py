@@ -11,7 +11,7 @@ import pytest
 
 from experiments.transfer import check, run
 from experiments.transfer.layout import flows
-from experiments.transfer.points import Point, shuffled
+from experiments.transfer.points import TransferPoint, shuffled
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec
@@ -87,7 +87,7 @@ def test_a_point_takes_as_long_among_others_as_alone():
 
 
 def test_the_order_is_drawn_from_the_seed_and_the_rows_are_as_listed():
-    points = [Point("pair", 1, size, 1) for size in range(1, 30)]
+    points = [TransferPoint("pair", 1, size, 1) for size in range(1, 30)]
     assert shuffled(points, 1) == shuffled(points, 1) != shuffled(points, 2)
     assert sorted(shuffled(points, 1)) == points
     options = {"size": (4096, 8192, 16384, 32768), "blocks": (1, 2)}

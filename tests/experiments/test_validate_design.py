@@ -11,7 +11,7 @@ import pytest
 
 from experiments.transfer.points import read
 from experiments.validate import Options
-from experiments.validate.design import Part, parts
+from experiments.validate.design import DesignPart, parts
 from pdsim.config import Config
 
 
@@ -23,7 +23,7 @@ def composed(*words: str) -> Config:
     return compose(["experiment=validate", *words])
 
 
-def designed(tmp_path: Path, *words: str) -> tuple[list[Part], list[str]]:
+def designed(tmp_path: Path, *words: str) -> tuple[list[DesignPart], list[str]]:
     """Return the parts on the machine of *words*, and what is said of those left out."""
     config = composed(*words)
     options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
@@ -33,7 +33,7 @@ def designed(tmp_path: Path, *words: str) -> tuple[list[Part], list[str]]:
     return found, notes
 
 
-def of(found: list[Part], experiment: str) -> list[dict[str, Any]]:
+def of(found: list[DesignPart], experiment: str) -> list[dict[str, Any]]:
     return [dict(part.options) for part in found if part.experiment == experiment]
 
 

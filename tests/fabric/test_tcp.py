@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdsim.fabric.tcp import OVERHEAD, QUEUE, Chain, Streams, late
+from pdsim.fabric.tcp import OVERHEAD, QUEUE, HopChain, Streams, late
 from pdsim.hardware import NetworkLink
 
 
@@ -133,7 +133,7 @@ def test_a_timer_of_the_kernel_is_half_of_its_step_late(wait, more):
 
 
 def test_streams_that_are_idle_wait_for_none_while_others_are_busy():
-    chain = Chain(NetworkLink(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
+    chain = HopChain(NetworkLink(rate=1000.0, delay=1.0, mtu=652, window=1 << 40, timeout=1.0))
     assert chain.recovery(10.0, 10.5) == 11.0  # no stream yet: what is sent then waits for a time-out
     busy, _ = (chain.streams(2.0, 0.0, 100.0, 0) for _ in range(2))
     assert chain.recovery(10.0, 10.5) == pytest.approx(16.13)

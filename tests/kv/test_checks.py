@@ -11,8 +11,8 @@ import pytest
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.paths import REGION
-from pdsim.kv.verify.leaks import Leftovers
-from pdsim.kv.verify.ownership import Owners
+from pdsim.kv.verify.leaks import LeakChecker
+from pdsim.kv.verify.ownership import OwnershipChecker
 from pdsim.transfer import Batch, Region
 
 LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, pages=8, slots=2)
@@ -34,7 +34,7 @@ def follower(life: str) -> Any:
     return member("decode0.1", life=life, receiver=SimpleNamespace(layout=LAYOUT))
 
 
-def landed(owners: Owners, room: int, offset: int) -> None:
+def landed(owners: OwnershipChecker, room: int, offset: int) -> None:
     source = Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0")
     target = Region("decode0.1", REGION, LAYOUT.size, 0, "gpu1")
     owners.landed(Batch(source, target, [0], [offset], [16]), f"{room}/0/grouped")
@@ -46,9 +46,9 @@ def found() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def owners(found: list[tuple[str, str]]) -> Owners:
+def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
     """Return the owners of a group whose leader, of its first life, gave page 0 and slot 1 to room 7 and then died."""
-    owners = Owners(lambda invariant, text: found.append((invariant, text)))
+    owners = OwnershipChecker(lambda invariant, text: found.append((invariant, text)))
     first = leader("decode0@1")
     first.pages.allocate(7, 1)
     first.slots.allocate(7)
@@ -57,26 +57,28 @@ def owners(found: list[tuple[str, str]]) -> Owners:
     return owners
 
 
-def test_what_a_leader_owned_at_its_end_stays_owned_until_its_ranks_have_ended(owners: Owners, found: list[Any]):
+def test_what_a_leader_owned_at_its_end_stays_owned_until_its_ranks_have_ended(
+    owners: OwnershipChecker, found: list[Any]
+):
     landed(owners, 7, 0)
     assert found == []
     landed(owners, 8, 0)
     assert found == [("I3", "room 8 landed on kv row 0 of decode0.1, which is room 7's")]
 
 
-def test_what_it_did_not_own_is_nobodys(owners: Owners, found: list[Any]):
+def test_what_it_did_not_own_is_nobodys(owners: OwnershipChecker, found: list[Any]):
     landed(owners, 7, LAYOUT.item)
     assert found == [("I3", "room 7 landed on kv row 1 of decode0.1, which is nobody's")]
 
 
-def test_a_rank_of_a_new_life_is_not_written_before_it_has_met_anyone(owners: Owners, found: list[Any]):
+def test_a_rank_of_a_new_life_is_not_written_before_it_has_met_anyone(owners: OwnershipChecker, found: list[Any]):
     owners.joined(follower(""))
     landed(owners, 7, 0)
     assert found == [("I3", "room 7 landed on decode0.1, which is in no life of its instance")]
 
 
 @pytest.mark.parametrize("buffer", range(10))
-def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: Owners, found: list[Any], buffer: int):
+def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: OwnershipChecker, found: list[Any], buffer: int):
     # a torn transfer may touch any of the ten buffers, from any byte on
     landed(owners, 7, int(LAYOUT.aux_offsets(0)[buffer]) + 5)
     assert found == []
@@ -85,7 +87,7 @@ def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: Owners, fo
 
 
 def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
-    owners = Owners(lambda invariant, text: found.append((invariant, text)))
+    owners = OwnershipChecker(lambda invariant, text: found.append((invariant, text)))
     prefill = member("prefill0.0", life="prefill0@1", pages=PagePool(8), slots=SlotPool(2))
     prefill.sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
     prefill.pages.allocate(7, 1)
@@ -104,7 +106,7 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
 def left(table: Any, lost: bool = True) -> list[str]:
     """Return what is said of a rank that had an empty table when requests began, and has *table* in the end."""
     found: list[str] = []
-    leftovers = Leftovers(lambda _, text: found.append(text))
+    leftovers = LeakChecker(lambda _, text: found.append(text))
     rank = member("prefill0.0", table=type(table)())
     for each in (rank, member("decode0.0"), member("decode0.1"), member("decode1.0")):
         leftovers.joined(each)
@@ -143,7 +145,7 @@ def test_nothing_of_a_room_may_be_left_whoever_was_lost():
 
 
 def test_what_a_rank_had_when_requests_began_it_may_keep():
-    leftovers = Leftovers(lambda _, text: pytest.fail(text))
+    leftovers = LeakChecker(lambda _, text: pytest.fail(text))
     leftovers.joined(member("prefill0.0", sizes=[1, 2, 3], times=np.zeros(3)))
     leftovers.begin()
     leftovers.check("prefill0.0")

@@ -13,7 +13,7 @@ from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
 from pdsim.kv.policy import Staging
-from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.transfer import Program
 from tests.results.conftest import ENGINE, MACHINE
 
@@ -36,7 +36,7 @@ def program(rank: Rank, *, script: list[list[Any]], ring: int, wait: float) -> P
     pool = rank.endpoint.register(rank.device.allocate(LAYOUT.size), "kv")
     staging = Staging(ring=ring, buffer=1, wait=wait)
     ranks = RankMap(SHAPE, Grid(2), Grid(1))
-    landing = Landing(rank, LAYOUT, 0, ranks, pool, staging, lambda message: report("quiet", message.room))
+    landing = StagingReceiver(rank, LAYOUT, 0, ranks, pool, staging, lambda message: report("quiet", message.room))
     for at, action, room, *rest in script:
         yield rank.clock.at(at)
         if action == "ask":

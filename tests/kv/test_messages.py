@@ -18,7 +18,7 @@ from pdsim.kv.messages import (
     Destination,
     Failed,
     Forward,
-    Message,
+    KvMessage,
     MessageError,
     Ping,
     Submit,
@@ -36,13 +36,13 @@ SOME = [
 
 
 @pytest.mark.parametrize("message", SOME, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire(message: Message):
+def test_a_message_survives_the_wire(message: KvMessage):
     assert decode(encode(message)) == message
 
 
 def test_every_type_of_message_can_be_told_apart():
-    types = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Message)]
-    tags = [kind.__struct_config__.tag for kind in types if kind is not Message]
+    types = [value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, KvMessage)]
+    tags = [kind.__struct_config__.tag for kind in types if kind is not KvMessage]
     assert len(tags) == len(set(tags)) > 15
 
 
@@ -141,7 +141,7 @@ def test_any_bytes_are_a_message_or_a_message_error(payload: bytes):
 
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(SOME), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4))
-def test_any_damaged_message_is_a_message_or_a_message_error(message: Message, damage: list[tuple[int, int]]):
+def test_any_damaged_message_is_a_message_or_a_message_error(message: KvMessage, damage: list[tuple[int, int]]):
     payload = bytearray(encode(message))
     for at, value in damage:
         payload[1 + at % (len(payload) - 1)] = value

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_BYTES, KvLayout, KvShape
-from pdsim.kv.mapping import Grid, HeadSlice, Part, RankMap, owned_heads
+from pdsim.kv.mapping import Grid, HeadSlice, RankMap, RankShare, owned_heads
 from pdsim.kv.plan import Planner, Runs, cut, group, pair, planner
 from pdsim.transfer import LazyBatch
 from tests.kv.test_layout import DEEPSEEK_V3, LLAMA_8B, QWEN3_32B, QWEN3_235B, layout
@@ -50,7 +50,7 @@ def test_a_stage_writes_its_own_layers(pp: int, stage: int, count: int):
 @pytest.mark.parametrize(("shape", "tp", "count"), [(LLAMA_8B, 1, 524_288), (QWEN3_235B, 4, 1_540_096)])
 def test_slices_of_8192_tokens_are_one_descriptor_a_token_layer_and_plane(shape: KvShape, tp: int, count: int):
     pool = layout(shape, tp, pages=128)
-    assert len(Planner(pool, pool, Part(("kv",), HeadSlice(0, 0, 1))).batch(WHOLE)) == count
+    assert len(Planner(pool, pool, RankShare(("kv",), HeadSlice(0, 0, 1))).batch(WHOLE)) == count
 
 
 def test_tokens_that_lie_alone_cost_a_descriptor_each():
@@ -94,7 +94,7 @@ def plans(draw: st.DrawFn) -> tuple[Planner, Runs, tuple[int, int] | None]:
         first, second = first + count, second + count
     pool = layout(shape, tp, pages=32)
     slots = draw(st.sampled_from([None, (0, 1)]))
-    return Planner(pool, pool, Part(("kv",), heads)), tuple(draw(st.permutations(runs))), slots
+    return Planner(pool, pool, RankShare(("kv",), heads)), tuple(draw(st.permutations(runs))), slots
 
 
 @given(plans())

@@ -1,7 +1,7 @@
 """What is kept of rooms beside their state: limits that expire in time, and memory that fades."""
 
 from pdsim.clock import Clock
-from pdsim.kv.rooms import Blocked, Fading, Timers
+from pdsim.kv.rooms import ExpiringMap, QuarantineStall, Timers
 
 
 def test_a_room_expires_exactly_at_its_limit_and_others_later():
@@ -25,7 +25,7 @@ def test_without_a_limit_nothing_expires_and_nothing_is_kept():
 
 def test_what_fades_is_forgotten_in_time_and_does_not_pile_up():
     clock = Clock()
-    fading: Fading[str] = Fading(clock, 1.0)
+    fading: ExpiringMap[str] = ExpiringMap(clock, 1.0)
     for room in range(1000):
         clock.call_at(room * 0.1, lambda room: fading.set(room, "here"), room)
     clock.run(until=99.95)
@@ -36,7 +36,7 @@ def test_what_fades_is_forgotten_in_time_and_does_not_pile_up():
 
 def test_a_blocked_queue_gives_up_after_its_time_all_of_it_and_not_one_after_the_other():
     clock, woken = Clock(), []
-    blocked = Blocked(clock, 2.0, lambda: woken.append(clock.now))
+    blocked = QuarantineStall(clock, 2.0, lambda: woken.append(clock.now))
     assert not blocked.too_long()
     clock.run(until=1.0)
     assert not blocked.too_long()
@@ -46,7 +46,7 @@ def test_a_blocked_queue_gives_up_after_its_time_all_of_it_and_not_one_after_the
 
 def test_a_queue_that_moves_has_its_time_again():
     clock = Clock()
-    blocked = Blocked(clock, 2.0, lambda: None)
+    blocked = QuarantineStall(clock, 2.0, lambda: None)
     blocked.too_long()
     clock.run(until=1.5)
     blocked.clear()

@@ -9,7 +9,7 @@ import pytest
 
 from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.kv.mapping import Grid, Part, RankMap
+from pdsim.kv.mapping import Grid, RankMap, RankShare
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import Planner, Runs
 from pdsim.kv.state import StatePool, StateShape, Tensor
@@ -19,7 +19,7 @@ CONV, SSM = Tensor((2048, 2048, 4096), 3 * 2), Tensor((32,), 128 * 128 * 4)
 QWEN3_NEXT = KvShape(48, heads=2, head_bytes=512, state=StateShape("mmma", mamba=(CONV, SSM)))
 HYBRID = KvShape(6, heads=4, head_bytes=16, state=StateShape("mwa", 8, (Tensor((4, 8), 6), Tensor((4,), 20)), 12))
 RUNS: tuple[Runs, ...] = (((1, 0, 1),), ((3, 5, 2), (9, 0, 1)), ((0, 0, 4),))  # mamba, window, index
-STATE = Part(("mamba", "window", "index"), None, aux=False)
+STATE = RankShare(("mamba", "window", "index"), None, aux=False)
 
 
 def layout(tp: int = 1, pp: int = 1, stage: int = 0, page_size: int = 4) -> KvLayout:

@@ -16,12 +16,12 @@ from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
 from pdsim.kv import mapping, sender, sender_rooms
-from pdsim.kv.peers import Links
+from pdsim.kv.peers import DecodePeers
 from pdsim.kv.queues import Queues
 from pdsim.kv.reading import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.kv.staging.ring import GatherBuffers, Ring
 from pdsim.serving import router
 from pdsim.serving.decode import scheduler as decode
@@ -190,11 +190,11 @@ MUTANTS = (
     Mutant("Z2", "the source head forgets that decode ranks replicate heads", "I2",
            ((mapping, "head_slice", forgets_replicas),), replicating),
     Mutant("Z3", "a ring that has become empty is not begun anew, nor a question refused in time", "I5",
-           (mutated(stays_in_its_round, Ring, "_place"), (Landing, "_expire", nothing)), staged),
+           (mutated(stays_in_its_round, Ring, "_place"), (StagingReceiver, "_expire", nothing)), staged),
     Mutant("Z4", "a question for a slot that overtakes the registration of its room is dropped", "I5",
            (mutated(knows_rooms_only, reader.DecodeWorker, "__init__"),),
            lambda scenario: staged(scenario) and delayed(scenario) and scenario.job.decode.size > 1),
-    Mutant("Z5", "slots of a room that failed are not given back", "I8", ((Landing, "give_back", nothing),),
+    Mutant("Z5", "slots of a room that failed are not given back", "I8", ((StagingReceiver, "give_back", nothing),),
            staged_and_failing),
     Mutant("Z6", "a room succeeds with its last chunk, though an earlier one still waits", "I3",
            ((KvSender, "_over", over_with_the_last),), staged),
@@ -240,7 +240,7 @@ MUTANTS = (
            (mutated(impatient, router.Router, "__init__"), (router.Router, "_lose", lose_unnoticed)),
            lambda scenario: bool(scenario.kill)),
     Mutant("D4", "with one prefill instance end the slots of all ranks of the same numbers, of whichever one", "I4",
-           ((Landing, "sever", quiesced_by_number),),
+           ((StagingReceiver, "sever", quiesced_by_number),),
            lambda scenario: staged(scenario) and lost_and_back("prefill")(scenario), TWO_STAGED),
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
            (mutated(swapped, prefill.PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
@@ -250,7 +250,7 @@ MUTANTS = (
            (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
            (mutated(counted_for_ever, router.Router, "_uncount"),), failing),
-    Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8", ((Links, "drop", nothing),),
+    Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8", ((DecodePeers, "drop", nothing),),
            lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
            (mutated(meets_as_another, EngineProcess, "_meet"),), both_back),

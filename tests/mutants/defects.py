@@ -19,7 +19,7 @@ from pdsim.kv.queues import Queues
 from pdsim.kv.reading import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging.receiver import Landing
+from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.kv.staging.ring import Ring
 from pdsim.kv.status import Status
 from pdsim.serving import router
@@ -185,7 +185,7 @@ def knows_rooms_only(original: Any, self: reader.DecodeWorker, *arguments: Any) 
         self.handlers[Ask] = lambda sender_, message: ask(sender_, message) if message.room in rooms else None
 
 
-def quiesced_by_number(self: Landing, rank: str) -> None:
+def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
     """Free what the writer of that number has, of whichever instance it is."""
     for key, question in list(self._questions.items()):
         if key[1] == index_of(rank) and not question.scattering:

@@ -103,7 +103,7 @@ class Hop:
         return found
 
 
-class Chain:
+class ForwarderChain:
     """All nodes, and the hops up and down between them."""
 
     def __init__(self, tuns: Sequence[int], up: Sequence[Hop], down: Sequence[Hop]) -> None:
@@ -170,10 +170,12 @@ def main() -> None:
     control = socket.socket(fileno=order["control"])
     up, down = ([Hop(rate, order["delay"], order["backlog"]) for rate in order[way]] for way in ("up", "down"))
     control.sendall(b"up")
-    _carry(control, Chain(order["tuns"], up, down), [*zip(up, down, strict=True)], order["changes"])
+    _carry(control, ForwarderChain(order["tuns"], up, down), [*zip(up, down, strict=True)], order["changes"])
 
 
-def _carry(control: socket.socket, chain: Chain, hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any]) -> None:
+def _carry(
+    control: socket.socket, chain: ForwarderChain, hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any]
+) -> None:
     while True:
         after = chain.deliver()
         wait = None if after == inf else max(0.0, after - time.monotonic())

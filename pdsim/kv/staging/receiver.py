@@ -17,7 +17,7 @@ from pdsim.kv.policy import Staging
 from pdsim.kv.staging.ring import BlockPlan, Ring, block_plans
 from pdsim.transfer import Region
 
-__all__ = ["Landing"]
+__all__ = ["StagingReceiver"]
 
 _Key = tuple[int, int, int]  # room, writer, chunk
 
@@ -32,7 +32,7 @@ class _Question:
     scattering: bool = False
 
 
-class Landing:
+class StagingReceiver:
     """The staging ring of decode rank *index*, whose pool is the region *pool*, laid out as *layout*.
 
     A room that is forgotten keeps its slots until its writers return them, for only they know when nothing moves.  What

@@ -12,8 +12,8 @@ I8  when all is over nothing is left: no pages, slots, ring bytes, and no contai
 I9  a while after the last fault all instances that live are connected, and every pair of them serves a request
 ==  ==========================================================================================================
 
-`Checks` is a `pdsim.fabric.faults.Observer`.  It is told of messages and transfers by the model, shown every rank's
-program object (`joined`), and asks these objects whose a page is at the instant at which bytes land
+`InvariantChecker` is a `pdsim.fabric.faults.Observer`.  The model tells it of messages and transfers, shows it every
+rank's program object (`joined`), and asks these objects whose a page is at the instant at which bytes land
 (`pdsim.kv.verify.ownership`) and what they still have at the end (`pdsim.kv.verify.leaks`).  All of it holds for
 every life of a rank that is started again.  It changes nothing, and costs nothing where there is none.  I9 takes
 requests of its own, which the router of the job has to send.
@@ -29,7 +29,7 @@ from pdsim.kv.messages import (
     Destination,
     Fetch,
     Finished,
-    Message,
+    KvMessage,
     MessageError,
     Prefilled,
     Reserve,
@@ -38,11 +38,11 @@ from pdsim.kv.messages import (
     Submit,
     decode,
 )
-from pdsim.kv.verify.leaks import Leftovers
-from pdsim.kv.verify.ownership import Owners
+from pdsim.kv.verify.leaks import LeakChecker
+from pdsim.kv.verify.ownership import OwnershipChecker
 from pdsim.transfer import Batch
 
-__all__ = ["Checks", "Violation"]
+__all__ = ["InvariantChecker", "Violation"]
 
 
 class Violation(NamedTuple):
@@ -57,7 +57,7 @@ class Violation(NamedTuple):
         return f"{self.invariant} at {self.at:.6f} s: {self.what}"
 
 
-class Checks:
+class InvariantChecker:
     """Watches one job.
 
     *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms of
@@ -68,15 +68,15 @@ class Checks:
         self.violations: list[Violation] = []
         self.held: set[int] = set()
         self._allowed = allowed
-        self._owners = Owners(self._found)
-        self._leftovers = Leftovers(self._found)
+        self._owners = OwnershipChecker(self._found)
+        self._leftovers = LeakChecker(self._found)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | Reserve | Fetch] = {}
         self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
-        self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
+        self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
             Destination: self._on_target,
             Reserve: self._on_target,

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["Leftovers"]
+__all__ = ["LeakChecker"]
 
 _NOT_STATE = frozenset({"rank", "job", "clock", "handlers", "layout", "requests", "fallbacks", "_over"})
 """Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or what is remembered
@@ -32,7 +32,7 @@ _NUMBERED = frozenset({"_fences"})
 _CONTAINERS = (dict, list, set, deque)
 
 
-class Leftovers:
+class LeakChecker:
     """Tells *found* what ranks still have when all is over."""
 
     def __init__(self, found: Callable[[str, str], None]) -> None:

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from pdsim.kv.layout import AUX_ROWS, KvLayout, Table
+from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.pages import Pages
 from pdsim.kv.paths import REGION, STAGING
 from pdsim.transfer import Batch
 
-__all__ = ["Owners"]
+__all__ = ["OwnershipChecker"]
 
 _AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
 """Of the metadata buffers, for each slot that they have."""
 
 
-class Owners:
+class OwnershipChecker:
     """Tells *found*, with an invariant (I3, I4 or I6) and a text, of what is touched and not the room's that does."""
 
     def __init__(self, found: Callable[[str, str], None]) -> None:
@@ -134,7 +134,7 @@ class Owners:
         self._found("I4", f"{rank} scattered from {start} of its ring, which is no slot")
 
 
-def _rows(table: Table, offsets: Any, sizes: Any) -> set[int]:
+def _rows(table: PageTable, offsets: Any, sizes: Any) -> set[int]:
     """Return the rows of *table* that pieces at *offsets* of *sizes* bytes touch."""
     plane = table.rows * table.item
     first = (offsets - table.start) % plane // table.item
@@ -152,7 +152,7 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
     return set(((inside - (_AUX_ENDS[buffer] - sizes) * layout.slots) // sizes).tolist())
 
 
-def _pool(leader: Any, table: Table) -> dict[int, Any]:
+def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     """Return the owners of the rows of *table*, and what they own."""
     if table.component in ("kv", "index"):
         owned: dict[int, Any] = leader.pages._owned
@@ -169,10 +169,10 @@ def _numbers(rows: Pages | int) -> set[int]:
     return {row for start, count in rows for row in range(start, start + count)}
 
 
-def _owned(leader: Any, table: Table, room: int) -> set[int]:
+def _owned(leader: Any, table: PageTable, room: int) -> set[int]:
     return _numbers(_pool(leader, table).get(room, ()))
 
 
-def _owner(leader: Any, table: Table, row: int) -> str:
+def _owner(leader: Any, table: PageTable, row: int) -> str:
     found = (owner for owner, rows in _pool(leader, table).items() if row in _numbers(rows))
     return next((f"room {owner}'s" for owner in found), "nobody's")

@@ -15,7 +15,7 @@ from pdsim.kv.messages import (
     Failed,
     Fence,
     Fenced,
-    Message,
+    KvMessage,
     Quiet,
     Released,
     Stop,
@@ -78,7 +78,7 @@ class BlockManager(DecodeWorker, ABC):
         self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
-        handlers: dict[type[Message], Handler] = {
+        handlers: dict[type[KvMessage], Handler] = {
             Arrived: lambda sender, message: self._count(index_of(sender), message, None),
             Released: self._released,
             Quiet: lambda _, message: self.quiet(message),

@@ -14,8 +14,8 @@ from pdsim.kv.messages import (
     Failed,
     Fetch,
     Gone,
+    KvMessage,
     Lent,
-    Message,
     MessageError,
     Pull,
     Ready,
@@ -28,7 +28,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages
 from pdsim.kv.reading import KvReader, first
-from pdsim.kv.rooms import OVER, Fading
+from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import DecodeRequest
 from pdsim.serving.decode.scheduler import DecodeScheduler
@@ -79,7 +79,7 @@ class PullDecodeWorker(DecodeWorker):
             self._register(sender, register)
         self._connected(peer)
 
-    def pong(self) -> Message:
+    def pong(self) -> KvMessage:
         """Tell whether reads go on: over a slow link one may take longer than requests may go without progress."""
         return Busy() if self.receiver.progressed() else super().pong()
 
@@ -116,7 +116,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         self._sources: dict[int, Lent] = {}  # of rooms that may still have to be read
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
         self._nbytes: dict[int, int] = {}  # read, of each room that is being read
-        self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that must not be read
+        self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that must not be read
         self._ready: dict[tuple[str, str], set[int]] = {}  # by life of prefill and own: connected ranks
         self._last_lost: dict[str, int] = {}  # by prefill instance: the last epoch that is known to be over
         self._beats = False  # whether a heartbeat is due

@@ -25,7 +25,7 @@ from pdsim.kv.messages import (
     Submit,
 )
 from pdsim.kv.pages import Pages
-from pdsim.kv.rooms import Blocked
+from pdsim.kv.rooms import QuarantineStall
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
 from pdsim.serving.decode.memory import GrowingMemory
@@ -77,7 +77,7 @@ class DecodeScheduler(BlockManager):
         self._left = False  # somebody has left
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
         self._due_event: Event | None = None
-        self._blocked = Blocked(rank.clock, job.deadline, self._wake)
+        self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
         self._lookup = RoomLookup(rank.clock, self._ask_where, self._enqueue, self._unknown)
         self.handlers |= {
             Submit: self._submit,

@@ -19,7 +19,7 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Forward,
-    Message,
+    KvMessage,
     Prefilled,
     Ready,
     Released,
@@ -31,7 +31,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import PagePool, Pages, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
-from pdsim.kv.rooms import OVER, Blocked, Fading, Timers
+from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers
 from pdsim.kv.status import Status
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.host import Host
@@ -88,18 +88,18 @@ class PrefillScheduler(PrefillWorker):
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}
-        self._destinations: Fading[Destination] = Fading(rank.clock, OVER)  # that came before their `Submit`
-        self._over: Fading[None] = Fading(rank.clock, OVER)  # rooms that failed
+        self._destinations: ExpiringMap[Destination] = ExpiringMap(rank.clock, OVER)  # that came before their `Submit`
+        self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that failed
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
         self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
-        self._blocked = Blocked(rank.clock, job.deadline, self._wake)
+        self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
         self._stopping = False
         self.policy = scheduler_of(job.engine)
         self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
-        handlers: dict[type[Message], Handler] = {
+        handlers: dict[type[KvMessage], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
             Destination: self._destination,

@@ -14,7 +14,7 @@ from pdsim.kv.messages import (
     Forward,
     Gone,
     Grant,
-    Message,
+    KvMessage,
     MessageError,
     Ready,
     Register,
@@ -65,7 +65,7 @@ class PrefillWorker(EngineProcess):
         """Return why metadata did not go the way of the policy, and how often."""
         return {"fallbacks": self.sender.fallbacks}
 
-    def pong(self) -> Message:
+    def pong(self) -> KvMessage:
         """Tell whether writes go on: over a slow link one may take longer than requests may go without progress."""
         return Busy() if self.sender.progressed() else super().pong()
 
