@@ -22,6 +22,7 @@ from pdsim.results import compare, terminal
 from pdsim.results.store import FILES, Run
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
+from pdsim.sweep import collect
 from tests.results.conftest import make_config, make_result
 from tests.test_config import CONFIG
 
@@ -186,7 +187,7 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path):
     for content in (b"", b"PAR1"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=r"points\.parquet is not a table"):
-            terminal.show_sweep(tmp_path)
+            collect.show(tmp_path)
 
 
 # --- calibrations

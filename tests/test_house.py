@@ -14,9 +14,7 @@ from benchmarks.source_figures import Room, read
 CIRCLES = {}
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 
-ARROWS_UP = {
-    ("pdsim.results.terminal", "pdsim.sweep.collect"): "since the tree has a room for sweeps",
-}
+ARROWS_UP = {}
 
 PRIVATE = {
     "pdsim.fabric.job_clock": (

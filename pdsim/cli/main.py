@@ -115,7 +115,9 @@ def _report(words: Sequence[str]) -> int:
 
     for folder in _folders("report", words):
         if _is_sweep(folder):
-            terminal.show_sweep(folder, json="--json" in words, verbose=_is_verbose(words))
+            from pdsim.sweep import collect
+
+            collect.show(folder, json="--json" in words, verbose=_is_verbose(words))
         elif "--json" in words:
             _say(terminal.as_json(folder))
         else:

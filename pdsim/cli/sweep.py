@@ -25,7 +25,7 @@ from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
-from pdsim.sweep import driver
+from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.ledger import LEDGER
 from pdsim.sweep.points import Point, axes, combinations, name_of
@@ -59,7 +59,7 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
             raise KeyboardInterrupt(f"the points that ended are in {folder}; the same command goes on") from None
         if json or not quiet:
             with suppress(SystemExit):
-                terminal.show_sweep(folder, out, json=json)
+                collect.show(folder, out, json=json)
     return 0 if all(row["status"] in ("ok", "infeasible") for row in rows) else 1
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-__all__ = ["Progress", "as_json", "show", "show_sweep", "show_table"]
+__all__ = ["Progress", "as_json", "show", "show_lines", "show_table"]
 
 _STYLES = {"failed": "red", "warning": "yellow", "SLO missed": "yellow", "SLO met": "green"}
 """Of lines of `pdsim.results.brief`, by how they begin."""
@@ -75,20 +75,11 @@ def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool =
     _show_table(_console(file), table.title, columns, table.rows)
 
 
-def show_sweep(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
-    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
-
-    *verbose*, the table is followed by the definitions of its columns.
-    """
-    from pdsim.sweep import collect
-
-    if not json:
-        table, console = collect.table(folder), _console(file)
-        _show_table(console, table.title, table.columns if verbose else dict.fromkeys(table.columns, ""), table.rows)
-        _say(console, f"next: pdsim best {folder}")
-        return
-    line = dumps({"points": str(folder / collect.POINTS), "rows": collect.points(folder).to_pylist()}, default=str)
-    (sys.stdout if file is None else file).write(line + "\n")
+def show_lines(*lines: str, file: IO[str] | None = None) -> None:
+    """Print *lines* as the rest of a report is printed."""
+    console = _console(file)
+    for line in lines:
+        _say(console, line)
 
 
 def _console(file: IO[str] | None) -> Console:

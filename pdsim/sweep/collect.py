@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from pdsim.results import reading, schema
+from pdsim.results import reading, schema, terminal
 from pdsim.results.record import Table
 from pdsim.results.schema import Column
 from pdsim.sweep import ledger
@@ -15,7 +17,7 @@ from pdsim.sweep import ledger
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["POINTS", "points", "table", "write"]
+__all__ = ["POINTS", "points", "show", "table", "write"]
 
 POINTS = "points.parquet"
 
@@ -158,3 +160,16 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 def _varies(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
+
+
+def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
+    """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
+
+    *verbose*, the table is followed by the definitions of its columns.
+    """
+    if json:
+        found = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
+        (sys.stdout if file is None else file).write(dumps(found, default=str) + "\n")
+        return
+    terminal.show_table(table(folder), file, definitions=verbose)
+    terminal.show_lines(f"next: pdsim best {folder}", file=file)

@@ -1,0 +1,1 @@
+"""A scheduler, a router policy, an experiment and a machine for pdsim, from outside its repository."""

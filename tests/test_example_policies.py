@@ -1,0 +1,68 @@
+"""A scheduler, a router policy, an experiment and a machine of another package work without a change to pdsim."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "examples" / "policies"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory):
+    """Return what runs a command of pdsim where the package is installed, in an empty folder, and returns its JSON."""
+    target, folder = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("elsewhere")
+    offline = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
+    pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(PACKAGE)]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.returncode, done.stderr
+
+    def run(*words: str) -> dict:
+        command = [sys.executable, "-P", "-m", "pdsim", "run", *words, "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(target)}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, check=False, env=environment, cwd=folder
+        )
+        assert not done.returncode, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def value(found: dict, metric: str) -> float:
+    return found["metrics"][metric]["value"]
+
+
+def test_an_experiment_and_a_machine_are_a_module_and_two_files(said):
+    words = ("experiment=one_write", "backend=nvlink", "calibration=none")
+    slow, fast = (said(*words, f"hw={hw}") for hw in ("desk", "2xh200"))
+    assert value(slow, "write_s") - value(fast, "write_s") == pytest.approx((1 << 20) / 394e9, rel=1e-9)
+
+
+def test_the_experiment_runs_on_a_real_engine_too(said):
+    found = said("target=real", "hw=loopback", "backend=nixl_tcp", "experiment=one_write", "experiment.size=4KiB")
+    assert (found["status"], found["target"]) == ("ok", "real")
+    assert value(found, "write_s") > 0.0
+
+
+def test_a_scheduler_is_one_class_and_one_file(said):
+    found = said("engine=shortest", "workload=smoke")
+    assert value(found, "requests_ok") == 12
+
+
+def test_a_router_policy_is_one_class(said, kept):
+    two = ("parallel.prefill.tp=2", "parallel.prefill.instances=2", "parallel.decode.tp=2", "workload=smoke")
+    folder = said("experiment.router=pinned", *two, f"output={kept}")["folder"]
+    import pyarrow.parquet as parquet
+
+    assert set(parquet.read_table(f"{folder}/requests.parquet")["prefill"].to_pylist()) == {"prefill0"}
