@@ -31,12 +31,25 @@ import numpy.typing as npt
 from simpy.events import Event
 
 from pdsim.clock import Clock, Mailbox, fire
-from pdsim.descriptors import Int64s, check_disjoint, check_inside, int64s
+from pdsim.descriptors import check_disjoint, check_inside, int64s
 from pdsim.errors import InvalidBatch
 
 __all__ = [
-    "Batch", "Buffer", "Channel", "Device", "Endpoint", "LazyBatch", "Message",
-    "Notification", "Peer", "Program", "Recorder", "Region", "Series", "Transfer", "TransferRecord",
+    "Batch",
+    "Buffer",
+    "Channel",
+    "Device",
+    "Endpoint",
+    "Message",
+    "Notification",
+    "Peer",
+    "Program",
+    "Recorder",
+    "Region",
+    "Repeated",
+    "Series",
+    "Transfer",
+    "TransferRecord",
 ]  # fmt: skip
 
 Program = Generator[Event, Any, Any]
@@ -208,57 +221,6 @@ class Batch:
             )
 
 
-class LazyBatch(Batch):
-    """A batch whose arrays are made by *make* when somebody first reads one of them.
-
-    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever makes
-    one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over regions at
-    least as large.  It is called at most once, for all batches that `over` derives from this one.
-    """
-
-    __slots__ = ("_count", "_made", "_make")
-
-    def __init__(self, source: Region, target: Region, count: int, nbytes: int, make: Callable[[], Batch]) -> None:
-        self.source = source
-        self.target = target
-        self.nbytes = nbytes
-        self.pieces = self._count = count
-        self._make = make
-        self._made: Batch | None = None
-
-    def __len__(self) -> int:
-        return self._count
-
-    def arrays(self) -> Batch:
-        """Return the batch with arrays that this one stands for."""
-        made = self._made
-        if made is None:
-            made = self._made = self._make()
-            if len(made) != self._count or made.nbytes != self.nbytes:
-                raise AssertionError(f"{self!r} stands for {made!r}")
-        return made
-
-    @property
-    def source_offset(self) -> Int64s:  # type: ignore[override]  # there a slot
-        """Where each descriptor begins in the source."""
-        return self.arrays().source_offset
-
-    @property
-    def target_offset(self) -> Int64s:  # type: ignore[override]
-        """Where each descriptor begins in the target."""
-        return self.arrays().target_offset
-
-    @property
-    def size(self) -> Int64s:  # type: ignore[override]
-        """The bytes of each descriptor."""
-        return self.arrays().size
-
-    def over(self, source: Region, target: Region) -> Batch:
-        """As `Batch.over`."""
-        self._check_over(source, target)
-        return LazyBatch(source, target, self._count, self.nbytes, self.arrays)
-
-
 # --- moving bytes ---------------------------------------------------------------------------------------------------
 
 
@@ -353,14 +315,22 @@ class Series(Event, ABC):
 
 
 class Notification(NamedTuple):
-    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes.
-
-    With a *count*, so many transfers with equal payloads: of the simulator's `Endpoint.foresee` only.
-    """
+    """What a writer attached to a transfer.  Arrives exactly once, after the transfer's bytes."""
 
     sender: str  # rank
     payload: bytes
-    count: int = 1  # type: ignore[assignment]  # hides the method of tuples
+
+
+class Repeated(Notification):
+    """The equal notifications of so many transfers of one `Series`."""
+
+    times: int
+
+    def __new__(cls, sender: str, payload: bytes, times: int) -> Repeated:
+        """Return a notification that stands for *times*."""
+        made = super().__new__(cls, sender, payload)
+        made.times = times
+        return made
 
 
 @dataclass(frozen=True)

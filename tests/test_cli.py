@@ -117,7 +117,7 @@ REFUSALS = [
     (("report", "."), ". has no config.yaml, "),
     (("compare", "."), "compare takes 2 to 26 folders of runs, got 1"),
     (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
-    (("doctor", "now"), "doctor takes no arguments but --host, got 'now'"),
+    (("doctor", "now"), "doctor takes no arguments but --host and --config-dir, got 'now'"),
     (("run", "8xh200"), "'8xh200' is not KEY=VALUE; did you mean hw=8xh200?"),
     (("run", "hw"), "'hw' is not KEY=VALUE; write hw=NAME with one of 2x8xh100,"),
     (("run", "fast"), "'fast' is not KEY=VALUE, such as hw=8xh20"),

@@ -25,7 +25,7 @@ def test_a_run_has_its_metrics_requests_and_configuration():
     assert run.transfers.num_rows > 0
     assert (run.config["hw.name"], run.config["kv.staging"], run.config["workload.count"]) == ("8xh200", True, 3)
     assert (run.evidence, run.failures) == ("assumed", [])
-    assert run.definitions["requests_ok"].startswith("of them, those that got all their tokens")
+    assert run.definitions["requests_ok"].startswith("requests that got all their tokens")
     assert "load: 3 of 3 requests in " in str(run)
 
 

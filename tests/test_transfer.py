@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from pdsim.clock import Clock
 from pdsim.errors import InvalidBatch
-from pdsim.transfer import Batch, LazyBatch, Region, Transfer
+from pdsim.lazy_batch import LazyBatch
+from pdsim.transfer import Batch, Region, Transfer
 
 SOURCE = Region("prefill0", "kv", 1000, 0, "gpu0")
 TARGET = Region("decode0", "pool", 500, 0, "gpu1")

@@ -61,7 +61,10 @@ WRONG = [
     ("output=", "output must name a folder, got ''"),
     ("output=/dev/null/x", "output=/dev/null/x: Not a directory; name a folder that can be written to"),
     ("memory=traced", "memory must be one of timing, tracked, got 'traced'"),
-    ("experiment.router=random", "experiment.router must be one of least_tokens, round_robin, got 'random'"),
+    (
+        "experiment.router=random",
+        "must be one of least_tokens, power_of_two, round_robin, got 'random'",
+    ),
     ("experiment=[]", "experiment=[] would mix several files into one"),
     ((TRANSFER, "experiment.size=[]"), "experiment.size must have one value or more, got none"),
     ((TRANSFER, "experiment.patterns=[pairs:x]"), "'pairs:x' has a count that it cannot have; write pairs:2"),

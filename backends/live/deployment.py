@@ -42,9 +42,9 @@ class Served:
 
 def engine_of(config: Config) -> str:
     """Return ``"vllm"``, ``"sglang"`` or ``""`` for any server with OpenAI's API."""
-    chosen = getattr(config, "engine", None)
-    name = str(getattr(chosen, "name", chosen) or "")
-    return config.live.engine or (name if name in MODULES else "")
+    if config.live.engine or config.live.url:
+        return config.live.engine
+    return config.engine.name if config.engine.name in MODULES else ""
 
 
 def problems(config: Config) -> Iterator[str]:

@@ -37,7 +37,7 @@ from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
 from pdsim.fabric.posted import PostedTransfers
 from pdsim.fabric.series import SimSeries
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Transfer
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Repeated, Transfer
 
 if TYPE_CHECKING:
     from pdsim.costs import Engine
@@ -295,7 +295,7 @@ class SimEndpoint:
         if last:
             flight.release()
         if flight.notify and count:
-            flight.connection.remote.notifications.deliver(Notification(self.name, flight.notify, count))
+            flight.connection.remote.notifications.deliver(Repeated(self.name, flight.notify, count))
 
     def _resume(self, flight: PostedTransfer, stages: Stages, flow: Flow | None) -> Transfer:
         """Make *flight* the write of a series that is under way."""

@@ -16,7 +16,8 @@ from pdsim.errors import InvalidBatch
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.mapping import WHOLE, HeadSlice, RankShare
 from pdsim.kv.pages import Pages
-from pdsim.transfer import Batch, LazyBatch, Region
+from pdsim.lazy_batch import LazyBatch
+from pdsim.transfer import Batch, Region
 
 __all__ = ["Planner", "Runs", "cut", "group", "pair", "planner"]
 

@@ -32,7 +32,7 @@ ENGINE, HOSTS = FITTED
 @pytest.fixture(scope="module")
 def config() -> Config:
     words = ["hw=2xh200", f"backend={ENGINE}", "experiment=serve", "model=llama-3.1-8b", "workload=smoke"]
-    return compose([*words, "kv.checked=0", "kv.pool=16GiB"])
+    return compose([*words, "compute=roofline", "engine=generic", "kv.checked=0", "kv.pool=16GiB"])
 
 
 @pytest.fixture(scope="module")

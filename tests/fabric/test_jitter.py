@@ -4,7 +4,7 @@ import pytest
 
 from pdsim.clock import Clock
 from pdsim.costs import Jitter
-from pdsim.fabric.engine import CopyEngine, Lane, Poster
+from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.jitter import Draws
 from pdsim.fabric.topology import Route
@@ -19,11 +19,11 @@ def crossing(draws=None, rounds=20):
     log = []
     ports = {name: network.link(name, 100.0) for name in "abcd"}
     for source in "ab":
-        poster, copier = Poster(), CopyEngine(clock, None, draws)
+        poster, copier = PostingThread(), CopyEngine(clock, None, draws)
         lanes = []
         for sink in "cd":
             way, back = Route((ports[source], ports[sink]), 0.0), Route((ports[sink], ports[source]), 0.0)
-            lanes.append(Lane(network, poster, model, way, back, source + sink, copier, draws))
+            lanes.append(SendQueue(network, poster, model, way, back, source + sink, copier, draws))
         for _ in range(rounds):
             for lane in lanes:
                 lane.post(100, 1, False, lambda posting: log.append((clock.now, posting.tag)), lane.name)

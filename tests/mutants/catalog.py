@@ -15,7 +15,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.kv import mapping, sender, sender_rooms
+from pdsim.kv import mapping, sender_rooms
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.queues import Queues
 from pdsim.kv.reading import KvReader
@@ -36,7 +36,6 @@ from tests.mutants.defects import (
     SHORT_LEASES,
     TWO_STAGED,
     Change,
-    Unraised,
     complete_with_the_first,
     counted_as_done,
     counted_by_tp,
@@ -222,7 +221,7 @@ MUTANTS = (
     Mutant("Z17", "context-parallel ranks divide pages by number, not by position", "I2",
            ((KvSender, "_share", share_by_number),), shares),
     Mutant("Z18", "a write that fails raises in its worker, and a worker ends with the first exception", "I5",
-           ((Queues, "_work", dies), (sender, "TransferError", Unraised)),
+           ((Queues, "_resume", dies),),
            lambda scenario: scenario.job.handoff.queues > 0 and failing(scenario)),
     Mutant("Z21", "a pair is connected after as many messages as it has ranks, whoever sent them", "I8",
            ((prefill.PrefillScheduler, "_count_ready", counts_messages),),

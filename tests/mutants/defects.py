@@ -290,17 +290,16 @@ def knows_no_abort(self: Any, sender_: str, message: Any) -> None:
     raise KeyError(f"ABORT of room {message.room}")
 
 
-def dies(self: Queues[Any], number: int) -> Any:
-    """A worker ends with the first exception of an item."""
-    queue = self._queues[number]
-    while True:
-        while queue.items:
-            try:
-                yield from self._work_on(queue.items.popleft(), number)
-            except Exception:
-                return
-        queue.idle = self._clock.event()
-        yield queue.idle
+def dies(self: Queues[Any], queue: Any, event: Any) -> None:
+    """A worker ends with the first transfer that fails: its queue stays busy for ever."""
+    if not event.ok:
+        return
+    if queue.program is not None:
+        waits = self._advance(queue, queue.program, event)
+        if waits is not None:
+            waits.callbacks.append(lambda event: self._resume(queue, event))
+            return
+    self._next(queue)
 
 
 class Unraised(Exception):

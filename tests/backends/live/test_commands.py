@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_in_one_line_each():
     assert refusals("live.prefill=http://a", "live.engine=vllm") == [
         "live.prefill=['http://a'] has no live.decode; name the decode servers as well"
     ]
-    assert refusals("live.prefill=http://a", "live.decode=http://b") == [
+    assert refusals("live.prefill=http://a", "live.decode=http://b", "engine=generic") == [
         "live.engine='' does not say which protocol joins prefill and decode; set live.engine=vllm or sglang"
     ]
     config = compose(["hw=2xh200", "live.launch=true", "live.engine=vllm", "model=qwen3-8b"])

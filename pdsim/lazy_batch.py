@@ -1,0 +1,61 @@
+"""A batch that is counted and checked before its arrays exist, for memory without contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdsim.descriptors import Int64s
+from pdsim.transfer import Batch, Region
+
+__all__ = ["LazyBatch"]
+
+
+class LazyBatch(Batch):
+    """A batch whose arrays are made by *make* when somebody first reads one of them.
+
+    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever makes
+    one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over regions at
+    least as large.  It is called at most once, for all batches that `over` derives from this one.
+    """
+
+    __slots__ = ("_count", "_made", "_make")
+
+    def __init__(self, source: Region, target: Region, count: int, nbytes: int, make: Callable[[], Batch]) -> None:
+        self.source = source
+        self.target = target
+        self.nbytes = nbytes
+        self.pieces = self._count = count
+        self._make = make
+        self._made: Batch | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def arrays(self) -> Batch:
+        """Return the batch with arrays that this one stands for."""
+        made = self._made
+        if made is None:
+            made = self._made = self._make()
+            if len(made) != self._count or made.nbytes != self.nbytes:
+                raise AssertionError(f"{self!r} stands for {made!r}")
+        return made
+
+    @property
+    def source_offset(self) -> Int64s:  # type: ignore[override]  # there a slot
+        """Where each descriptor begins in the source."""
+        return self.arrays().source_offset
+
+    @property
+    def target_offset(self) -> Int64s:  # type: ignore[override]
+        """Where each descriptor begins in the target."""
+        return self.arrays().target_offset
+
+    @property
+    def size(self) -> Int64s:  # type: ignore[override]
+        """The bytes of each descriptor."""
+        return self.arrays().size
+
+    def over(self, source: Region, target: Region) -> Batch:
+        """As `Batch.over`."""
+        self._check_over(source, target)
+        return LazyBatch(source, target, self._count, self.nbytes, self.arrays)
