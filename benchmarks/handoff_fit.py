@@ -315,7 +315,8 @@ def main(words: Sequence[str]) -> None:
             runs.setdefault(host, []).append(Path(folder))
         keep(runs)
     options = ["model=llama-3.1-8b", "workload=smoke", "kv.checked=0", "kv.pool=16GiB", "experiment=serve"]
-    configs = {name: compose(["hw=2xh200", f"backend={name}", "compute=roofline", "engine=generic", *options]) for name in _engines()}
+    options = ["compute=roofline", "engine=generic", *options]  # those that the hosts' pauses were fitted beside
+    configs = {name: compose(["hw=2xh200", f"backend={name}", *options]) for name in _engines()}
     config = configs[FITTED[0]]
     assert config.hw.gpu is not None
     rate, latency, every = config.hw.gpu.memory_rate, config.hw.host.tcp_latency, samples()
