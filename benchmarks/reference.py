@@ -38,7 +38,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {"time": format_time, "size": format_
 ELSEWHERE = ("experiment", "policy", "calibration", "sources")
 """Fields without rows: experiments and policies have sections of their own, the others are written by programs."""
 HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
-OUTPUT_LINES = 15
+OUTPUT_LINES = 16
 
 
 def configuration() -> Iterator[str]:

@@ -76,14 +76,16 @@ def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[
     total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
     met = metrics.get("slo_attainment") or 0.0
     slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
+    yield from (note for note in run["notes"] if note.startswith("offered load: "))
     yield f"SLO {'met' if met >= 0.99 else 'missed'}: {share(met)} of {total} requests have {slo}"
     rate, good = metrics.get("request_rate"), metrics.get("goodput")
     served = f"{done} of {total} requests in {format_time(metrics['makespan_s'])}"
     if failed:
         served += f", {failed} failed"
-    overload = next((note for note in run["notes"] if note.startswith("overloaded: ")), "")
+    offered = max(metrics.get(f"offered_load_{side}") or 0.0 for side in ("prefill", "decode"))
+    verdict = "overloaded, latencies measure the queue" if offered > 1.0 else "it keeps up"
     speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""
-    yield f"load: {served}{speed}; {'overloaded, latencies measure the queue' if overload else 'it keeps up'}"
+    yield f"load: {served}{speed}; {verdict}"
     yield f"{'':<12}{'p50':>10}{'p90':>10}{'p99':>10}"
     for name, title in _LATENCIES.items():
         found = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]

@@ -188,12 +188,13 @@ def served(**changes):
 
 def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     outcome = Outcome({}, 90.0, links={"node0/gpu0/out": 3.3e-4, "node0/gpu1/out": 1e-4}, pools={"host": 0.941})
-    notes = ["overloaded: requests arrived in 2 s", "warning: a", "warning: b"]
+    notes = ["offered load: prefill 2, decode 0.5: at most half", "warning: a", "warning: b"]
     folder = Run(config, overrides=["hw=toy", "seed=3"]).finish(
-        make_result(summary=served(), tables=[], notes=notes, outcome=outcome)
+        make_result(summary=served(offered_load_prefill=2.0), tables=[], notes=notes, outcome=outcome)
     )
     assert printed(folder, verbose=False).splitlines() == [
         "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
+        "offered load: prefill 2, decode 0.5: at most half",
         "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms",
         "load: 4 of 4 requests in 1.5 min (0.0444/s, 0.0333/s within the SLO); overloaded, latencies measure the queue",
         "                   p50       p90       p99",
