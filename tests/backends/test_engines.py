@@ -56,6 +56,6 @@ def test_a_write_to_a_dead_process_settles_or_stays_in_quarantine(name):
         [spec("a", programs.settle_after_loss, to="b"), spec("b", programs.wait_for_death, by="a")], kill={"b": 2.0}
     )
     proven = ["PeerLost", True, 0]
-    # both sometimes never say that a transfer to a dead peer is over (Mooncake seen once, cause not found); then nothing
-    # is proven, and nothing is given up
+    # Both sometimes never say that a transfer to a dead peer is over (Mooncake seen once, cause not found).  Then
+    # nothing is proven, and nothing is given up.
     assert outcome.ranks["a"].value in [proven, ["PeerLost", False, 1]]
