@@ -14,7 +14,17 @@ from pdsim.guards import not_negative, one_of, positive
 from pdsim.hardware import VENDORS
 from pdsim.units import Rate, Seconds, Size
 
-__all__ = ["Collective", "CollectiveModel", "Engine", "EngineModel", "InlineSaving", "Jitter", "OptionCosts", "Ramp"]
+__all__ = [
+    "Collective",
+    "CollectiveModel",
+    "DeviceLine",
+    "Engine",
+    "EngineModel",
+    "InlineSaving",
+    "Jitter",
+    "OptionCosts",
+    "Ramp",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +274,21 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceLine:
+    """What an all-gather costs the GPU alone, by one of a library's protocols: ``latency + (n - 1) * S / rate``.
+
+    It is the time between two events of a stream that the gather is queued on, without launch, host and waiting.
+    """
+
+    latency: Seconds
+    rate: Rate
+
+    def __post_init__(self) -> None:
+        not_negative("device", latency=self.latency)
+        positive("device", rate=self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveModel:
     """What an all-gather costs on one kind of memory.
 
@@ -275,6 +300,11 @@ class CollectiveModel:
 
     No call is over before the hosts are done with it.  One that does not follow the group's call before at once keeps
     them busy for *cold*, one on symmetric memory of a pool that has grown for *grown*; neither is added to the rest.
+
+    All of this is what a caller sees who waits for each call, as `pdsim.group.Group` has it.  A library with *device*
+    lines has another time, the GPU's own: that of the protocol which is the quickest for the size.  A program that
+    queues gathers on a stream, as a model's forward does, pays that; a caller who waits for one on the bare library
+    pays *launch* on top.
 
     *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the algorithmic
     bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
@@ -289,16 +319,21 @@ class CollectiveModel:
     copies: int = 0
     cold: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
     grown: Seconds = 0.0  # the same, in a pool that has grown
+    device: tuple[DeviceLine, ...] = ()  # of the library's protocols; empty: not known
+    stream: bool = False  # whether it costs what the device does, calls being queued: see `queued`
+    launch: Seconds = 0.0  # of the host: from the call of the bare library to the device's start, and to see its end
 
     def __post_init__(self) -> None:
         one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
         one_of("collective", ("ring", "direct"), pattern=self.pattern)
         not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
-        not_negative("collective", cold=self.cold, grown=self.grown)
+        not_negative("collective", cold=self.cold, grown=self.grown, launch=self.launch)
         positive("collective", rate=self.rate, own_rate=self.own_rate)
 
     def before(self, ranks: int, size: float) -> Seconds:
         """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links."""
+        if self.stream:
+            return self.on_device(ranks, size) - (ranks - 1) * size / self.rate
         return self.latency + (ranks - 1) * self.step + size / self.own_rate
 
     def busy(self, *, cold: bool, grown: bool) -> Seconds:
@@ -319,6 +354,27 @@ class CollectiveModel:
         moved = (ranks - 1) * size / min(self.rate, narrowest)
         return max(self.before(ranks, size) + moved, self.busy(cold=cold, grown=grown))
 
+    def on_device(self, ranks: int, size: float) -> Seconds:
+        """Return the GPU's seconds for an all-gather of *size* bytes of each of *ranks*, nothing in its way.
+
+        Raise `ValueError` if nobody has measured them.
+
+        >>> lines = DeviceLine(latency=8e-6, rate=100e9), DeviceLine(latency=20e-6, rate=250e9)
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=1e-4, step=0.0, rate=300e9, device=lines)
+        >>> [f"{1e6 * model.on_device(2, size):.1f}" for size in (100_000, 10_000_000)]
+        ['9.0', '60.0']
+        """
+        if not self.device:
+            raise ValueError("collective.device has no lines for this memory: the GPU's own time is not known")
+        return min(line.latency + (ranks - 1) * size / line.rate for line in self.device)
+
+    def queued(self) -> CollectiveModel:
+        """Return what a program pays that queues gathers on a stream: the GPU's own time.
+
+        Bytes move at the rate of the quickest line, after what the line of that size takes longer.
+        """
+        return replace(self, stream=True, rate=max(line.rate for line in self.device), cold=0.0, grown=0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -337,10 +393,18 @@ class Collective:
     grow_latency: Seconds  # of each rank
     grow_rate: Rate
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
+    timing: str = "caller"  # whose time a call takes: the caller's, who waits for each, or, queued, the "device"'s
     check: bool = True  # compare sizes between ranks before anything moves; on real ranks that is a round trip
     timeout: Seconds = 30.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        one_of("collective", ("caller", "device"), timing=self.timing)
+        missing = [kind for kind in ("plain", "symmetric") if not getattr(self, kind).device]
+        if self.timing == "device" and missing:
+            raise ValueError(
+                f"collective.timing=device needs collective.{missing[0]}.device, and nobody has measured it for "
+                f"{self.name}; use timing=caller, or give the lines"
+            )
         positive("collective", pool=self.pool, grow_rate=self.grow_rate, timeout=self.timeout)
         not_negative("collective", grow_latency=self.grow_latency)

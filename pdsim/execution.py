@@ -117,6 +117,10 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
     from backends.jobs.launcher import SILENCE, Processes
 
     host, collective = config.hw.host.memory, config.collective
+    if collective is not None and collective.timing != "caller":
+        raise ConfigError(
+            f"collective.timing={collective.timing} holds on the model: real ranks wait for every call; use caller"
+        )
     silence = config.launch.silence or config.experiment.get("deadline", SILENCE)
     if config.hw.guest:
         from backends.emulation.guest.engines import emulated

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import mmap
 import multiprocessing
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -52,11 +54,16 @@ class Crew:
         context = multiprocessing.get_context("spawn")
         self.variant, self.scale = variant, scale
         half = ranks.SLOTS * scale.total
+        self.turn = 1
+        file, page = tempfile.mkstemp(prefix="pdsim-probe-")
+        os.ftruncate(file, mmap.PAGESIZE)
+        os.close(file)
+        self.page = Path(page)
         self.pipes: dict[str, Connection] = {}
         self.processes = []
         for name, gpu in PLACES.items():
             ours, theirs = context.Pipe()
-            arguments = (theirs, name, variant, gpu if gpus else None, half)
+            arguments = (theirs, name, variant, gpu if gpus else None, half, self.page)
             process = context.Process(target=ranks.main, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -90,29 +97,32 @@ class Crew:
         self.order(name, *order)
         return self.answer(name)
 
-    def go(self, point: Point) -> list[tuple[int, ranks.Times]]:
-        """Run the flows of *point* once and return the times of each, by its number."""
+    def go(self, point: Point, turns: int) -> list[list[tuple[int, ranks.Times]]]:
+        """Run the flows of *point* so many times; return the times of each flow, by its number, for each turn."""
         orders: dict[str, list[tuple[int, ranks.Flow]]] = {}
         for number, (initiator, target) in enumerate(PATTERNS[point.pattern]):
             mine = orders.setdefault(initiator, [])
             thread = len(mine) if self.variant.threads == 0 else len(mine) % self.variant.threads
             flow = ranks.Flow(target, point.operation, point.count, point.size, number, thread)
             mine.append((number, flow))
-        start = time.monotonic_ns() + self.scale.ahead_ns + 2_000 * point.count * len(orders) // 100
         for name, mine in orders.items():
-            self.order(name, "go", start, [flow for _, flow in mine])
+            self.order(name, "go", self.turn, turns, list(orders), [flow for _, flow in mine])
+        self.turn += turns
         found = {name: self.answer(name) for name in orders}
         return [
-            (number, times)
-            for name, mine in orders.items()
-            for (number, _), times in zip(mine, found[name], strict=True)
+            [
+                (number, times)
+                for name, mine in orders.items()
+                for (number, _), times in zip(mine, found[name][turn], strict=True)
+            ]
+            for turn in range(turns)
         ]
 
     def check(self, operation: str) -> None:
         """Move one batch of 3 pieces of 4 KiB and see that its bytes arrive, and no others."""
         for index, name in enumerate(self.pipes):
             self.ask(name, "fill", 1 + index, 0)
-        self.go(Point("one", operation, 3, 4096))
+        self.go(Point("one", operation, 3, 4096), 1)
         receiver, sent = ("b0", 1) if operation == "write" else ("a0", 3)
         found = [self.ask(receiver, "peek", offset) for offset in (0, 4096, 3 * 4096 - 1, 3 * 4096)]
         if found != [sent, sent, sent, 0]:
@@ -130,6 +140,7 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join(5.0)
+        self.page.unlink(missing_ok=True)
 
 
 def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterator[Row]:
@@ -154,11 +165,10 @@ def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterato
             if time.monotonic() > deadline:
                 yield _row(variant, point, "out of time")
                 return
-            for repeat in range(-scale.warmup, scale.repeat):
-                for number, times in crew.go(point):
-                    if repeat >= 0:
-                        section = "pair" if index < pair else "contention"
-                        yield _timed(_row(variant, point)._replace(section=section), number, repeat, times)
+            section = "pair" if index < pair else "contention"
+            for repeat, flows in enumerate(crew.go(point, scale.warmup + scale.repeat)[scale.warmup :]):
+                for number, times in flows:
+                    yield _timed(_row(variant, point)._replace(section=section), number, repeat, times)
     except Exception as error:
         yield _row(variant, point, f"failed: {error}")
     finally:

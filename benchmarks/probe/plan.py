@@ -44,7 +44,6 @@ class Scale:
     pairs: int
     repeat: int
     warmup: int
-    ahead_ns: int  # from the order to start until the start
 
 
 GPU = Scale(
@@ -54,7 +53,6 @@ GPU = Scale(
     pairs=PAIRS,
     repeat=5,
     warmup=2,
-    ahead_ns=2_000_000,
 )
 HOST = Scale(
     4 * MIB,
@@ -63,7 +61,6 @@ HOST = Scale(
     pairs=4,
     repeat=2,
     warmup=1,
-    ahead_ns=30_000_000,
 )
 
 

@@ -20,13 +20,16 @@ from pdsim.fabric.job import Model
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program
 
-FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors", "size", "flow", "total")
-"""Columns of a prediction; *total* is in microseconds, as in a measurement."""
+FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors", "size", "flow", "total", "device")
+"""Columns of a prediction; *total* and *device*, of a gather, are in microseconds, as in a measurement."""
 
 START = 1.0
 """Seconds after the start of a simulated job at which all flows start, when every rank has long been ready."""
 
-Key = tuple[str, ...]  # all columns but *flow* and *total*
+WARM = 1e-3
+"""Seconds before the start at which every initiator moves 4 KiB: copy engines are awake then, as in a turn's turn."""
+
+Key = tuple[str, ...]  # all columns but *flow* and the times
 
 
 def words(variant: Variant) -> list[str]:
@@ -46,14 +49,15 @@ def predicted(hw: str) -> Iterator[tuple[str | int | float, ...]]:
             section = "pair" if index < pairs else "contention"
             label = (section, variant.library, variant.name, point.pattern, point.operation, point.count, point.size)
             for flow, seconds in sorted(simulated(config, point).items()):
-                yield (*label, flow, f"{seconds * 1e6:.3f}")
+                yield (*label, flow, f"{seconds * 1e6:.3f}", "")
     collective = compose([hw, "experiment=transfer", "experiment.ranks=2"]).collective
     assert collective is not None
     for mode, model in (("plain", collective.plain), ("symmetric", collective.symmetric)):
         for size in GATHERS:
+            device = model.on_device(RANKS, size)
+            times = f"{(model.launch + device) * 1e6:.3f}", f"{device * 1e6:.3f}"
             for rank in range(RANKS):
-                seconds = model.alone(RANKS, size)
-                yield ("gather", "nccl", mode, "", "all-gather", 1, size, rank, f"{seconds * 1e6:.3f}")
+                yield ("gather", "nccl", mode, "", "all-gather", 1, size, rank, *times)
 
 
 def simulated(config: Config, point: Point) -> dict[int, float]:
@@ -68,13 +72,13 @@ def simulated(config: Config, point: Point) -> dict[int, float]:
     if errors := [result.error for result in outcome.ranks.values() if result.error]:
         raise SystemExit("\n".join(errors))
     records = [record for result in outcome.ranks.values() for record in result.transfers]
-    return {int(record.label): record.seen - record.submitted for record in records}
+    return {int(record.label): record.seen - record.submitted for record in records if record.label != "warm"}
 
 
 def _rank(rank: Rank, flows: Sequence[tuple[int, str]], write: bool, count: int, size: int) -> Program:
     """Exchange addresses with everybody, then post all *flows* at the instant of the start."""
     slot = count * size
-    region = rank.endpoint.register(rank.device.allocate(2 * slot * len(PLACES)), "kv")
+    region = rank.endpoint.register(rank.device.allocate(max(4096, 2 * slot * len(PLACES))), "kv")
     others = [name for name in PLACES if name != rank.name]
     for name in others:
         rank.channel.send(name, rank.endpoint.address())
@@ -82,6 +86,12 @@ def _rank(rank: Rank, flows: Sequence[tuple[int, str]], write: bool, count: int,
     for _ in others:
         message = yield rank.channel.receive()
         peers[message.sender] = rank.endpoint.connect(message.payload)
+    yield rank.clock.timeout(START - WARM - rank.clock.now)
+    for _, target in flows[:1]:
+        one = np.zeros(1, np.int64)
+        yield rank.endpoint.write(
+            peers[target], Batch(region, peers[target].regions["kv"], one, one, one + 4096), label="warm"
+        )
     yield rank.clock.timeout(START - rank.clock.now)
     order = np.arange(count, dtype=np.int64) * size
     posted = []
@@ -108,6 +118,11 @@ def write(to: Path, hw: str) -> None:
     print(f"{to}: sha256 {hashlib.sha256(to.read_bytes()).hexdigest()}")
 
 
+HEAD = (
+    *("section", "library", "variant", "points", "mean %", "median %", "p95 %", "bias %", "spread %", "post-end %"),
+)
+
+
 def judge(predictions: Path, measurements: Path) -> None:
     """Print the errors of predictions by section and variant, beside the spread of repeats.
 
@@ -122,30 +137,10 @@ def judge(predictions: Path, measurements: Path) -> None:
     model: dict[Key, float] = {}
     for row in said:
         model[_key(row)] = max(model.get(_key(row), 0.0), float(row["total"]))
-    repeats: dict[tuple[Key, str], list[dict[str, str]]] = defaultdict(list)
-    for row in found:
-        if row["note"]:
-            print(f"note: {row['library']} {row['variant']} {row['pattern']}: {row['note']}")
-        elif row["section"] != "host":
-            repeats[_key(row), row["repeat"]].append(row)
-    measured, alone = defaultdict(list), defaultdict(list)
-    for (key, _), flows in repeats.items():
-        end = max(float(row["total"]) for row in flows)
-        measured[key].append(end - min(float(row["start"]) for row in flows))
-        alone[key].append(end - min(float(row["prepare"]) for row in flows))
-    head = (
-        "section",
-        "library",
-        "variant",
-        "points",
-        "mean %",
-        "median %",
-        "p95 %",
-        "bias %",
-        "spread %",
-        "post-end %",
-    )
-    print(("{:11}{:10}{:11}" + "{:>11}" * 7).format(*head))
+        if row["device"]:
+            model["device", *_key(row)[1:]] = float(row["device"])
+    measured, alone = _measured(found)
+    print(("{:11}{:10}{:11}" + "{:>11}" * 7).format(*HEAD))
     groups: dict[Key, list[Key]] = defaultdict(list)
     for key in measured:
         if key in model:
@@ -160,8 +155,28 @@ def judge(predictions: Path, measurements: Path) -> None:
         print("{:11}{:10}{:11}".format(*group) + f"{len(keys):11d}" + "".join(f"{cell:11.1f}" for cell in cells))
 
 
+def _measured(found: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
+    """Return the microseconds of every repeat of a point: from its start, and from the end of preparing."""
+    repeats: dict[tuple[Key, str], list[dict[str, str]]] = defaultdict(list)
+    for row in found:
+        if row["note"]:
+            print(f"note: {row['library']} {row['variant']} {row['pattern']}: {row['note']}")
+        elif row["section"] != "host":
+            repeats[_key(row), row["repeat"]].append(row)
+    measured, alone = defaultdict(list), defaultdict(list)
+    for (key, _), flows in repeats.items():
+        end = max(float(row["total"]) for row in flows)
+        measured[key].append(end - min(float(row["start"]) for row in flows))
+        alone[key].append(end - min(float(row["prepare"]) for row in flows))
+        if flows[0]["device"]:
+            device = min(float(row["device"]) for row in flows)
+            for times in (measured, alone):
+                times["device", *key[1:]].append(device)
+    return measured, alone
+
+
 def _key(row: dict[str, str]) -> Key:
-    return tuple(row[name] for name in FIELDS[:-2])
+    return tuple(row[name] for name in FIELDS[:-3])
 
 
 def _read(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:

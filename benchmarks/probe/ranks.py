@@ -1,17 +1,20 @@
-"""One rank's process: it waits for orders on a pipe, transfers at a given instant, and answers with times."""
+"""One rank's process: it waits for orders on a pipe, meets the others, transfers in turns, and answers with times."""
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from benchmarks.probe.board import Board, Processors
 from benchmarks.probe.drivers import LIBRARIES, Memory
-from benchmarks.probe.plan import Variant
+from benchmarks.probe.plan import PLACES, Variant
 
 SLOTS = 4
 """Parts of each half of the memory: what flows that run together read from, and write to."""
@@ -39,11 +42,11 @@ class Times:
     done: int
 
 
-def main(pipe: Connection, name: str, variant: Variant, gpu: int | None, half: int) -> None:
+def main(pipe: Connection, name: str, variant: Variant, gpu: int | None, half: int, page: Path) -> None:
     """Serve orders until told to end.  An error is an answer too."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     try:
-        rank = _Rank(name, variant, gpu, half)
+        rank = _Rank(name, variant, gpu, half, page)
         pipe.send(("ok", rank.driver.describe()))
         while True:
             while not pipe.poll(0 if gpu is None else 1e-3):
@@ -60,12 +63,15 @@ def main(pipe: Connection, name: str, variant: Variant, gpu: int | None, half: i
 class _Rank:
     """What orders act on."""
 
-    def __init__(self, name: str, variant: Variant, gpu: int | None, half: int) -> None:
+    def __init__(self, name: str, variant: Variant, gpu: int | None, half: int, page: Path) -> None:
         self.name, self.variant, self.half = name, variant, half
+        self.board = Board(page, name, list(PLACES))
         self.memory = Memory(2 * half, gpu)
         self.driver = LIBRARIES[variant.library](f"{name}-{os.getpid()}", variant, self.memory)
         self.peers: dict[str, Any] = {}
         self.orders: list[queue.SimpleQueue[Any]] = []
+        self.processors = Processors(list(PLACES).index(name), len(PLACES))
+        gc.disable()  # its pauses are Python's own
 
     def meet(self, descriptions: dict[str, Any]) -> None:
         """Take note of all others."""
@@ -88,29 +94,44 @@ class _Rank:
         turn = (time.perf_counter_ns() - begin) / 200_000
         return turn, 0.0 if self.memory.gpu is None else self.memory.launch_ns(time.perf_counter_ns)
 
-    def go(self, start: int, flows: list[Flow]) -> list[Times]:
-        """Transfer *flows* from the instant *start* of the monotonic clock on."""
+    def go(self, number: int, turns: int, crew: list[str], flows: list[Flow]) -> list[list[Times]]:
+        """Transfer *flows* once a turn, all of *crew* starting together; turns count from *number* on."""
         threads = 1 + max(flow.thread for flow in flows)
         parts = [[flow for flow in flows if flow.thread == index] for index in range(threads)]
         offsets = [[self._offsets(flow) for flow in part] for part in parts]
-        if threads == 1:
+        while threads > 1 and len(self.orders) < threads:
+            self.orders.append(queue.SimpleQueue())
+            arguments = (self.orders[-1], Processors(list(PLACES).index(self.name), len(PLACES)))
+            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
+        self.processors.settle()
+        found = []
+        for turn in range(number, number + turns):
+            start = self.board.meet(turn, crew, self._meanwhile)
             _wait(start)
+            found.append(self._turn(start, flows, parts, offsets))
+        return found
+
+    def _meanwhile(self) -> None:
+        if self.memory.gpu is None:  # TCP needs the target's help, and a dry run's ranks share processors
+            self.driver.progress()
+            os.sched_yield()
+
+    def _turn(self, start: int, flows: list[Flow], parts: list[list[Flow]], offsets: list[Any]) -> list[Times]:
+        if len(parts) == 1:
             return self._together(start, flows, offsets[0])
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        while len(self.orders) < threads:
-            self.orders.append(queue.SimpleQueue())
-            threading.Thread(target=self._serve, args=(self.orders[-1],), daemon=True).start()
-        _wait(start)
         for index, part in enumerate(parts):
             self.orders[index].put((start, part, offsets[index], index, answers))
         found = dict(answers.get() for _ in parts)
         if errors := [str(answer) for answer in found.values() if isinstance(answer, Exception)]:
             raise RuntimeError(errors[0])
-        turns = [iter(found[index]) for index in range(threads)]
+        turns = [iter(found[index]) for index in range(len(parts))]
         return [next(turns[flow.thread]) for flow in flows]
 
-    def _serve(self, orders: queue.SimpleQueue[Any]) -> None:
+    def _serve(self, orders: queue.SimpleQueue[Any], processors: Processors) -> None:
         self.memory.select()
+        if processors.enough:  # not those of the thread that started it
+            os.sched_setaffinity(0, processors.all)
         while True:
             start, part, offsets, index, answers = orders.get()
             try:

@@ -194,6 +194,8 @@ class _Core:
         self._ended = -1.0  # when the call before was over
         self._left: tuple[str, float] | None = None  # who broke the group, and when
         models = {"plain": self.library.plain, "symmetric": self.library.symmetric}
+        if self.library.timing == "device":
+            models = {kind: model.queued() for kind, model in models.items()}
         self._models = models
         self._paths = {kind: tuple(self._hops(model)) for kind, model in models.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdsim.costs import Collective, CollectiveModel
+from pdsim.costs import Collective, CollectiveModel, DeviceLine
 from pdsim.errors import ConfigError, OutOfMemory, TransferError
 from pdsim.fabric.endpoint import DETECTION
 from pdsim.fabric.job import Model
@@ -305,3 +305,21 @@ def test_without_collectives_there_is_no_group_and_the_error_says_what_to_choose
     assert outcome.ranks["rank0"].error == (
         "BackendUnavailable: this target has no collectives; choose some, such as collective=nccl"
     )
+
+
+LINES = DeviceLine(latency=0.5, rate=10.0), DeviceLine(latency=2.0, rate=40.0)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10, 0.5 + 10 / 10), (200, 2.0 + 200 / 40)])
+def test_gathers_that_are_queued_on_a_stream_take_the_time_of_the_device(size, expected):
+    library = replace(LIBRARY, plain=replace(RING, device=LINES), symmetric=replace(DIRECT, device=LINES))
+    for timing, total in (("device", expected), ("caller", RING.alone(2, size))):
+        for whole, *_ in values(run(gather, 2, replace(library, timing=timing), size=size)):
+            assert whole == pytest.approx(total, rel=1e-12)
+
+
+def test_a_library_whose_device_nobody_has_measured_says_so():
+    with pytest.raises(ValueError, match=r"collective\.timing=device needs collective\.plain\.device.*timing=caller"):
+        replace(LIBRARY, timing="device")
+    with pytest.raises(ValueError, match=r"collective\.device has no lines"):
+        RING.on_device(2, 10)
