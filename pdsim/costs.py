@@ -260,13 +260,17 @@ class Engine:
     intra: EngineModel | None
     inter: EngineModel | None
     timeout: Seconds = 30.0  # deadline of a transfer
+    threads: int = 1  # of each rank that post
+    serial: float = 1.0  # share of posting that they do one at a time: `pdsim.fabric.posting_threads`
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
     modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        positive("backend", timeout=self.timeout)
+        positive("backend", timeout=self.timeout, threads=self.threads)
+        if not 0.0 <= self.serial <= 1.0:
+            raise ValueError(f"backend.serial must be from 0 to 1, got {self.serial:g}")
         if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
             raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
         if self.intra is None and self.inter is None:

@@ -121,6 +121,10 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
         raise ConfigError(
             f"collective.timing={collective.timing} holds on the model: real ranks wait for every call; use caller"
         )
+    if config.backend.threads != 1:
+        raise ConfigError(
+            f"backend.threads={config.backend.threads} holds on the model: real ranks post from one thread; use 1"
+        )
     silence = config.launch.silence or config.experiment.get("deadline", SILENCE)
     if config.hw.guest:
         from backends.emulation.guest.engines import emulated

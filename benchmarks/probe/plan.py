@@ -74,6 +74,7 @@ class Variant:
     blocking: bool = False  # Mooncake: `batch_transfer_sync_*` instead of post and wait
     progress: bool = False  # NIXL: its progress thread
     workers: int = 0  # NIXL: `num_threads`
+    transports: str = "cuda_ipc,cuda_copy,tcp,self"  # NIXL between GPUs: UCX_TLS; empty: what UCX takes by itself
     pairs: bool = True
     patterns: tuple[str, ...] = tuple(PATTERNS)
 
@@ -84,6 +85,7 @@ VARIANTS = (
     Variant("nixl", "off"),
     Variant("nixl", "on4", progress=True, workers=4),
     Variant("nixl", "on0", progress=True, patterns=("one", "four")),
+    Variant("nixl", "on4-any", progress=True, workers=4, transports="", patterns=("one", "four")),
     Variant("nixl", "on8", progress=True, workers=8, patterns=("one", "four")),
     Variant("mooncake", "async2", threads=2, pairs=False, patterns=("four", "fan-out", "all-to-all")),
     Variant("mooncake", "async3", threads=3, pairs=False, patterns=("four", "fan-out", "all-to-all")),

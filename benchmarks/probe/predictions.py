@@ -26,6 +26,9 @@ FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors"
 START = 1.0
 """Seconds after the start of a simulated job at which all flows start, when every rank has long been ready."""
 
+MOST = max(len([flow for flow in flows if flow[0] == name]) for flows in PATTERNS.values() for name in PLACES)
+"""Flows of one initiator, at most: so many threads has a rank that posts each from its own."""
+
 WARM = 1e-3
 """Seconds before the start at which every initiator moves 4 KiB: copy engines are awake then, as in a turn's turn."""
 
@@ -34,8 +37,8 @@ Key = tuple[str, ...]  # all columns but *flow* and the times
 
 def words(variant: Variant) -> list[str]:
     """Return the words of a configuration that runs the library as *variant* does, as far as the model knows it."""
-    if variant.library == "mooncake":
-        return ["backend=mooncake_nvlink"]
+    if variant.library == "mooncake":  # a call that blocks costs what the two halves of the other way do
+        return ["backend=mooncake_nvlink", f"backend.threads={variant.threads or MOST}"]
     found = ["backend=nixl", f"backend.options.progress_thread={str(variant.progress).lower()}"]
     return [*found, f"backend.options.num_threads={variant.workers}"]
 

@@ -36,6 +36,7 @@ from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
 from pdsim.fabric.posted import PostedTransfers
+from pdsim.fabric.posting_threads import PostingThreads
 from pdsim.fabric.series import SimSeries
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Repeated, Transfer
 
@@ -90,6 +91,7 @@ class SimEndpoint:
     def __init__(
         self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
     ) -> None:
+        engine = fabric.engine
         self.name = name
         self.site = site
         self.life = fabric.clock.now
@@ -97,9 +99,10 @@ class SimEndpoint:
         self._fabric = fabric
         self._clock = clock
         self._device = device
-        self._engine = f"model:{fabric.engine.name}"
+        self._engine = f"model:{engine.name}"
         self._notifications = Mailbox(clock)
-        self._poster = PostingThread()
+        threads = PostingThreads(fabric.clock, engine.threads, engine.serial) if engine.threads > 1 else None
+        self._poster = PostingThread(threads)
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
         self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed

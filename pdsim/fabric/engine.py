@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdsim.fabric.flows.foreseen import Steps
     from pdsim.fabric.flows.network import Flow, Link, Network, Path
     from pdsim.fabric.jitter import Draws
+    from pdsim.fabric.posting_threads import PostingThreads
     from pdsim.fabric.tcp import Streams
     from pdsim.fabric.topology import Route
     from pdsim.hardware import Gpu
@@ -50,9 +51,10 @@ Stages = tuple[float, float, float, float, float]  # submitted, posted, on the w
 class PostingThread:
     """The thread, or the copy engine's launch, that hands descriptors over; one transfer after the other."""
 
-    __slots__ = ("free", "slowness", "under_way")
+    __slots__ = ("free", "slowness", "threads", "under_way")
 
-    def __init__(self) -> None:
+    def __init__(self, threads: PostingThreads | None = None) -> None:
+        self.threads = threads  # that share the work; None: there is this one
         self.free = 0.0  # when it has done everything that it was given
         self.slowness = 1.0  # how many times as long as usual its work takes
         self.under_way = 0  # transfers, but those that are done in the call that posts them
@@ -124,7 +126,8 @@ class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     __slots__ = (
-        *("_done", "_flow", "_held", "_least", "_wire", "aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
+        *("_carried", "_done", "_flow", "_held", "_least", "_wire"),
+        *("aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
     )
 
     def __init__(
@@ -141,6 +144,7 @@ class Posting:
         self._held = held
         self._least = 0.0  # when its bytes are there at the earliest
         self._flow: Flow | None = None
+        self._carried = False  # by the wire, while a thread is still posting it
 
 
 class _Wire:
@@ -271,7 +275,7 @@ class SendQueue:
         Return None if what they do to each other, or to others, is more than `SeriesSteps` says.
         """
         model, wire, poster = self.model, self._outward, self._poster
-        simple = not (model.depth or model.pipelined or poster.under_way) and wire.streams is None
+        simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         sleeps = self._copier is not None and self._copier.sleeps
         size = nbytes + descriptors * wire.occupancy
@@ -323,7 +327,8 @@ class SendQueue:
         assert posting.posted is not None
         wire = posting._wire
         narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
-        return posting.posted - self._clock.now + posting.nbytes / narrowest + wire.latency + posting._held
+        posted = posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
+        return posted + posting.nbytes / narrowest + wire.latency + posting._held
 
     def abort(self, posting: Posting) -> None:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
@@ -337,6 +342,8 @@ class SendQueue:
             self._network.abort(posting._flow)
         if self._copier is not None:
             self._copier.leave(posting, self._poster)
+        if self._poster.threads is not None:
+            self._poster.threads.drop(posting)
         self._leave(posting)
 
     def _has_room(self, descriptors: int) -> bool:
@@ -348,6 +355,11 @@ class SendQueue:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
         early = self._enter(posting)
+        if poster.threads is not None:
+            work = (model.posting(posting.descriptors) - early) * poster.slowness
+            posting.posted = inf
+            poster.threads.post(work, self._on_taken, self._on_posted, posting)
+            return
         start = max(now, poster.free)
         if self._draws is not None:
             start += self._draws.start()
@@ -371,6 +383,19 @@ class SendQueue:
         posting._held -= late
         return early
 
+    def _on_taken(self, posting: Posting) -> None:
+        """Let the wire start, if it does so while one of several threads is posting."""
+        if self.model.overlap:
+            first = self.model.posting(1) * self._poster.slowness if self.model.pipelined else 0.0
+            self._clock.call_at(self._clock.now + first, self._begin, posting)
+
+    def _on_posted(self, posting: Posting) -> None:
+        posting.posted = self._clock.now
+        if not self.model.overlap:
+            self._begin(posting)
+        elif posting._carried and not posting.aborted:
+            self._on_carried(posting)
+
     def _begin(self, posting: Posting) -> None:
         if posting.aborted:
             return
@@ -393,6 +418,9 @@ class SendQueue:
     def _on_carried(self, posting: Posting) -> None:
         posting._flow = None
         assert posting.posted is not None
+        if posting.posted == inf:
+            posting._carried = True
+            return
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
         now = self._clock.now

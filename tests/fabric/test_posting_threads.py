@@ -1,0 +1,78 @@
+"""Several threads of a rank that post: what they share slows them down, exactly as the form says."""
+
+import pytest
+
+from pdsim.clock import Clock
+from pdsim.fabric.engine import PostingThread, SendQueue
+from pdsim.fabric.flows.network import Network
+from pdsim.fabric.posting_threads import PostingThreads
+from pdsim.fabric.topology import Route
+from tests.fabric.machines import cost
+
+
+class Bench:
+    """A link of 1000 bytes/s, and threads that post in 1 s a call and 0.25 s a descriptor; `log` has completions."""
+
+    def __init__(self, threads, serial, **changes):
+        self.clock = Clock()
+        network = Network(self.clock)
+        link = Route((network.link("out", 1000.0),), 0.0)
+        self.poster = PostingThread(PostingThreads(self.clock, threads, serial))
+        self.queue = SendQueue(network, self.poster, cost(**changes), link, link, "a>b")
+        self.log = []
+
+    def post(self, tag, descriptors=4, nbytes=1000):
+        return self.queue.post(nbytes, descriptors, False, lambda posting: self.log.append((self.clock.now, tag)), tag)
+
+    def run(self):
+        self.clock.run()
+        return self.log
+
+
+def test_a_thread_that_is_alone_posts_as_one_does():
+    bench = Bench(threads=3, serial=0.5)
+    bench.post("a")  # posting 2, wire 1, latency 0.5
+    assert bench.run() == [(3.5, "a")]
+
+
+@pytest.mark.parametrize(("serial", "slower"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
+def test_two_threads_slow_each_other_by_what_they_share(serial, slower):
+    bench = Bench(threads=2, serial=serial)
+    bench.post("a")
+    bench.post("b")  # both posted at 2 * slower, and share the link from there
+    assert bench.run() == [(2.0 * slower + 2.5, "a"), (2.0 * slower + 2.5, "b")]
+
+
+def test_who_comes_later_slows_the_rest_and_who_ends_frees_it():
+    bench = Bench(threads=2, serial=0.5)
+    bench.post("a")  # 2 s of work: 1 alone, then at 1/1.5
+    bench.clock.call_at(1.0, lambda _: bench.post("b", descriptors=0 + 8, nbytes=10), None)
+    # a has 1 s left at 1.0: done at 2.5; b has 3 s, of which 1 is done by then, and goes on alone until 4.5
+    assert bench.run() == [(4.0, "a"), (pytest.approx(5.01, abs=1e-12), "b")]
+
+
+def test_transfers_wait_for_a_thread_in_their_order():
+    bench = Bench(threads=1, serial=1.0)
+    bench.post("a", nbytes=0)
+    bench.post("b", nbytes=0)
+    bench.post("c", nbytes=0)
+    assert bench.run() == [(2.5, "a"), (4.5, "b"), (6.5, "c")]
+
+
+def test_the_wire_starts_with_the_posting_where_they_overlap_and_ends_no_earlier():
+    bench = Bench(threads=2, serial=0.5, overlap=True)
+    bench.post("a")  # posting ends at 3, the wire long before
+    bench.post("b")
+    assert bench.run() == [(3.5, "a"), (3.5, "b")]
+    bench = Bench(threads=2, serial=0.5, overlap=True)
+    bench.post("a", nbytes=6000)
+    assert bench.run() == [(6.5, "a")]
+
+
+def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
+    bench = Bench(threads=1, serial=1.0)
+    bench.post("a")
+    gone = bench.post("b")
+    bench.queue.abort(gone)
+    bench.post("c")
+    assert bench.run() == [(3.5, "a"), (5.5, "c")]
