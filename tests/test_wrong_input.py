@@ -44,7 +44,10 @@ WRONG = [
     ("backend.threads=0", "backend.threads must be > 0, got 0"),
     ("backend.serial=2", "backend.serial must be from 0 to 1, got 2"),
     ("collective.timing=gpu", "collective.timing must be one of caller, device, got 'gpu'"),
-    (("collective=gloo", "collective.timing=device"), "needs collective.plain.device, and nobody has measured it for gloo"),
+    (
+        ("collective=gloo", "collective.timing=device"),
+        "needs collective.plain.device, and nobody has measured it for gloo",
+    ),
     (("hw=loopback", "target=real", "backend.threads=2"), "backend.threads=2 holds on the model"),
     ("backend.policy=3", "backend.policy must have keys of its own (queues,"),
     ("backend.policy.queues=many", "backend.policy.queues must be a whole number, got 'many'"),
