@@ -126,8 +126,8 @@ class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     __slots__ = (
-        *("_carried", "_done", "_flow", "_held", "_least", "_wire"),
-        *("aborted", "at_once", "descriptors", "nbytes", "posted", "tag"),
+        *("_done", "_flow", "_held", "_least", "_wire"),
+        *("aborted", "at_once", "carried", "descriptors", "nbytes", "posted", "tag"),
     )
 
     def __init__(
@@ -144,7 +144,7 @@ class Posting:
         self._held = held
         self._least = 0.0  # when its bytes are there at the earliest
         self._flow: Flow | None = None
-        self._carried = False  # by the wire, while a thread is still posting it
+        self.carried = False  # by the wire, while a thread is still posting it
 
 
 class _Wire:
@@ -393,7 +393,7 @@ class SendQueue:
         posting.posted = self._clock.now
         if not self.model.overlap:
             self._begin(posting)
-        elif posting._carried and not posting.aborted:
+        elif posting.carried and not posting.aborted:
             self._on_carried(posting)
 
     def _begin(self, posting: Posting) -> None:
@@ -419,7 +419,7 @@ class SendQueue:
         posting._flow = None
         assert posting.posted is not None
         if posting.posted == inf:
-            posting._carried = True
+            posting.carried = True
             return
         wire = posting._wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
