@@ -17,7 +17,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from pdsim import plugins, units
+from pdsim import units
 from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.errors import ConfigError
@@ -195,13 +195,20 @@ def _counted(number: float) -> str:
 
 def quantities(config: Config) -> Iterator[Quantity]:
     """Yield every number of *config* but those of its calibration and of sources."""
-    for name in ("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute", "slo"):
+    for name in (
+        "hw",
+        "backend",
+        "model",
+        "parallel",
+        "collective",
+        "workload",
+        "kv",
+        "scheduler",
+        "compute",
+        "slo",
+        "experiment",
+    ):
         yield from _of(getattr(config, name), name)
-    options = plugins.resolve(plugins.EXPERIMENTS, str(config.experiment["name"])).Options
-    hints = _hints(options)
-    for name, value in config.experiment.items():
-        if name in hints:
-            yield from _under(hints[name], value, f"experiment.{name}")
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:

@@ -13,7 +13,7 @@ from pdsim.calibration.design import Cell, grid, reads, repeats, write
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
 from pdsim.cli.refit import refit
-from pdsim.cli.typed import build
+from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.repository import data
 
