@@ -256,7 +256,7 @@ DESIGN = [
     "experiment.repeat=15",
     "experiment.volume=96MiB",
     "experiment.jobs=1",
-    "experiment.bounds.large=1048576",
+    "experiment.bounds.large=1MiB",
 ]
 COMPARED = ("backend", "link", "size", "predicted", "measured", "predictions", "written", "began", "notes")
 

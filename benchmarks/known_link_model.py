@@ -18,8 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.known_link import (
     BACKENDS,
     DISTURBED_UNSEEN,
@@ -33,6 +31,7 @@ from benchmarks.known_link import (
     read,
     times,
 )
+from pdsim.calibration import link_fit
 from pdsim.config import Config
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
@@ -69,25 +68,21 @@ def pairs(rows: Iterable[dict[str, str]], change: Callable[[Config], Config] = l
 
 def fit(path: Path) -> None:
     """Print what brings the model nearest to the medians in *path*: the cost of an answer, and of a block."""
-    from scipy.optimize import least_squares
-
-    def changed(config: Config, latency: float, descriptor: float) -> Config:
-        assert config.backend.inter is not None
-        model = replace(config.backend.inter, latency=latency, descriptor=descriptor)
-        return replace(config, backend=replace(config.backend, inter=model))
-
     for backend in BACKENDS:
         own = [row for row in read(path) if row["backend"] == backend]
 
-        def residuals(logs: Any, own: Rows = own) -> list[float]:
-            found = pairs(own, lambda config: changed(config, *np.exp(logs)))
-            return [np.log(seconds / float(row["seconds"])) for row, seconds in found]
+        def predicted(latency: float, descriptor: float, own: Rows = own) -> list[float]:
+            return [seconds for _, seconds in pairs(own, lambda config: _changed(config, latency, descriptor))]
 
-        found = least_squares(residuals, np.log([6e-4, 1e-4]), loss="soft_l1", f_scale=0.02, diff_step=1e-2)
-        variance = 2.0 * found.cost / (len(own) - 2)
-        spread = np.exp(1.96 * np.sqrt(np.diag(np.linalg.pinv(found.jac.T @ found.jac)) * variance))
-        for name, value, by in zip(("latency", "descriptor"), np.exp(found.x) * 1e6, spread, strict=True):
-            print(f"{backend}: {name} {value:.1f}us, 95 % {value / by:.1f}us to {value * by:.1f}us, {len(own)} points")
+        for name, value, low, high in link_fit.fit(predicted, [float(row["seconds"]) for row in own]):
+            interval = f"95 % {low * 1e6:.1f}us to {high * 1e6:.1f}us"
+            print(f"{backend}: {name} {value * 1e6:.1f}us, {interval}, {len(own)} points")
+
+
+def _changed(config: Config, latency: float, descriptor: float) -> Config:
+    assert config.backend.inter is not None
+    model = replace(config.backend.inter, latency=latency, descriptor=descriptor)
+    return replace(config, backend=replace(config.backend, inter=model))
 
 
 def compare(path: Path) -> None:

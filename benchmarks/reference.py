@@ -53,7 +53,7 @@ def configuration() -> Iterator[str]:
         if name.startswith("seed_"):
             continue  # docs/reports.md
         options = plugins.resolve(plugins.EXPERIMENTS, name).Options
-        yield from (f"### `experiment={name}`", "", *HEAD, *_rows(options, "experiment"), "")
+        yield from (f"### `experiment={name}`", "", *HEAD, *_options(options, "experiment"), "")
 
 
 def columns() -> Iterator[str]:
@@ -114,6 +114,14 @@ def _classes() -> dict[type, list[str]]:
                 waiting.append((each, key))
     found[Policy] = ["backend.policy"]
     return found
+
+
+def _options(cls: type, prefix: str) -> Iterator[str]:
+    """Yield the rows of *cls*, options of an experiment, and of the dataclasses in it; its name is the heading."""
+    yield from (row for row in _rows(cls, prefix) if not row.startswith("| `experiment.name`"))
+    for field, kind in _fields(cls):
+        for each in _dataclasses(kind):
+            yield from _options(each, f"{prefix}.{field.name}")
 
 
 def _fields(cls: type) -> Iterator[tuple[Field[Any], Any]]:

@@ -48,16 +48,17 @@ class Ramp:
 class InlineSaving:
     """Batches of up to *bytes* in all and up to *descriptors* that an engine moves within the call that posts them.
 
-    It does so if nothing that it has posted otherwise is under way.  They take *saves* less: nobody asks for their end.
+    It does so if nothing that it has posted otherwise is under way.  They take *saving* less, for nobody asks for their
+    end.
     """
 
     bytes: Size
     descriptors: int
-    saves: Seconds = 0.0
+    saving: Seconds = 0.0  # of posting and latency together
 
     def __post_init__(self) -> None:
         positive("small", bytes=self.bytes, descriptors=self.descriptors)
-        not_negative("small", saves=self.saves)
+        not_negative("small", saving=self.saving)
 
     def takes(self, descriptors: int, nbytes: float) -> bool:
         """Return whether a batch of so many *descriptors* and *nbytes* is one of them."""
@@ -118,7 +119,7 @@ class EngineModel:
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
 
-    A *small* batch takes ``small.saves`` less if nothing that its poster has posted is under way but such batches: so
+    A *small* batch takes ``small.saving`` less if nothing that its poster has posted is under way but such batches: so
     much less of *latency* and, where that is not enough, of *call*; never less than without both.
     """
 
@@ -213,8 +214,8 @@ class EngineModel:
         """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*."""
         if self.small is None or not self.small.takes(descriptors, nbytes):
             return 0.0, 0.0
-        late = min(self.small.saves, self.latency)
-        return min(self.small.saves - late, self.call), late
+        late = min(self.small.saving, self.latency)
+        return min(self.small.saving - late, self.call), late
 
     def fastest(self, *, read: bool) -> Rate:
         """Return the highest rate of one write, or of one *read*, in bytes/s; ``inf`` leaves it to the links."""
@@ -303,7 +304,8 @@ class CollectiveModel:
     two where it lands in a staging buffer and is copied from there.
 
     No call is over before the hosts are done with it.  One that does not follow the group's call before at once keeps
-    them busy for *cold*, one on symmetric memory of a pool that has grown for *grown*; neither is added to the rest.
+    them busy for *after_pause*, one on symmetric memory of a pool that has grown for *grown*; neither is added to what
+    the call takes otherwise.
 
     All of this is what a caller sees who waits for each call, as `pdsim.group.Group` has it.  A library with *device*
     lines has another time, the GPU's own: that of the protocol which is the quickest for the size.  A program that
@@ -321,7 +323,7 @@ class CollectiveModel:
     rate: Rate
     own_rate: Rate = math.inf  # of what is not hidden: a rank's own piece, and filling the pipeline
     copies: int = 0
-    cold: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
+    after_pause: Seconds = 0.0  # from the call of the last rank on, where the ranks did something else before
     grown: Seconds = 0.0  # the same, in a pool that has grown
     device: tuple[DeviceLine, ...] = ()  # of the library's protocols; empty: not known
     stream: bool = False  # whether it costs what the device does, calls being queued: see `queued`
@@ -331,7 +333,7 @@ class CollectiveModel:
         one_of("collective", ("nvlink", "rdma", "tcp", "shm"), path=self.path)
         one_of("collective", ("ring", "direct"), pattern=self.pattern)
         not_negative("collective", latency=self.latency, step=self.step, copies=self.copies)
-        not_negative("collective", cold=self.cold, grown=self.grown, launch=self.launch)
+        not_negative("collective", after_pause=self.after_pause, grown=self.grown, launch=self.launch)
         positive("collective", rate=self.rate, own_rate=self.own_rate)
 
     def before(self, ranks: int, size: float) -> Seconds:
@@ -340,23 +342,23 @@ class CollectiveModel:
             return self.on_device(ranks, size) - (ranks - 1) * size / self.rate
         return self.latency + (ranks - 1) * self.step + size / self.own_rate
 
-    def busy(self, *, cold: bool, grown: bool) -> Seconds:
+    def busy(self, *, paused: bool, grown: bool) -> Seconds:
         """Return the least seconds that a call keeps the hosts.
 
-        *cold* says that the ranks did something else since the group's last call, *grown* that the pool has grown.
+        *paused* says that the ranks did something else since the group's last call, *grown* that the pool has grown.
         """
-        return max(self.cold if cold else 0.0, self.grown if grown else 0.0)
+        return max(self.after_pause if paused else 0.0, self.grown if grown else 0.0)
 
     def alone(
-        self, ranks: int, size: float, narrowest: Rate = math.inf, *, cold: bool = False, grown: bool = False
+        self, ranks: int, size: float, narrowest: Rate = math.inf, *, paused: bool = False, grown: bool = False
     ) -> Seconds:
         """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.
 
-        *size* is the bytes of each of *ranks*; *cold* and *grown* are those of `busy`.  The simulator gives the same
+        *size* is the bytes of each of *ranks*; *paused* and *grown* are those of `busy`.  The simulator gives the same
         for idle links.
         """
         moved = (ranks - 1) * size / min(self.rate, narrowest)
-        return max(self.before(ranks, size) + moved, self.busy(cold=cold, grown=grown))
+        return max(self.before(ranks, size) + moved, self.busy(paused=paused, grown=grown))
 
     def on_device(self, ranks: int, size: float) -> Seconds:
         """Return the GPU's seconds for an all-gather of *size* bytes of each of *ranks*, nothing in its way.
@@ -377,7 +379,7 @@ class CollectiveModel:
 
         Bytes move at the rate of the quickest line, after what the line of that size takes longer.
         """
-        return replace(self, stream=True, rate=max(line.rate for line in self.device), cold=0.0, grown=0.0)
+        return replace(self, stream=True, rate=max(line.rate for line in self.device), after_pause=0.0, grown=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def execute(
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
     """
-    experiment = str(config.experiment["name"])
+    experiment = config.experiment.name
     measure: Callable[..., Result]
     measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
     fresh = not Path(config.output).exists()
@@ -125,7 +125,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
         raise ConfigError(
             f"backend.threads={config.backend.threads} holds on the model: real ranks post from one thread; use 1"
         )
-    silence = config.launch.silence or config.experiment.get("deadline", SILENCE)
+    silence = config.launch.silence or config.experiment.silence or SILENCE
     if config.hw.guest:
         from backends.emulation.guest.engines import emulated
 

@@ -38,28 +38,28 @@ VENDORS = ("nvidia", "amd", "cpu")
 class Copies:
     """What `pdsim.transfer.Device.copy` costs beside the memory's bandwidth, on one kind of device.
 
-    A copy of *n* pieces keeps its rank's copies busy for ``call + n * piece`` before its first byte: the pieces are
+    A copy of *n* descriptors keeps its rank's copies busy for ``call + n * descriptor`` before its first byte: they are
     planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end is
-    seen.  What a kernel loses to small pieces is part of *piece*.  Where the device's last copy was another rank's it
-    takes *turn* more: kernels of different processes do not run side by side.
+    seen.  What a kernel loses to small ones is part of *descriptor*.  Where the device's last copy was another rank's
+    it takes *context_switch* more: kernels of different processes do not run side by side.
     """
 
     call: Seconds = 0.0
-    piece: Seconds = 0.0
-    turn: Seconds = 0.0
+    descriptor: Seconds = 0.0  # of each piece that is copied
+    context_switch: Seconds = 0.0  # where the last copy on the device was another rank's
 
     def __post_init__(self) -> None:
-        not_negative("copies", call=self.call, piece=self.piece, turn=self.turn)
+        not_negative("copies", call=self.call, descriptor=self.descriptor, context_switch=self.context_switch)
 
-    def busy(self, pieces: int, turns: bool = False) -> Seconds:
-        """Return the seconds for which a copy of so many *pieces* keeps its rank's copies from the next one.
+    def busy(self, descriptors: int, switched: bool = False) -> Seconds:
+        """Return the seconds for which a copy of so many *descriptors* keeps its rank's copies from the next one.
 
-        *turns* says whether the device's last copy was another rank's.
+        *switched* says whether the device's last copy was another rank's.
 
-        >>> f"{Copies(call=300e-6, piece=10e-9).busy(32768):.6f}"
+        >>> f"{Copies(call=300e-6, descriptor=10e-9).busy(32768):.6f}"
         '0.000628'
         """
-        return self.call + pieces * self.piece + (self.turn if turns else 0.0)
+        return self.call + descriptors * self.descriptor + (self.context_switch if switched else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class Gpu:
     compute: Flops  # dense bf16
     pcie: Rate  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
-    rest: Seconds = 0.0  # without a transfer, after which its copy engines sleep
-    rouse: Seconds = 0.0  # from the next transfer's start until they move its first byte
+    idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep
+    idle_wake: Seconds = 0.0  # then, from the next transfer's start until they move its first byte
 
     def __post_init__(self) -> None:
-        not_negative("gpu", rest=self.rest, rouse=self.rouse)
+        not_negative("gpu", idle_after=self.idle_after, idle_wake=self.idle_wake)
         positive("gpu", memory=self.memory, memory_rate=self.memory_rate, compute=self.compute, pcie=self.pcie)
 
 
@@ -122,8 +122,8 @@ class Nic:
 class Host:
     """A node's processor side: memory that all its ranks share, TCP, and the latency of programs.
 
-    Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *cold* and *rest* are
-    the host latency of a rank's program; on H200 they are fitted to handoffs (`python -m benchmarks.handoff_fit`).
+    Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *idle_wake* and
+    *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit handoffs`).
     """
 
     memory: Size
@@ -131,13 +131,15 @@ class Host:
     tcp_rate: Rate  # of all TCP traffic of the node, each direction; loopback included
     tcp_latency: Seconds  # one way, of a control message
     wake: Seconds = 0.0  # from what a program waits for until it has acted: a message, a notification, a computation
-    cold: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *rest*
-    rest: Seconds = 0.0
+    idle_wake: Seconds = 0.0  # more, of a program that has had nothing to act upon for longer than *idle_after*
+    idle_after: Seconds = 0.0  # without anything to act upon
     copies: Copies = field(default_factory=Copies)  # of ranks without a GPU
 
     def __post_init__(self) -> None:
         positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
-        not_negative("host", tcp_latency=self.tcp_latency, wake=self.wake, cold=self.cold, rest=self.rest)
+        not_negative(
+            "host", tcp_latency=self.tcp_latency, wake=self.wake, idle_wake=self.idle_wake, idle_after=self.idle_after
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

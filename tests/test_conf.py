@@ -1,6 +1,6 @@
 """Every file under conf/ can be run, says what it is, and says of each of its numbers where it comes from."""
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -11,30 +11,32 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import conf
-import experiments.transfer
+from experiments import transfer
+from pdsim import plugins
 from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
-from pdsim.cli import checks, typed
+from pdsim.cli import checks
 from pdsim.cli.overrides import describe, groups, options
-from pdsim.config import Config
+from pdsim.config import Config, loading, sources
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.hardware import EVIDENCE
 from pdsim.repository import data
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
+REFERRED = {"states"}  # other groups that the file of an experiment names
 POINTS_ONLY = ("calibration", "executor")  # the one is of a pair, the other of a sweep
 CHOICES = [(group, option) for group in groups() for option in options(group) if group not in POINTS_ONLY]
-TRANSFER = {"name": "transfer", "patterns": ("pair",), "size": (65536,), "blocks": (4,), "repeat": 2, "warmup": 0}
+TRANSFER = transfer.Options(patterns=("pair",), size=(65536,), blocks=(4,), repeat=2, warmup=0)
 
 
 @cache
 def composed(*words: str) -> Config:
     """Return the configuration that *words* choose."""
-    ConfigStore.instance().store(name="_defaults", node=typed.defaults())
+    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
     with initialize_config_module("conf", version_base="1.3"):
         values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
-    return typed.load(values)
+    return loading.load(values)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -109,7 +111,7 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
     if group in ("hw", "backend", "model"):
         assert getattr(config, group).name == option
     if group == "experiment":
-        assert config.experiment["name"] == {"crossing": "transfer"}.get(option, option)
+        assert config.experiment.name == {"crossing": "transfer"}.get(option, option)
 
 
 @pytest.mark.parametrize(
@@ -119,15 +121,25 @@ def test_every_option_composes_into_a_typed_configuration_of_that_name(group, op
 )
 def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(group, option):
     part = getattr(composed(f"{group}={option}"), group)
-    numbers = set(typed.numbers(part))
+    numbers = set(sources.numbers(part))
     assert numbers
     for keys, text in part.sources.items():
         kind, _, reason = text.partition(": ")
         assert kind in EVIDENCE
         assert reason
-        assert text != typed.UNSAID, f"{keys} has no source"
+        assert text != sources.UNSAID, f"{keys} has no source"
         for key in keys.split(", "):
             assert any(f"{number}.".startswith(f"{key}.") for number in numbers), f"{key} is the source of no number"
+
+
+@pytest.mark.parametrize("name", plugins.names(plugins.EXPERIMENTS))
+def test_the_defaults_of_an_experiment_are_those_of_its_options_alone(name):
+    options = plugins.resolve(plugins.EXPERIMENTS, name).Options
+    file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / f"{name}.yaml")
+    required = {each.name for each in fields(options) if each.default is each.default_factory is MISSING}
+    assert set(file.get("experiment", file)) - {"name", "defaults"} <= required
+    found = composed(f"experiment={name}").experiment
+    assert found == options(**{key: getattr(found, key) for key in required | REFERRED & set(vars(found))})
 
 
 ON = sorted(path.stem for path in (Path(conf.__file__).parent / "experiment" / "on").glob("*.yaml"))
@@ -141,12 +153,12 @@ def test_how_much_of_an_experiment_a_machine_does_is_taken_from_its_file(name):
     said = {key: tuple(value) for key, value in lists.items() if key != "size"}  # whose units are read elsewhere
     found = composed(f"experiment={experiment}", f"hw={hw}").experiment
     assert said
-    assert {key: found[key] for key in said} == said
+    assert {key: getattr(found, key) for key in said} == said
 
 
 def test_the_command_line_wins_over_that():
     words = ("experiment=seed_nixl_staging", "hw=loopback", "backend=nixl_tcp", "experiment.tokens=[64]")
-    assert composed(*words).experiment["tokens"] == (64,)
+    assert composed(*words).experiment.tokens == (64,)
 
 
 @pytest.mark.parametrize("hw", options("hw"))
@@ -184,7 +196,7 @@ def test_the_command_line_wins_over_the_machine():
 
 def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
     config = composed()
-    assert (config.target, config.experiment["name"], config.hw.name, config.model.name, config.workload.arrivals) == (
+    assert (config.target, config.experiment.name, config.hw.name, config.model.name, config.workload.arrivals) == (
         "model", "serve", "8xh20", "llama-3.1-70b", "embedded",
     )  # fmt: skip
 
@@ -214,7 +226,7 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
         if refused:
             assert f"backend={backend}" in refused
             continue
-        result = experiments.transfer.run(config, Model(config.hw, engine), lambda fraction, text: None)
+        result = transfer.run(config, Model(config.hw, engine), lambda fraction, text: None)
         assert not result.failures
         assert [record.nbytes for record in result.transfers] == [4 * 65536] * 2
         works.add(backend)
@@ -224,8 +236,8 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
 
 def modelled(config: Config, blocks: int, size: int) -> float:
     """Return the seconds that one transfer takes: between two GPUs of one node or, if there are more, of two nodes."""
-    point = {**TRANSFER, "blocks": (blocks,), "size": (size,), "repeat": 1, "placement": ("spread",)}
-    result = experiments.transfer.run(
+    point = replace(TRANSFER, blocks=(blocks,), size=(size,), repeat=1, placement=("spread",))
+    result = transfer.run(
         replace(config, experiment=point), Model(config.hw, config.backend), lambda fraction, text: None
     )
     (record,) = result.transfers

@@ -6,8 +6,11 @@ from typing import Literal
 
 import pytest
 
-from pdsim.cli.typed import ON_THE_COMMAND_LINE, UNSAID, build, defaults, load
+from experiments import transfer
 from pdsim.config import Config
+from pdsim.config.loading import defaults, load
+from pdsim.config.sources import ON_THE_COMMAND_LINE, UNSAID
+from pdsim.config.typed import build
 from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.hardware import Machine, Nic
@@ -201,8 +204,7 @@ def test_the_options_of_an_experiment_are_its_own():
 
 def test_the_options_of_an_experiment_are_typed_and_completed():
     experiment = load(changed(CONFIG, "experiment.size", ["64KiB", "1MiB"])).experiment
-    assert experiment["size"] == (65536, 1048576)
-    assert {"name", "patterns", "blocks", "repeat"} <= set(experiment)
+    assert experiment == transfer.Options(size=(65536, 1048576))
 
 
 def test_the_defaults_are_those_of_the_dataclasses():

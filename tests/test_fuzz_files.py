@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdsim.calibration import importers, samples
-from pdsim.cli import typed
+from pdsim.config import loading
 from pdsim.errors import ConfigError
 from pdsim.results import compare, terminal
 from pdsim.results.store import FILES, Run
@@ -209,13 +209,13 @@ CALIBRATION = {
 
 
 def test_the_calibration_that_is_changed_below_is_right():
-    assert typed.load({**CONFIG, "calibration": CALIBRATION}).backend.intra.call == 3e-6
+    assert loading.load({**CONFIG, "calibration": CALIBRATION}).backend.intra.call == 3e-6
 
 
 @BOUNDED
 @given(st.sampled_from(places(CALIBRATION)), ODD)
 def test_calibrations_with_other_values(place, new):
-    is_refused_in_one_line(typed.load, {**CONFIG, "calibration": changed(CALIBRATION, place, new)})
+    is_refused_in_one_line(loading.load, {**CONFIG, "calibration": changed(CALIBRATION, place, new)})
 
 
 @BOUNDED
@@ -223,7 +223,7 @@ def test_calibrations_with_other_values(place, new):
 def test_calibrations_of_other_parameters(key, new):
     for name in (key, f"hw.{key}", f"backend.intra.{key}"):
         calibration = {**CALIBRATION, "parameters": {name: new}}
-        is_refused_in_one_line(typed.load, {**CONFIG, "calibration": calibration})
+        is_refused_in_one_line(loading.load, {**CONFIG, "calibration": calibration})
 
 
 # --- configurations
@@ -233,4 +233,4 @@ def test_calibrations_of_other_parameters(key, new):
 @given(st.sampled_from(places(CONFIG)), ODD)
 def test_configurations_with_other_values(place, new):
     if place:
-        is_refused_in_one_line(typed.load, changed(CONFIG, place, new))
+        is_refused_in_one_line(loading.load, changed(CONFIG, place, new))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from experiments.allgather.tables import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
 from pdsim.job import Outcome, Place, RankSpec, Target
@@ -21,18 +21,23 @@ __all__ = ["Options", "check", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to sweep over, and how each point is measured: `conf/experiment/allgather.yaml`."""
+class Options(ExperimentOptions):
+    """What to sweep over, and how each point is measured."""
 
-    ranks: tuple[int, ...] = (2, 4, 8)
+    name: str = "allgather"
+    ranks: tuple[int, ...] = (2, 4, 8)  # that gather, a GPU each
     size: tuple[Size, ...] = (4096, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of each rank's piece
     pools: tuple[str, ...] = ("default", SYMMETRIC)
-    batches: tuple[tuple[int, ...], ...] = ()  # tokens of the sequences of a batch, split and padded
-    row: Size = 2048  # bytes of a token
+    batches: tuple[tuple[int, ...], ...] = (  # tokens of sequences, split over the ranks in a zigzag and padded
+        (9, 9),
+        (8192,),
+        (4096, 77, 1000),
+    )
+    row: Size = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
     growth: bool = True  # also with a symmetric pool that grows at run time
-    repeat: int = 20
-    warmup: int = 5
-    verify: bool = True
+    repeat: int = 20  # measured all-gathers of each point
+    warmup: int = 5  # all-gathers of each point before that
+    verify: bool = True  # compare contents, where memory has any
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("size", 1)):
@@ -68,7 +73,7 @@ class Options:
 
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: more ranks than GPUs, no collectives, or a pool or memory that is too small."""
-    options, hw = _options(config), config.hw
+    options, hw = Options.of(config), config.hw
     gpus = hw.gpus * hw.nodes
     if config.collective is None:
         yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
@@ -91,7 +96,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything."""
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
-    options = _options(config)
+    options = Options.of(config)
     jobs = options.jobs()
     found: list[GatherRow] = []
     outcomes: dict[str, Outcome] = {}
@@ -114,10 +119,6 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
         notes=_notes(config, options),
         outcome=whole,
     )
-
-
-def _options(config: Config) -> Options:
-    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
 def _specs(config: Config, options: Options, points: list[GatherPoint]) -> list[RankSpec]:

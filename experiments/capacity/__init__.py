@@ -16,7 +16,7 @@ from experiments.capacity import tables
 from experiments.capacity.deployments import Shape, configured, feasible
 from experiments.capacity.search import Capacity, Search, capacity
 from experiments.serve import Options as ServeOptions
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.job import Target
 from pdsim.results.record import Result
@@ -29,11 +29,12 @@ TARGETS = ("model",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is compared and how finely: `conf/experiment/capacity.yaml`."""
+class Options(ExperimentOptions):
+    """What is compared and how finely."""
 
-    prefill_tp: tuple[int, ...] = (1, 2, 4, 8)
-    decode_tp: tuple[int, ...] = (1, 2, 4, 8)
+    name: str = "capacity"
+    prefill_tp: tuple[int, ...] = (1, 2, 4, 8)  # tensor parallelism of prefill instances
+    decode_tp: tuple[int, ...] = (1, 2, 4, 8)  # and of decode instances
     instances: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # of either side, in every combination that fits
     attainment: float = 0.9  # share of requests that must meet the SLO
     requests: int = 200  # of a probe
@@ -42,8 +43,8 @@ class Options:
     warmup: float = 0.1  # share of them, the first, that do not count
     tolerance: float = 0.08  # of the load, to which the search goes on
     start: float = 0.6  # load of the first probe of each parallelism
-    router: str = "least_tokens"
-    processes: int = 2
+    router: str = "least_tokens"  # as `experiment.router` of experiment=serve
+    processes: int = 2  # that search deployments at the same time
 
     def __post_init__(self) -> None:
         for name in ("prefill_tp", "decode_tp", "instances"):
@@ -95,7 +96,7 @@ def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Re
 
     Raise a `ConfigError` if none fits.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)

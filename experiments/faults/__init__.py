@@ -18,7 +18,7 @@ from multiprocessing import active_children
 
 from experiments.faults.scenario import KINDS, Tried
 from experiments.faults.shrink import FaultTrial, shrunk
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.guards import not_negative
 from pdsim.job import Target
@@ -31,15 +31,16 @@ _BATCH = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is explored: `conf/experiment/faults.yaml`."""
+class Options(ExperimentOptions):
+    """What is explored."""
 
+    name: str = "faults"
     scenarios: int = 200
     requests: int = 50  # of each scenario
     first: int = 0  # seed; the others follow
     seed: int | None = None  # replay this scenario only
     intensity: float = 0.4  # probability of each kind of fault in a scenario
-    without: tuple[str, ...] = ()  # kinds that do not happen
+    without: tuple[str, ...] = ()  # kinds that do not happen, of `experiments.faults.scenario.KINDS`
     workers: int = 0  # processes; 0 is one for each core
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """Run the scenarios and return what was violated.  Raise a `ConfigError` on real engines."""
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     started, tried = time.monotonic(), []

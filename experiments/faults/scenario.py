@@ -184,7 +184,7 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     model = _MODELS[random.integers(len(_MODELS))]
     return Config(
         target="model",
-        experiment={"name": "serve"},
+        experiment=serve.Options(),
         hw=_MACHINE,
         backend=_ENGINE,
         model=model,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from experiments import serve
 from experiments.handoff.tables import Handoff, HandoffRow, metrics, rows, tables
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
 from pdsim.results.record import Result
@@ -36,18 +36,19 @@ the last batch of KV; in host memory, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is handed over and how: `conf/experiment/handoff.yaml`."""
+class Options(ExperimentOptions):
+    """What is handed over and how."""
 
-    tokens: tuple[int, ...] = (512, 2048, 8192)
+    name: str = "handoff"
+    tokens: tuple[int, ...] = (512, 2048, 8192)  # of a handoff
     tp: tuple[str, ...] = ("1to2", "2to1", "2to2")  # ranks of prefill, ranks of decode
     paths: tuple[str, ...] = PATHS  # between ranks that keep other heads; equal ones have a single path
-    metadata: tuple[str, ...] = ("policy",)  # of `METADATA`
+    metadata: tuple[str, ...] = ("policy",)  # of the backend; or data: with the last batch; control: over TCP
     repeat: int = 5  # measured handoffs of each shape
     warmup: int = 1  # before them, of each shape
     verify: bool = True  # compare the contents of those before, where memory has any
     placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
-    deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
+    deadline: Seconds = 60.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
         for name, allowed in (("paths", PATHS), ("metadata", tuple(METADATA))):
@@ -98,7 +99,7 @@ class Way(NamedTuple):
 
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: a model that cannot be divided, too few GPUs, pools that are too small, no staged path."""
-    options = _options(config)
+    options = Options.of(config)
     longest = max(options.tokens)
     if longest + 1 > config.model.context:
         yield (
@@ -122,7 +123,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    options = _options(config)
+    options = Options.of(config)
     found: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
@@ -217,10 +218,6 @@ def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
 
     seconds, events = (sum(getattr(each, part) for each in outcomes.values()) for part in ("seconds", "events"))
     return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
-
-
-def _options(config: Config) -> Options:
-    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
 def _notes(config: Config, options: Options) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.reports.points import ReportPoint, committed
 from pdsim import plugins
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
@@ -77,14 +77,14 @@ class ReportRun:
         self._results: dict[str, Result] = {}
 
     def run(
-        self, label: str, experiment: str, config: Config | None = None, target: Target | None = None, **options: Any
+        self, label: str, options: ExperimentOptions, config: Config | None = None, target: Target | None = None
     ) -> Result:
-        """Run *experiment*, such as ``"handoff"``, with *options*, by default as the seed is configured.
+        """Run the experiment that *options* are of, by default on what the seed is configured for.
 
         Raise what it raises.  Its failures become those of the seed, under *label*.
         """
-        own = replace(config or self.config, experiment={"name": experiment, **options})
-        measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
+        own = replace(config or self.config, experiment=options)
+        measure = plugins.resolve(plugins.EXPERIMENTS, options.name).run
         done = len(self._results)
         result: Result = measure(
             own,
@@ -103,7 +103,7 @@ class ReportRun:
         """Return what became of *claims*, here and in what is committed of other machines and of the other target."""
         self._progress(1.0, "")
         here = {(point.machine, point.target) for point in self.points}
-        others = committed(str(self.config.experiment["name"]))
+        others = committed(self.config.experiment.name)
         points = self.points + [point for point in others if (point.machine, point.target) not in here]
         labelled = self._results.items()
         return Result(

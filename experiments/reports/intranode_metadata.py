@@ -29,18 +29,19 @@ VARIANTS = {"tcp": ("control", "host"), "nvlink": ("batch", "device")}
 
 @dataclass(frozen=True, kw_only=True)
 class Options(shared.Options):
-    """What is handed over: `conf/experiment/seed_intranode_metadata.yaml`."""
+    """What is handed over."""
 
-    tp: tuple[str, ...] = ("4to4",)
-    tokens: tuple[int, ...] = (128, 1024, 8192)
-    repeat: int = 10
-    warmup: int = 2
-    prompts: tuple[int, ...] = (1, 8, 64)
+    name: str = "seed_intranode_metadata"
+    tp: tuple[str, ...] = ("4to4",)  # ranks of prefill, ranks of decode
+    tokens: tuple[int, ...] = (128, 1024, 8192)  # of a handoff
+    repeat: int = 10  # measured handoffs of each shape
+    warmup: int = 2  # before them
+    prompts: tuple[int, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
     """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     served = options.prompts if options.placement == "packed" else ()
     trial = ReportRun(config, target, progress, 2 + 2 * len(served))
     trial.notes += (
@@ -64,8 +65,7 @@ def _as(config: Config, variant: str) -> Config:
 def _handoffs(trial: ReportRun, options: Options) -> None:
     """Compare handoffs by themselves."""
     tcp, nvlink = (
-        as_rows(trial.run(variant, "handoff", _as(trial.config, variant), **options.handoff()), "Handoffs")
-        for variant in VARIANTS
+        as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs") for variant in VARIANTS
     )
     for before, after in zip(tcp, nvlink, strict=True):
         trial.add(HANDOFF, f"{before['way'].split()[0]} {before['tokens']} tokens", before["p50"], after["p50"])

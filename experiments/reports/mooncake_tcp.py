@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.costs import Engine
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
@@ -37,16 +38,17 @@ class Tcp(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is handed over: `conf/experiment/seed_mooncake_tcp.yaml`."""
+class Options(ExperimentOptions):
+    """What is handed over."""
 
-    tcp: Tcp
-    tp: tuple[str, ...] = ("1to1", "8to8")  # ranks of prefill, as many of decode
+    name: str = "seed_mooncake_tcp"
+    tcp: Tcp  # the backend mooncake_tcp
+    tp: tuple[str, ...] = ("1to1", "8to8")  # ranks of prefill, as many of decode, where there are GPUs for both
     tokens: tuple[int, ...] = (512, 2048, 4096)  # of a handoff
     repeat: int = 5  # of each
     requests: int = 16  # at once
-    prompt: int = 2048  # tokens of each of them
-    deadline: Seconds = 120.0  # of silence, after which a rank counts as gone
+    prompt: int = 2048  # tokens of each of them; assumed: the report has no benchmark
+    deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
         for name in ("repeat", "requests", "prompt"):
@@ -73,7 +75,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
     Raise what `experiments.handoff` and `experiments.serve` raise.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     tcp = replace(config, backend=options.tcp, policy=options.tcp.policy)
     before = None if config.backend.name == options.tcp.name else Transport(config.backend.name, config, target)
     after = Transport("mooncake_tcp", tcp, target.using(options.tcp)) if before else Transport("tcp", config, target)
@@ -86,11 +88,11 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
 def _handoffs(trial: ReportRun, options: Options, before: Transport | None, after: Transport) -> None:
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
-    shapes = {"tp": fitting, "tokens": options.tokens, "repeat": options.repeat, "deadline": options.deadline}
+    shapes = handoff.Options(tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline)
 
     def measured(transport: Transport) -> dict[tuple[str, int], dict[str, Any]]:
         label = f"handoffs over {transport.name}"
-        rows = as_rows(trial.run(label, "handoff", transport.config, transport.target, **shapes), "Handoffs")
+        rows = as_rows(trial.run(label, shapes, transport.config, transport.target), "Handoffs")
         return {(row["way"], row["tokens"]): row for row in rows}
 
     found, rdma = measured(after), measured(before) if before else {}
@@ -111,7 +113,7 @@ def _prompts(trial: ReportRun, options: Options, before: Transport | None, after
             return None
         own = replace(transport.config, parallel=parallel, workload=given)
         label = f"prompts over {transport.name}"
-        result = trial.run(label, "serve", own, transport.target, deadline=options.deadline)
+        result = trial.run(label, serve.Options(deadline=options.deadline), own, transport.target)
         return value(result, "ttft_avg_s")
 
     at = f"{tp}to{tp} {options.requests} prompts of {options.prompt} tokens"

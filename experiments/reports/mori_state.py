@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result, Table
@@ -31,18 +32,19 @@ CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is compared: `conf/experiment/seed_mori_state.yaml`."""
+class Options(ExperimentOptions):
+    """What is compared."""
 
+    name: str = "seed_mori_state"
     served: Llm  # under concurrency
     states: Mapping[str, Llm] = field(default_factory=dict)  # models that have state, by its kind
     concurrency: tuple[int, ...] = (1, 32, 1024)  # requests that arrive at once
-    tokens: int = 1024  # of each of them
+    tokens: int = 1024  # of each; assumed: the input length at which MORI's send queues are known to fill
     lengths: tuple[int, ...] = (512, 4096)  # tokens of single handoffs
-    workers: int = 1  # that block, before the change
+    workers: int = 1  # that block, before the change; assumed: the default of MORI's first version in SGLang
     tp: tuple[str, ...] = ("8to4", "8to2", "4to1")  # ranks of prefill, fewer ranks of decode
     repeat: int = 5  # of each handoff
-    deadline: Seconds = 120.0  # of silence, after which a rank counts as gone
+    deadline: Seconds = 120.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
         for name in ("workers", "tokens", "repeat"):
@@ -57,7 +59,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
     Raise what `experiments.serve` and `experiments.handoff` raise.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     trial = ReportRun(config, target, progress, 4 * len(options.concurrency) + 2 * len(options.states) + 2)
     for requests in options.concurrency:
         _concurrency(trial, options, requests)
@@ -96,7 +98,7 @@ def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
         for name, policy in _policies(own, options.workers):
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
-            found.append(trial.run(label, "serve", config, deadline=options.deadline))
+            found.append(trial.run(label, serve.Options(deadline=options.deadline), config))
         rates: list[Any] = [value(result, "input_tokens_per_s") for result in found]
         trial.add(claim, at, *rates)
         if scale:
@@ -104,19 +106,33 @@ def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
             trial.add(TOLD, at, *times)
 
 
-def _handoffs(trial: ReportRun, options: Options, label: str, config: Config, pool: int = 0, **more: Any) -> Rows:
+def _handoffs(
+    trial: ReportRun,
+    options: Options,
+    label: str,
+    config: Config,
+    tp: tuple[str, ...],
+    pool: int = 0,
+    metadata: tuple[str, ...] = ("policy",),
+) -> Rows:
     """Return the rows by way and tokens, of ranks that post inline."""
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
-    given: dict[str, Any] = {"tokens": options.lengths, "repeat": options.repeat, "paths": ("sliced",)}
-    given |= {"deadline": options.deadline}
-    rows = as_rows(trial.run(label, "handoff", own, **given | more), "Handoffs")
+    given = handoff.Options(
+        tokens=options.lengths,
+        repeat=options.repeat,
+        paths=("sliced",),
+        deadline=options.deadline,
+        tp=tp,
+        metadata=metadata,
+    )
+    rows = as_rows(trial.run(label, given, own), "Handoffs")
     return {(row["way"], row["tokens"]): row for row in rows}
 
 
 def _metadata(trial: ReportRun, options: Options) -> None:
     own = replace(trial.config, model=options.served)
-    found = _handoffs(trial, options, "metadata", own, tp=("1to1",), metadata=("data", "control"))
+    found = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
         ways = (f"1to1 whole metadata {way}" for way in ("data", "control"))
         trial.add(TCP, f"{tokens} tokens", *(found[way, tokens]["p50"] for way in ways))
@@ -127,7 +143,7 @@ def _state(trial: ReportRun, options: Options, kind: str, model: Llm) -> Iterato
     attention = [model.hybrid.pattern[layer % len(model.hybrid.pattern)] for layer in range(model.layers)].count("a")
     alone = replace(model, layers=attention, hybrid=Hybrid())
     plain, state = (
-        _handoffs(trial, options, f"{kind} {name}", replace(trial.config, model=llm), POOL, tp=("1to1",))
+        _handoffs(trial, options, f"{kind} {name}", replace(trial.config, model=llm), ("1to1",), POOL)
         for name, llm in (("without", alone), ("state", model))
     )
     for way, tokens in plain:
@@ -137,7 +153,7 @@ def _state(trial: ReportRun, options: Options, kind: str, model: Llm) -> Iterato
 def _slices(trial: ReportRun, options: Options) -> Iterator[list[Any]]:
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
-    found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), tp=(*equal, *options.tp))
+    found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))
     for tp, prefill in ranks.items():
         for tokens in options.lengths:
             plain, row = found[f"{prefill}to{prefill} whole", tokens], found[f"{tp} sliced", tokens]

@@ -35,11 +35,25 @@ DP = "4toDP4"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(shared.Options):
-    """What is handed over: `conf/experiment/seed_nixl_staging.yaml`."""
+    """What is handed over."""
 
-    tp: tuple[str, ...] = ("1to2", "2to1", "2to4", "4to2", "4to1")
-    tokens: tuple[int, ...] = (512, 8192)
-    prompts: tuple[int, ...] = (1, 8, 64, 512)
+    name: str = "seed_nixl_staging"
+    tp: tuple[str, ...] = (  # what needs more GPUs than there are is left out
+        "1to2",
+        "1to4",
+        "1to8",
+        "2to1",
+        "2to4",
+        "2to8",
+        "4to1",
+        "4to2",
+        "4to8",
+        "8to1",
+        "8to2",
+        "8to4",
+    )
+    tokens: tuple[int, ...] = (512, 8192)  # of a handoff
+    prompts: tuple[int, ...] = (1, 8, 64, 512)  # that arrive at once, as the report's benchmark counts them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +67,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
     What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     crossed = tuple(tp for tp in options.tp if options.placement == "sides" or _fits(config, *_sides(tp)))
     served = options.prompts if _fits(config, PARALLEL.prefill.gpus, PARALLEL.decode.gpus) else ()
     if not crossed and not served:
@@ -80,9 +94,7 @@ def _fits(config: Config, prefill: int, decode: int) -> bool:
 
 def _handoffs(trial: ReportRun, options: Options) -> None:
     """Compare handoffs by themselves."""
-    sliced, staged = (
-        as_rows(trial.run(path, "handoff", **options.handoff(path)), "Handoffs") for path in ("sliced", "staged")
-    )
+    sliced, staged = (as_rows(trial.run(path, options.handoff(path)), "Handoffs") for path in ("sliced", "staged"))
     for before, after in zip(sliced, staged, strict=True):
         at = f"{before['way'].split()[0]} {before['tokens']} tokens"
         trial.add(HANDOFF, at, before["p50"], after["p50"])

@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.handoff import Options as Handoff
+from experiments import handoff, serve
 from experiments.reports.claims import Claim, ReportRun, burst, value
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.units import Seconds
 
 __all__ = ["Options", "prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ExperimentOptions):
     """What is handed over and served; a seed says how much of it."""
 
     tp: tuple[str, ...]  # ranks of prefill, ranks of decode
-    tokens: tuple[int, ...]
-    placement: str = "packed"  # or "sides", as `experiments.handoff`
+    tokens: tuple[int, ...]  # of a handoff
+    placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
     repeat: int = 3  # measured handoffs of each shape
     warmup: int = 1  # before them
-    prompts: tuple[int, ...] = ()  # that arrive at once
-    prompt_tokens: int = 1024
-    output_tokens: int = 128
-    deadline: Seconds = 60.0  # of silence, after which a rank counts as gone
+    prompts: tuple[int, ...] = ()  # that arrive at once; () is none
+    prompt_tokens: int = 1024  # assumed: the reports name no load
+    output_tokens: int = 128  # assumed likewise
+    deadline: Seconds = 60.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
-        Handoff(**self.handoff())  # whose rules these are
+        self.handoff()  # whose rules these are
         if not self.tp:
             raise ValueError("experiment.tp must have a value, got none")
         for name, least in (
@@ -40,10 +40,17 @@ class Options:
             if least < 1:
                 raise ValueError(f"experiment.{name} must be >= 1, got {least}")
 
-    def handoff(self, path: str = "sliced") -> dict[str, Any]:
+    def handoff(self, path: str = "sliced") -> handoff.Options:
         """Return the options of `experiments.handoff`; *path* is for ranks that keep other heads."""
-        names = ("tp", "tokens", "placement", "repeat", "warmup", "deadline")
-        return {name: getattr(self, name) for name in names} | {"paths": (path,)}
+        return handoff.Options(
+            tp=self.tp,
+            tokens=self.tokens,
+            placement=self.placement,
+            repeat=self.repeat,
+            warmup=self.warmup,
+            deadline=self.deadline,
+            paths=(path,),
+        )
 
 
 def prompts(
@@ -56,7 +63,7 @@ def prompts(
     """
     workload = burst(count, options.prompt_tokens, options.output_tokens)
     found = [
-        trial.run(f"{name} {count} prompts", "serve", replace(own, workload=workload), deadline=options.deadline)
+        trial.run(f"{name} {count} prompts", serve.Options(deadline=options.deadline), replace(own, workload=workload))
         for name, own in variants.items()
     ]
     at, (ttft, requests) = f"{tp} {count} prompts", claims

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.allgather import Options as AllGather
+from experiments import allgather
 from experiments.reports.claims import Claim, ReportRun, as_rows
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
 from pdsim.job import Target
@@ -30,18 +30,42 @@ CLAIMS = (EQUAL, PADDED, RESERVED, GROWN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is gathered: `conf/experiment/seed_symmetric_allgather.yaml`."""
+class Options(ExperimentOptions):
+    """What is gathered."""
 
-    ranks: tuple[int, ...] = (2, 4, 8)
-    size: tuple[Size, ...] = (4096, 1 << 20, 32 << 20)  # bytes of each rank's piece
-    batches: tuple[tuple[int, ...], ...] = ((9, 9), (4096, 77, 1000))  # tokens of the sequences of a batch
-    row: Size = 2048  # bytes of a token
-    repeat: int = 20
-    warmup: int = 5
+    name: str = "seed_symmetric_allgather"
+    ranks: tuple[int, ...] = (2, 4, 8)  # context-parallel; more than there are GPUs is left out
+    size: tuple[Size, ...] = (  # bytes of each rank's piece
+        4 << 10,
+        64 << 10,
+        1 << 20,
+        8 << 20,
+        32 << 20,
+        128 << 20,
+        256 << 20,
+    )
+    batches: tuple[tuple[int, ...], ...] = (  # tokens of sequences, split over the ranks in a zigzag and padded
+        (9, 9),
+        (8192,),
+        (4096, 77, 1000),
+    )
+    row: Size = 2048  # bytes of a token: K or V of eight heads of 128 bf16 numbers
+    repeat: int = 20  # measured all-gathers of each point
+    warmup: int = 5  # before them
 
     def __post_init__(self) -> None:
-        AllGather(**vars(self))  # whose rules these are
+        self.gathering()  # whose rules these are
+
+    def gathering(self) -> allgather.Options:
+        """Return the options of `experiments.allgather`."""
+        return allgather.Options(
+            ranks=self.ranks,
+            size=self.size,
+            batches=self.batches,
+            row=self.row,
+            repeat=self.repeat,
+            warmup=self.warmup,
+        )
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
@@ -49,7 +73,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
     More ranks than GPUs are left out, and a note says so.  Raise a `ConfigError` if none is left.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     if config.collective is None:
         raise ConfigError(
             "experiment=seed_symmetric_allgather needs collectives; set collective=nccl, or gloo on hosts"
@@ -63,7 +87,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     trial = ReportRun(config, target, progress, 1)
     left = [str(count) for count in options.ranks if count not in ranks]
     trial.notes += [f"hw={config.hw.name} has too few GPUs for {', '.join(left)} ranks, left out"] if left else []
-    gathered = trial.run("gathered", "allgather", **vars(replace(options, ranks=ranks)))
+    gathered = trial.run("gathered", replace(options, ranks=ranks).gathering())
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in as_rows(gathered, "All-gathers"):
         found.setdefault(_at(row), {})[row["pool"]] = row

@@ -9,7 +9,7 @@ from typing import Any
 from experiments.serve import tables
 from experiments.serve.paths import Paths, notes
 from pdsim import plugins
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.job import Outcome, Place, RankResult, RankSpec
 from pdsim.kv.contents import EVERY
@@ -32,16 +32,17 @@ TARGETS = ("model", "real", "live")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is particular to serving: `conf/experiment/serve.yaml`."""
+class Options(ExperimentOptions):
+    """What is particular to serving."""
 
+    name: str = "serve"
     deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
-    router: str = "least_tokens"  # or "round_robin"
-    dp_rank: str = "room"  # the group of an engine that has a room: by its number; or of the engine's choice: "query"
-    deadline: Seconds = 300.0  # of silence, after which a rank counts as gone
-    retries: int = 3  # how often a request is started anew of which no byte had moved when an instance was lost
-    bootstrap_timeout: Seconds = 0.0  # that a room may wait at prefill for its pages at decode; 0 is for ever
-    waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0 is for ever
+    router: str = "least_tokens"  # the instance with the fewest tokens outstanding; power_of_two or round_robin
+    dp_rank: str = "room"  # attention group of a room: its number modulo dp; or "query": the least loaded
+    deadline: Seconds = 300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
+    retries: int = 3  # assumed: restarts of a request of which no byte had moved when an instance was lost
+    bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
+    waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0: none (SGLang: 300 s)
 
     def __post_init__(self) -> None:
         if self.router not in plugins.names(plugins.ROUTERS):
@@ -64,7 +65,7 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     *target* is a `pdsim.job.Target`, or a `backends.live.deployment.Deployment` where ``config.target`` is live.
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
         from experiments.serve import live

@@ -16,7 +16,7 @@ from experiments.transfer.layout import names, places, shortage
 from experiments.transfer.points import TransferPoint, read, shuffled
 from experiments.transfer.program import Task, area_bytes, region_bytes
 from experiments.transfer.tables import TransferRow, metrics, tables
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
 from pdsim.results.record import Result
@@ -29,10 +29,17 @@ JOBS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to sweep over, and how each point is measured: `conf/experiment/transfer.yaml`."""
+class Options(ExperimentOptions):
+    """What to sweep over, and how each point is measured."""
 
-    patterns: tuple[str, ...] = ("pair", "bidirectional", "incast", "fanout", "alltoall")
+    name: str = "transfer"
+    patterns: tuple[str, ...] = (  # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
+        "pair",
+        "bidirectional",
+        "incast",
+        "fanout",
+        "alltoall",
+    )
     blocks: tuple[int, ...] = (1, 16)  # descriptors of a transfer
     size: tuple[Size, ...] = (4096, 65536, 1048576)  # bytes of a descriptor
     concurrency: tuple[int, ...] = (1,)  # transfers that an initiator keeps in flight to each of its peers
@@ -86,7 +93,7 @@ class Options:
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named."""
     try:
-        options = _options(config)
+        options = Options.of(config)
         points = options.list_points()
     except ValueError as error:
         yield str(error)
@@ -141,7 +148,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
-    options = _options(config)
+    options = Options.of(config)
     listed = options.list_points()
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed
     rows: dict[TransferPoint, TransferRow] = {}
@@ -225,10 +232,6 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome:
         pools=of_all("pools"),
         events=sum(outcome.events for outcome in outcomes),
     )
-
-
-def _options(config: Config) -> Options:
-    return Options(**{key: value for key, value in config.experiment.items() if key != "name"})
 
 
 def _ranks(options: Options, points: Sequence[TransferPoint]) -> list[str]:

@@ -20,9 +20,11 @@ from experiments.validate.predict import adopt, ahead, check_same, expect, now
 from experiments.validate.values import mean, values
 from pdsim.config import Config
 from pdsim.errors import ConfigError, TransferError
+from pdsim.guards import not_negative, positive
 from pdsim.job import Target
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
+from pdsim.units import Seconds, Size
 from pdsim.validation.compare import (
     Bound,
     Class,
@@ -38,24 +40,40 @@ from pdsim.validation.compare import (
 )
 from pdsim.validation.page import page
 
-__all__ = ["Options", "bounds", "run"]
+__all__ = ["Bounds", "Options", "bounds", "run"]
 
 TABLE, PAGE = "validation.parquet", "validation.html"
 Progress = Callable[[float, str], None]
 
-BOUNDS = {"pair": 0.05, "pair_p95": 0.15, "other": 0.1, "small": 3e-4, "large": 0.0}
-"""Of absolute errors: medians and, of pairs, the 95th percentile.  Pairs of less than *large* bytes are a class of
-their own, whose median is to be *small* seconds: what adds a little to every transfer is much of a short one."""
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How large absolute errors may be, relative but for ``small``.
+
+    Pairs of less than ``large`` bytes are a class of their own, with a bound in seconds: what adds a little to every
+    transfer is much of a short one.
+    """
+
+    pair: float = 0.05  # median of the errors of a pair's transfers
+    pair_p95: float = 0.15  # 95th percentile of the same
+    other: float = 0.1  # median of every other class
+    small: Seconds = 3e-4  # median of pairs of less than `large` bytes, in seconds
+    large: Size = 0  # bytes of a transfer, below which `small` bounds it
+
+    def __post_init__(self) -> None:
+        positive("experiment.bounds", pair=self.pair, pair_p95=self.pair_p95, other=self.other, small=self.small)
+        not_negative("experiment.bounds", large=self.large)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Design):
-    """What is run, and how far off it may be: `conf/experiment/validate.yaml`."""
+    """What is run, and how far off it may be."""
 
+    name: str = "validate"
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
     predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
-    bounds: Mapping[str, float] = field(default_factory=lambda: dict(BOUNDS))
+    bounds: Bounds = field(default_factory=Bounds)
 
     def __post_init__(self) -> None:
         for name in self.classes:
@@ -74,11 +92,6 @@ class Options(Design):
             )
         if self.ranks < 0 or self.ranks == 1:
             raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
-        judged = [self.bounds.get(name, 0.0) for name in BOUNDS if name != "large"]
-        if set(self.bounds) != set(BOUNDS) or min(judged) <= 0 or self.bounds["large"] < 0:
-            raise ValueError(
-                f"experiment.bounds must have {', '.join(BOUNDS)}, all > 0 (large: >= 0), got {dict(self.bounds)}"
-            )
 
 
 def run(config: Config, target: Target, progress: Progress, folder: Path) -> Result:
@@ -87,7 +100,7 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
     Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
     measure with.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     notes: list[str] = []
     failures: list[str] = []
     records: list[TransferRecord] = []
@@ -105,8 +118,9 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
 
 def bounds(options: Options) -> dict[str, Bound]:
     """Return what the errors of each class may be."""
-    pair = Bound(options.bounds["pair"], options.bounds["pair_p95"])
-    return {"pair": pair, "small": Bound(seconds=options.bounds["small"]), "": Bound(options.bounds["other"])}
+    most = options.bounds
+    pair = Bound(most.pair, most.pair_p95)
+    return {"pair": pair, "small": Bound(seconds=most.small), "": Bound(most.other)}
 
 
 def _small(each: Compared, large: float) -> Compared:
@@ -212,7 +226,7 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     """Return what the files in *folder* say, read back from there."""
     expected, measured = (read(folder / name) for name in (EXPECTED, MEASURED))
     found = compare(_values(expected["expected"]), _values(measured["measured"]))
-    found = [_small(each, options.bounds["large"]) for each in found]
+    found = [_small(each, options.bounds.large) for each in found]
     classes = by_class(found, bounds(options), config.seed)
     shown = tables(classes, by_decade(found, config.seed))
     before = measured["expectations"] == expected["sha256"]

@@ -6,16 +6,17 @@ patterns of up to eight ranks, and all-gathers over two, four and eight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.layout import names, places, shortage
 from experiments.transfer.points import TransferPoint, read, write
 from experiments.transfer.program import region_bytes
 from pdsim import plugins
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
 from pdsim.results.record import Result
 from pdsim.units import Size
@@ -34,34 +35,53 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Design:
+class Design(ExperimentOptions):
     """Which points are run: the part of `experiments.validate.Options` that says so."""
 
-    classes: tuple[str, ...] = CLASSES
-    size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
-    blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)
+    classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
+    size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)  # bytes of a block, none on a calibration's grid
+    blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)  # of a pair; fewer than 20 points have no 95th percentile
     limit: Size = 1 << 29  # bytes of a transfer, most
-    patterns: tuple[str, ...] = ("pairs:2", "bidirectional", "incast:2", "fanout:2", "cross:2x2", "alltoall:4")
-    contended: tuple[Size, ...] = (98304, 6291456)
-    contended_blocks: tuple[int, ...] = (1, 37)
-    tokens: tuple[int, ...] = (512, 2048, 8192)
-    tp: tuple[str, ...] = ()  # ranks of prefill, ranks of decode; () is `MANY` or `FEW`
+    patterns: tuple[str, ...] = (  # of contention; those with more ranks than there are GPUs are left out
+        "pairs:2",
+        "pairs:4",
+        "bidirectional",
+        "bidirectional:4",
+        "incast:2",
+        "incast:3",
+        "incast:7",
+        "fanout:2",
+        "fanout:3",
+        "fanout:7",
+        "cross:2x2",
+        "cross:4x4",
+        "alltoall:4",
+        "alltoall:8",
+    )
+    contended: tuple[Size, ...] = (98304, 6291456, 50331648)  # block sizes of those
+    contended_blocks: tuple[int, ...] = (1, 37)  # blocks of those
+    tokens: tuple[int, ...] = (512, 2048, 8192)  # of handoffs
+    tp: tuple[str, ...] = ()  # ranks of prefill and of decode, as 4to2; empty: chosen by the number of ranks
     slices: int = 1 << 19  # descriptors from a rank to another of a sliced handoff, most
     short: tuple[int, ...] = (128, 1024)  # tokens of handoffs whose metadata goes either way
-    pieces: tuple[Size, ...] = (12288, 786432, 50331648)
-    ranks: int = 0  # of a point, most; 0 is one for each GPU, or `HOSTED`
-    points: str = ""
-    repeat: int = 20
-    volume: Size = 4 << 30
-    placement: tuple[str, ...] = ("packed",)
-    jobs: int = 9  # how often ranks of transfers and all-gathers are started anew, whose mean counts: `DesignPart.jobs`
+    pieces: tuple[Size, ...] = (12288, 786432, 50331648)  # of all-gathers of 2, 4 and 8 ranks
+    ranks: int = 0  # of a pattern, a handoff or an all-gather, most; 0 is one for each GPU, and 4 on hosts
+    points: str = ""  # a CSV file of more points
+    repeat: int = 20  # measured transfers of each point in each job
+    volume: Size = 4 << 30  # bytes of a flow after which fewer repeats do
+    placement: tuple[str, ...] = ("packed",)  # as `experiment.placement` of experiment=transfer
+    jobs: int = 9  # how often ranks are started anew, whose mean counts; a third of it for handoffs and serve
 
 
 class DesignPart(NamedTuple):
-    """One experiment of the design, with its options."""
+    """One experiment of the design: its options, which name it."""
 
-    experiment: str
-    options: Mapping[str, Any]
+    options: ExperimentOptions
+
+    @property
+    def experiment(self) -> str:
+        """The name of the experiment."""
+        return self.options.name
 
     def jobs(self, most: int) -> int:
         """Return in how many jobs it is run: *most* or, of what takes long, handoffs and `serve`, a third of that."""
@@ -69,7 +89,7 @@ class DesignPart(NamedTuple):
 
     def config(self, config: Config) -> Config:
         """Return *config* with this experiment."""
-        return replace(config, experiment={"name": self.experiment, **self.options})
+        return replace(config, experiment=self.options)
 
     def problems(self, config: Config) -> list[str]:
         """Return what keeps it from being run."""
@@ -98,38 +118,55 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         write(folder / POINTS, points)
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
         # take longer to fill and to compare than to transfer
-        options = {"points": str(folder / POINTS), "repeat": design.repeat, "volume": design.volume, "warmup": 10}
-        yield DesignPart("transfer", options | {"placement": design.placement, "order": "shuffled", "verify": False})
+        yield DesignPart(
+            transfer.Options(
+                points=str(folder / POINTS),
+                repeat=design.repeat,
+                volume=design.volume,
+                warmup=10,
+                placement=design.placement,
+                order="shuffled",
+                verify=False,
+            )
+        )
     yield from _handoffs(config, design, design.tp or (MANY if ranks >= 8 else FEW), notes)
     if "allgather" in design.classes and config.collective is not None:
         yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
     if "serve" in design.classes:
-        yield DesignPart("serve", {})
+        yield DesignPart(serve.Options())
 
 
 def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
     """Yield the handoffs between *ways*, and those between equal ones with their metadata by the engine and by TCP."""
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
-    options = {"placement": "packed" if not gpus or gpus >= most else "sides", "verify": False}
+    placement = "packed" if not gpus or gpus >= most else "sides"
     equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
     if "handoff" in design.classes:
-        few = options | {"repeat": _share(design, max(4, design.repeat // 4))}
+        few = handoff.Options(placement=placement, verify=False, repeat=_share(design, max(4, design.repeat // 4)))
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         if whole := tuple(ways) if config.policy.staging else equal:
-            yield DesignPart("handoff", {"tokens": tokens, "tp": whole, "paths": ("staged",)} | few)
+            yield DesignPart(replace(few, tokens=tokens, tp=whole, paths=("staged",)))
         unequal, sliced = tuple(way for way in ways if way not in equal), _sliced(config, design, tokens, notes)
         if unequal and sliced:
-            yield DesignPart("handoff", {"tokens": sliced, "tp": unequal, "paths": ("sliced",)} | few)
+            yield DesignPart(replace(few, tokens=sliced, tp=unequal, paths=("sliced",)))
     if "metadata" in design.classes:
-        both = {"tp": (*equal, *ways)[:1], "paths": ("sliced",), "metadata": ("data", "control")}
-        repeat = _share(design, max(4, design.repeat))
-        yield DesignPart("handoff", {"tokens": design.short, "repeat": repeat} | both | options)
+        yield DesignPart(
+            handoff.Options(
+                tokens=design.short,
+                tp=(*equal, *ways)[:1],
+                paths=("sliced",),
+                metadata=("data", "control"),
+                repeat=_share(design, max(4, design.repeat)),
+                placement=placement,
+                verify=False,
+            )
+        )
 
 
 def _share(design: Design, repeat: int) -> int:
     """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
-    return -(-repeat // DesignPart("handoff", {}).jobs(design.jobs))
+    return -(-repeat // DesignPart(handoff.Options()).jobs(design.jobs))
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
@@ -142,15 +179,15 @@ def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[s
 
 def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> DesignPart:
     """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
-    options = {"ranks": ranks, "growth": False, "repeat": design.repeat, "verify": False}
+    options = allgather.Options(ranks=ranks, batches=(), growth=False, repeat=design.repeat, verify=False)
     pieces = sorted(design.pieces)
     for count in range(len(pieces), 0, -1):
-        part = DesignPart("allgather", options | {"size": tuple(pieces[:count])})
+        part = DesignPart(replace(options, size=tuple(pieces[:count])))
         if not part.problems(config):
             left = ", ".join(map(str, pieces[count:]))
             notes += [f"left out, for they do not fit into memory: all-gathers of {left} bytes"] if left else []
             return part
-    return DesignPart("allgather", options | {"size": design.pieces})  # which says itself what it lacks
+    return DesignPart(replace(options, size=design.pieces))  # which says itself what it lacks
 
 
 # --- the points of transfers ----------------------------------------------------------------------------------------

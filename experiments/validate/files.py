@@ -14,6 +14,8 @@ from experiments.transfer.points import read as read_points
 from experiments.transfer.points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
+from pdsim.config import ExperimentOptions
+from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
 from pdsim.results.store import plain
@@ -70,6 +72,7 @@ def take(source: Path, folder: Path) -> None:
 def written(part: DesignPart) -> dict[str, Any]:
     """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it."""
     options = plain(part.options)
+    del options["name"]
     if options.get("points"):
         options["points"] = [list(point) for point in read_points(Path(options["points"]))]
     return {"experiment": part.experiment, "options": options}
@@ -78,23 +81,22 @@ def written(part: DesignPart) -> dict[str, Any]:
 def design_of(source: Path, folder: Path) -> list[DesignPart]:
     """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
-        return [
-            DesignPart(part["experiment"], _typed(part["options"], folder))
-            for part in read(source / EXPECTED)["design"]
-        ]
-    options = {key: value for key, value in _config(source)["experiment"].items() if key != "name"}
-    return [DesignPart("transfer", _typed(options, source))]
+        design = read(source / EXPECTED)["design"]
+        return [_part({"name": part["experiment"], **part["options"]}, folder) for part in design]
+    return [_part(_config(source)["experiment"], source)]
 
 
-def _typed(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return *options* as they were before they were JSON or YAML, with their points in a file in *folder*."""
-    found = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    points = options.get("points", "")
+def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
+    """Return the part whose options are *values*, as JSON or YAML hold them, with their points in a file in *folder*.
+
+    Raise a `ConfigError` if the experiment has no such options.
+    """
+    points = values.get("points", "")
     if isinstance(points, list):
         write_points(folder / POINTS, [TransferPoint(*point) for point in points])
     if isinstance(points, list) or (points and (folder / POINTS).is_file()):
-        found["points"] = str(folder / POINTS)
-    return found
+        values = {**values, "points": str(folder / POINTS)}
+    return DesignPart(build(ExperimentOptions.class_for(values), values, "experiment"))
 
 
 def _config(source: Path) -> dict[str, Any]:

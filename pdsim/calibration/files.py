@@ -81,7 +81,9 @@ _OF_RAMPS = ("extra", "first")
 
 def key_of(at: str, name: str) -> str:
     """Return the key below *at* of the field that the parameter *name* of a form belongs to."""
-    owner = {"saves": "small.saves"} | dict.fromkeys((f"{of}{i + 1}" for of in _OF_RAMPS for i in range(RAMPS)), "ramp")
+    owner = {"saving": "small.saving"} | dict.fromkeys(
+        (f"{of}{i + 1}" for of in _OF_RAMPS for i in range(RAMPS)), "ramp"
+    )
     return f"{at}.{owner.get(name, name)}"
 
 

@@ -54,7 +54,7 @@ DEPENDENT = 1e-3
 """Singular values of the Jacobian below this share of the largest mean that two parameters do the same."""
 
 _EXPENDABLE = (
-    *("first2", "extra2", "first1", "extra1", "saves"),
+    *("first2", "extra2", "first1", "extra1", "saving"),
     *("read", "read_descriptor", "read_rate", "wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
 )
 """Which of several parameters that cannot be told apart is given up first."""
@@ -129,7 +129,7 @@ def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
     each = float((points.seconds / points.blocks / points.concurrency).min())
     middle = math.sqrt(float(points.blocks.max()))
     guess = {"call": 0.7 * least, "latency": 0.7 * least, "descriptor": each, "rate": rate, "queue_rate": rate * 1.1}
-    guess |= {"wire_descriptor": 0.5 * each, "saves": 0.2 * least}
+    guess |= {"wire_descriptor": 0.5 * each, "saving": 0.2 * least}
     guess |= {"extra1": each, "first1": max(2.0, middle / 3), "extra2": 0.3 * each, "first2": max(4.0, 6 * middle)}
     random = np.random.Generator(np.random.PCG64(len(points)))
     for index in range(STARTS):
@@ -158,7 +158,7 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
         if crowded and not base.in_order:
             free["queue_rate"] = None
         if base.small is not None:
-            free["saves"] = None
+            free["saving"] = None
         gone = set() if lonely else {"rate", "call", "latency"}
         gone |= {"first1"} if points.queues else set()
         gone |= {"descriptor"} if single else set()

@@ -8,7 +8,7 @@ of ``W = n * (s / rate + wire_descriptor)``::
     pipeline   max(P(1) + W, P + W / n) + latency
 
 A read has *read* more latency, *read_descriptor* more of its wire for each descriptor, and *read_rate* at most.
-A batch of up to *small_bytes* and *small_descriptors*, which a backend states, takes *saves* less: of *latency* first,
+A batch of up to *small_bytes* and *small_descriptors*, which a backend states, takes *saving* less: of *latency* first,
 then of *call*.
 
 Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
@@ -113,9 +113,9 @@ def _posting(at: Parameters, n: Floats) -> Floats:
 def _saved(at: Parameters, n: Floats, total: Floats) -> tuple[Floats, Floats]:
     """Return by how much posting and latency are shorter, as `EngineModel.saved` does."""
     small = (n <= at["small_descriptors"]) & (total <= at["small_bytes"])
-    saves = np.where(small, at["saves"], 0.0)
-    late = np.minimum(saves, at["latency"])
-    return np.minimum(saves - late, at["call"]), late
+    saving = np.where(small, at["saving"], 0.0)
+    late = np.minimum(saving, at["latency"])
+    return np.minimum(saving - late, at["call"]), late
 
 
 _RAMPS = ((), ("extra1", "first1"), ("extra1", "first1", "extra2", "first2"))
@@ -140,7 +140,7 @@ def stages_of(base: EngineModel) -> str:
 
 def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
     """Return *base* with the parameters *at*, of which those of queues replace what its queues allow together."""
-    small = None if base.small is None else replace(base.small, saves=at["saves"])
+    small = None if base.small is None else replace(base.small, saving=at["saving"])
     ramps = [(round(at[f"first{index}"]), at[f"extra{index}"]) for index in range(1, RAMPS + 1)]
     return replace(
         base,
@@ -166,6 +166,6 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     ramps["first1"] = float(queues)
     fixed = {"call": 0.0, "latency": 0.0, "descriptor": base.descriptor, "rate": base.rate, "wire_descriptor": 0.0}
     small = base.small or InlineSaving(bytes=1, descriptors=1)  # which saves nothing
-    fixed |= {"saves": small.saves, "small_bytes": small.bytes, "small_descriptors": small.descriptors}
+    fixed |= {"saving": small.saving, "small_bytes": small.bytes, "small_descriptors": small.descriptors}
     fixed |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": math.inf}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

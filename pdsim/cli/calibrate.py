@@ -57,7 +57,7 @@ def calibrate(words: Sequence[str]) -> int:
         samples,
         config.hw,
         config.backend,
-        str(config.experiment["operation"]),
+        str(vars(config.experiment)["operation"]),
         at,
         asked.name or f"{config.backend.name}-{config.hw.name}",
         command,
@@ -142,7 +142,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     """
     from pdsim.cli.run import compose, measure
 
-    operation = str(config.experiment["operation"])
+    operation = str(vars(config.experiment)["operation"])
     cells, left = design.grid(operation, asked.largest, asked.held, config.seed)
     if operation == "write":
         more, more_left = design.reads(asked.largest, left)

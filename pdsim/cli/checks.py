@@ -30,7 +30,7 @@ SERVING = ("serve",)
 
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any."""
-    serves = config.experiment["name"] in SERVING
+    serves = config.experiment.name in SERVING
     problems = [*_general(config), *(_serving(config) if serves else ())]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -48,7 +48,7 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 
 def _general(config: Config) -> Iterator[str]:
     """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
-    name = str(config.experiment["name"])
+    name = config.experiment.name
     if config.target not in (able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))):
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "live":
@@ -300,7 +300,7 @@ def _serving_engine(config: Config) -> Iterator[str]:
         return
     if config.kv.staging:
         yield f"kv.staging=true, but engine={engine.name} pulls (engine.handoff={engine.handoff}); leave kv.staging out"
-    if config.experiment.get("dp_rank") == "query":
+    if getattr(config.experiment, "dp_rank", "") == "query":
         yield (
             f"experiment.dp_rank=query, but engine={engine.name} pulls (engine.handoff={engine.handoff}): prefill's "
             "answer names the group; leave experiment.dp_rank out"

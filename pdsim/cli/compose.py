@@ -14,9 +14,9 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from pdsim.cli import checks, overrides, plausible, typed
+from pdsim.cli import checks, overrides, plausible
 from pdsim.cli.overrides import CommandLine
-from pdsim.config import Config
+from pdsim.config import Config, loading
 from pdsim.errors import ConfigError
 
 __all__ = ["compose", "composed", "initialized", "load"]
@@ -38,7 +38,7 @@ def composed(line: CommandLine) -> Config:
 @contextmanager
 def initialized(line: CommandLine) -> Iterator[None]:
     """Have Hydra know where the configuration of *line* is, for as many compositions as are made within."""
-    ConfigStore.instance().store(name="_defaults", node=typed.defaults())
+    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
     if line.path:
         with hydra.initialize_config_dir(str(Path(line.path).resolve()), version_base="1.3"):
             yield
@@ -74,7 +74,7 @@ def load(values: dict[str, Any], words: Sequence[str]) -> Config:
     """Return *values*, which *words* were composed to, typed and checked.  Raise a `ConfigError`."""
     overrides.check_calibration(words, values)
     plain_words = [word.lstrip("+") for word in words]
-    config = typed.load(values, overrides.set_keys(plain_words))
+    config = loading.load(values, overrides.set_keys(plain_words))
     plausible.check(config, values, overrides.leaves(overrides.ready(words)))
     checks.check(config)
     return config

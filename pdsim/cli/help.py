@@ -15,6 +15,7 @@ COMMANDS = {
     "report": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
+    "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
     "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
@@ -132,6 +133,14 @@ Options:
   --repeat N        transfers of a point, at least; short ones are made up to 50 times (default: 5)
   --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
+_REFIT = """\
+usage: pdsim refit [published [NAME ...] | collectives | handoffs]
+
+Fit again, from the samples in data/ (in a checkout of the repository), and print the errors on what was left out:
+  published      every calibration from published numbers, or those of these names (default)
+  collectives    conf/collective: all-gathers over NCCL and symmetric memory
+  handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
+
 _LIST = """\
 usage: pdsim list [GROUP ...] [--config-dir DIR]
 
@@ -166,6 +175,7 @@ def of(command: str) -> str:
         "best": _BEST,
         "report": _REPORT,
         "compare": _COMPARE,
+        "refit": _REFIT,
         "validate": _VALIDATE,
         "doctor": _DOCTOR,
     }

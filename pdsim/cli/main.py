@@ -205,6 +205,14 @@ def _calibrate(words: Sequence[str]) -> int:
     return calibrate(words)
 
 
+def _refit(words: Sequence[str]) -> int:
+    if find_spec("scipy") is None:
+        raise ConfigError("refit needs scipy; pip install 'pdsim[calibrate]'")
+    from pdsim.cli.refit import refit
+
+    return refit(words)
+
+
 def _validate(words: Sequence[str]) -> int:
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
@@ -253,6 +261,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "report": _report,
     "compare": _compare,
     "calibrate": _calibrate,
+    "refit": _refit,
     "validate": _validate,
     "list": _list,
     "doctor": _doctor,

@@ -1,7 +1,7 @@
 """What a user typed, on its way to Hydra and back: overrides made ready, Hydra's refusals in one line.
 
 A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
-`pdsim.cli.typed` refuses the unknown ones in the same words wherever they come from.
+`pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from pdsim import plugins, units
+from pdsim import units
 from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.errors import ConfigError
@@ -38,8 +38,8 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.gpu.compute", 1e10, 5e14, 1e18),
     ("hw.gpu.pcie", 1e8, 5e10, 1e13),
     ("time:hw.*.copies.*", 1e-12, 5e-6, 0.1),
-    ("hw.*.rest", 1e-9, 1e-3, _DAY),
-    ("hw.gpu.rouse", 1e-9, 1e-5, 1.0),
+    ("hw.*.idle_after", 1e-9, 1e-3, _DAY),
+    ("hw.gpu.idle_wake", 1e-9, 1e-5, 1.0),
     ("hw.interconnect.rate", 1e8, 4.5e11, 1e14),
     ("hw.interconnect.latency", 1e-10, 1e-6, 0.01),
     ("hw.nic.count", _FEW, 8, 1024),
@@ -50,7 +50,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("hw.host.tcp_rate", 1e3, 2.5e9, 1e13),
     ("hw.host.tcp_latency", 1e-9, 5e-5, 10.0),
     ("hw.host.wake", 1e-9, 1e-5, 1.0),
-    ("hw.host.cold", 1e-9, 1e-5, 1.0),
+    ("hw.host.idle_wake", 1e-9, 1e-5, 1.0),
     ("hw.link.rate*", 125.0, 1.25e7, 1e13),
     ("hw.link.back", 125.0, 1.25e7, 1e13),
     ("hw.link.delay", 1e-9, 5e-3, 100.0),
@@ -195,13 +195,20 @@ def _counted(number: float) -> str:
 
 def quantities(config: Config) -> Iterator[Quantity]:
     """Yield every number of *config* but those of its calibration and of sources."""
-    for name in ("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute", "slo"):
+    for name in (
+        "hw",
+        "backend",
+        "model",
+        "parallel",
+        "collective",
+        "workload",
+        "kv",
+        "scheduler",
+        "compute",
+        "slo",
+        "experiment",
+    ):
         yield from _of(getattr(config, name), name)
-    options = plugins.resolve(plugins.EXPERIMENTS, str(config.experiment["name"])).Options
-    hints = _hints(options)
-    for name, value in config.experiment.items():
-        if name in hints:
-            yield from _under(hints[name], value, f"experiment.{name}")
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:

@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 
 from pdsim import plugins
 from pdsim.calibration.definition import covers
-from pdsim.cli import checks, compose, overrides, typed
+from pdsim.cli import checks, compose, overrides
 from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
+from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
@@ -225,5 +226,5 @@ def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
         found = hydra.compose(f"executor/{name}", overrides.ready(settings, line.folders))
     values = compose.resolved(found)["executor"]
     kind = values.pop("name", name)
-    built: Executor = typed.build(plugins.resolve(plugins.EXECUTORS, kind), values, "executor")
+    built: Executor = build(plugins.resolve(plugins.EXECUTORS, kind), values, "executor")
     return built

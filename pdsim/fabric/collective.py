@@ -264,7 +264,7 @@ class _Core:
             return RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
         model = self._models[kind]
         grown = kind == "symmetric" and call.one.member.growths > 0
-        call.busy = self._clock.now + model.busy(cold=self._clock.now > self._ended, grown=grown)
+        call.busy = self._clock.now + model.busy(paused=self._clock.now > self._ended, grown=grown)
         self._clock.call_at(self._clock.now + model.before(len(self.names), size), self._carry, call)
         return None
 

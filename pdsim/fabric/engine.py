@@ -10,7 +10,7 @@ The wire starts when posting does (*overlap*), when the first descriptor is post
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
 *In order*, the wire takes the next transfer of a GPU when it is done with the one before: see `CopyEngine`.
 A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for its wire, and at most *read_rate*.
-A *small* transfer takes ``small.saves`` less if all that its poster has under way are such: it is done in the call.
+A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
 work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows of
@@ -68,16 +68,16 @@ class CopyEngine:
     Sources that begin with the same sink share its port and leave the other sinks idle, again and again.  The copies of
     two processes on one GPU go on side by side.
 
-    After `Gpu.rest` seconds without a transfer it sleeps, and takes `Gpu.rouse` to begin with the next.
+    After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin with the next.
     """
 
-    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_rest", "_rouse", "_waiting")
+    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_idle_after", "_idle_wake", "_waiting")
 
     def __init__(self, clock: Clock, gpu: Gpu | None = None, draws: Draws | None = None) -> None:
         self._clock = clock
         self._draws = draws
-        self._rest, self._rouse = (gpu.rest, gpu.rouse) if gpu is not None else (0.0, 0.0)
-        self._idle = clock.now  # since when, or when it will have been roused
+        self._idle_after, self._idle_wake = (gpu.idle_after, gpu.idle_wake) if gpu is not None else (0.0, 0.0)
+        self._idle = clock.now  # since when, or when it will be awake
         self._busy: dict[PostingThread, Posting] = {}
         self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
 
@@ -90,8 +90,8 @@ class CopyEngine:
 
     def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         now = self._clock.now
-        if not self._busy and now - self._idle > self._rest:
-            self._idle = now + self._rouse
+        if not self._busy and now - self._idle > self._idle_after:
+            self._idle = now + self._idle_wake
         self._busy[poster] = posting
         at = self._idle if self._draws is None else max(now, self._idle) + self._draws.copy()
         if at > now:
@@ -101,8 +101,8 @@ class CopyEngine:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it takes time to begin after a rest."""
-        return self._rouse > 0.0
+        """Whether it takes time to begin after it was idle."""
+        return self._idle_wake > 0.0
 
     def hold(self, posting: Posting, poster: PostingThread) -> None:
         """Carry *posting*, which has begun before."""
@@ -405,7 +405,7 @@ class SendQueue:
             self._copier.take(self._carry, posting, self._poster)
 
     def _carry(self, posting: Posting) -> None:
-        if posting.aborted:  # while the copy engine was roused for it
+        if posting.aborted:  # while the copy engine woke for it
             return
         wire = posting._wire
         size = posting.nbytes + posting.descriptors * wire.occupancy

@@ -70,7 +70,7 @@ class Run:
             "schema": schema.VERSION,
             "status": "running",
             "error": "",
-            "experiment": str(config.experiment.get("name", "")),
+            "experiment": config.experiment.name,
             "hw": config.hw.name,
             "backend": config.backend.name,
             "target": config.target,
@@ -180,7 +180,7 @@ def config_yaml(config: Config) -> str:
 
 
 def as_written(config: Config) -> dict[str, Any]:
-    """Return *config* as `pdsim.cli.typed.load` takes it: with the policy under the key of the backend."""
+    """Return *config* as `pdsim.config.loading.load` takes it: with the policy under the key of the backend."""
     found: dict[str, Any] = plain(config)
     found["backend"]["policy"] = found.pop("policy")
     return found
@@ -208,7 +208,7 @@ def _line(error: BaseException) -> str:
 
 
 def _stem(config: Config) -> str:
-    parts = (str(config.experiment.get("name", "run")), config.hw.name, config.backend.name, config.target)
+    parts = (config.experiment.name, config.hw.name, config.backend.name, config.target)
     return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
 
 

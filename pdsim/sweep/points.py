@@ -48,7 +48,7 @@ class Point:
         found: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
         if config is not None:
             gpus = config.parallel.prefill.gpus + config.parallel.decode.gpus if config.hw.gpus else None
-            found |= {"experiment": str(config.experiment["name"]), "hw": config.hw.name, "gpus": gpus}
+            found |= {"experiment": config.experiment.name, "hw": config.hw.name, "gpus": gpus}
             found |= {"backend": config.backend.name, "target": config.target, "seed": config.seed}
         return found
 

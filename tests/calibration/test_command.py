@@ -12,8 +12,8 @@ from pdsim.calibration.definition import Calibration
 from pdsim.calibration.design import Cell, grid, reads, repeats, write
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
-from pdsim.cli.refit import refit
-from pdsim.cli.typed import build
+from pdsim.cli.refit import published
+from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.repository import data
 
@@ -24,14 +24,14 @@ CALIBRATIONS = Path(conf.__file__).parent / "calibration"
 def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     words = ["hw=2xh200", "backend=mooncake_nvlink", "backend.intra.overlap=false", "backend.intra.pipelined=false"]
     words += ["backend.intra.call=11us", "backend.intra.descriptor=2us", "backend.intra.rate=200GB/s", "--held", "4"]
-    words += ["backend.intra.read=3us", "backend.intra.small.saves=4us", "--jobs", "2"]
+    words += ["backend.intra.read=3us", "backend.intra.small.saving=4us", "--jobs", "2"]
     assert calibrate([*words, "--largest", "4MiB", "--to", str(tmp_path), f"output={tmp_path}/runs"]) == 0
     file = OmegaConf.to_container(OmegaConf.load(tmp_path / "mooncake_nvlink-2xh200.yaml"))
     found = build(Calibration, file, "calibration")
     assert found.parameters["backend.intra.descriptor"] == "2us"
     assert found.parameters["backend.intra.call"] == "11us"
     assert found.parameters["backend.intra.rate"] == "200GB/s"
-    assert found.parameters["backend.intra.small.saves"] == "4us"
+    assert found.parameters["backend.intra.small.saving"] == "4us"
     assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == ("3us", "0s")
     assert "backend.intra.read_rate" not in found.parameters  # no limit
     assert (found.held_out.points, found.held_out_reads.points) == (4, 2)
@@ -141,7 +141,7 @@ def test_a_crowd_is_repeated_until_most_of_it_is_in_full_swing(tmp_path):
 
 
 def test_a_published_calibration_is_what_its_samples_give():
-    (done,) = refit(["efa-read"])
+    (done,) = published(["efa-read"])
     file = OmegaConf.load(Path(conf.__file__).parent / "calibration" / "efa-read.yaml")
     assert done.calibration.parameters == OmegaConf.to_container(file.parameters)
     assert done.calibration.held_out.mean == pytest.approx(file.held_out.mean, rel=1e-3)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import handoff_fit
-from benchmarks.handoff_fit import (
+from pdsim.calibration import handoff_fit
+from pdsim.calibration.handoff_fit import (
     FITTED,
     PIECE,
-    Sample,
+    CopySample,
     bootstrap,
-    fit_cold,
+    copy_wakes,
     fit_copies,
+    fit_idle_wake,
     fit_wake,
     medians,
     modelled,
-    rests,
-    rousing,
     times,
+    waking,
 )
-from pdsim.cli.run import compose
+from pdsim.cli.refit import handoff_config, served, with_idle_wake
 from pdsim.config import Config
+from pdsim.fabric.memory import LAUNCH
 from pdsim.hardware import Copies
 
 RATE = 1e12
@@ -31,26 +32,25 @@ ENGINE, HOSTS = FITTED
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    words = ["hw=2xh200", f"backend={ENGINE}", "experiment=serve", "model=llama-3.1-8b", "workload=smoke"]
-    return compose([*words, "compute=roofline", "engine=generic", "kv.checked=0", "kv.pool=16GiB"])
+    return handoff_config(ENGINE)
 
 
 @pytest.fixture(scope="module")
-def mine() -> list[Sample]:
+def mine() -> list[CopySample]:
     return [sample for sample in handoff_fit.samples() if sample.engine == ENGINE and sample.host in HOSTS]
 
 
 def test_what_made_the_samples_is_found_again():
-    true = Copies(call=200e-6, piece=10e-9, turn=300e-6)
+    true = Copies(call=200e-6, descriptor=10e-9, context_switch=300e-6)
     made = [
-        Sample("h", "e", kind, size, modelled(true, 1e-3, RATE, kind, size))
-        for kind in ("gather", "scatter", "turn")
+        CopySample("h", "e", kind, size, modelled(true, 1e-3, RATE, LAUNCH, kind, size))
+        for kind in ("gather", "scatter", "switch")
         for size in SIZES
     ]
-    copies, between = fit_copies(medians(made), RATE)
-    given = true.call, true.piece, true.turn
-    assert (copies.call, copies.piece, copies.turn, between) == pytest.approx((*given, 1e-3), rel=1e-9)
-    for interval, value in zip(bootstrap(made, RATE, runs=3), given, strict=True):
+    copies, between = fit_copies(medians(made), RATE, LAUNCH)
+    given = true.call, true.descriptor, true.context_switch
+    assert (copies.call, copies.descriptor, copies.context_switch, between) == pytest.approx((*given, 1e-3), rel=1e-9)
+    for interval, value in zip(bootstrap(made, RATE, LAUNCH, runs=3), given, strict=True):
         assert interval == pytest.approx((value, value), rel=1e-9)
 
 
@@ -58,10 +58,10 @@ def test_a_wake_up_is_a_quarter_of_what_two_messages_leave():
     assert fit_wake([900e-6, 900e-6], latency=50e-6) == pytest.approx(200e-6)
 
 
-def test_the_records_of_a_host_have_five_copies_of_each_size_and_the_last_scatter_has_no_end(mine: list[Sample]):
+def test_the_records_of_a_host_have_five_copies_of_each_size_and_the_last_scatter_has_no_end(mine: list[CopySample]):
     for host in HOSTS:
         kinds = [sample.kind for sample in mine if sample.host == host]
-        assert (kinds.count("gather"), kinds.count("scatter"), kinds.count("turn")) == (15, 14, 15)
+        assert (kinds.count("gather"), kinds.count("scatter"), kinds.count("switch")) == (15, 14, 15)
     assert {sample.nbytes // PIECE for sample in mine} == {64 * tokens for tokens in (512, 2048, 8192)}
 
 
@@ -69,16 +69,19 @@ def test_what_is_fitted_is_not_all_that_there_is():
     assert {(host, engine) for host, engine, _ in times()} > {(host, ENGINE) for host in HOSTS}
 
 
-def test_the_machine_says_what_was_fitted(config: Config, mine: list[Sample]):
+def test_the_machine_says_what_was_fitted(config: Config, mine: list[CopySample]):
     gpu, host = config.hw.gpu, config.hw.host
     assert gpu is not None
-    copies, _ = fit_copies(medians(mine), gpu.memory_rate)
+    copies, _ = fit_copies(medians(mine), gpu.memory_rate, LAUNCH)
     assert gpu.copies.call == pytest.approx(copies.call, abs=0.5e-6)
-    assert gpu.copies.piece == pytest.approx(copies.piece, abs=0.05e-9)
-    assert gpu.copies.turn == pytest.approx(copies.turn, abs=0.5e-6)
-    rested = [seconds for (name, engine, _), seconds in rests().items() if engine == ENGINE and name in HOSTS]
-    assert host.wake == pytest.approx(fit_wake(rested, host.tcp_latency), abs=0.5e-6)
-    roused = rousing(config.hw.interconnect.rate)
-    assert gpu.rouse == pytest.approx(float(np.median([each for name in HOSTS for each in roused[name]])), abs=0.5e-6)
+    assert gpu.copies.descriptor == pytest.approx(copies.descriptor, abs=0.05e-9)
+    assert gpu.copies.context_switch == pytest.approx(copies.context_switch, abs=0.5e-6)
+    woken = [seconds for (name, engine, _), seconds in waking().items() if engine == ENGINE and name in HOSTS]
+    assert host.wake == pytest.approx(fit_wake(woken, host.tcp_latency), abs=0.5e-6)
+    copying = copy_wakes(config.hw.interconnect.rate)
+    assert gpu.idle_wake == pytest.approx(
+        float(np.median([each for name in HOSTS for each in copying[name]])), abs=0.5e-6
+    )
     first = [times()[name, ENGINE, "median ttft"] for name in HOSTS]
-    assert host.cold == pytest.approx(fit_cold(config, first), abs=50e-6)  # which moves with the calibration
+    found = fit_idle_wake(lambda seconds: served(with_idle_wake(config, seconds))["median ttft"], first)
+    assert host.idle_wake == pytest.approx(found, abs=50e-6)  # which moves with the calibration

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import conf
-from pdsim.cli import typed
 from pdsim.cli.run import compose
+from pdsim.config.typed import build
 from pdsim.costs import EngineModel, OptionCosts, Ramp
 from pdsim.errors import ConfigError
 from pdsim.repository import data
@@ -44,7 +44,7 @@ def shipped(threads):
     file = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "backend" / "nixl.yaml"))
     for item in file["intra"]["by_option"]:
         if item["options"] == {"progress_thread": "true", "num_threads": str(threads)}:
-            return typed.build(OptionCosts, item)
+            return build(OptionCosts, item)
     raise LookupError(threads)
 
 

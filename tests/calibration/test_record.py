@@ -2,7 +2,8 @@
 
 import pytest
 
-from pdsim.cli.typed import ON_THE_COMMAND_LINE, load
+from pdsim.config.loading import load
+from pdsim.config.sources import ON_THE_COMMAND_LINE
 from pdsim.errors import ConfigError
 from pdsim.results.evidence import gather
 from pdsim.results.store import as_written, plain

@@ -29,7 +29,7 @@ TRUTH = replace(
     descriptor=2.4e-6,
     rate=385e9,
     ramp=(Ramp(first=2, extra=3.3e-6),),
-    small=replace(BASE.small, saves=3e-6),
+    small=replace(BASE.small, saving=3e-6),
 )
 CELLS = [(1, 4096 << power) for power in range(17)]
 CELLS += [(1 << power, size) for size in (4096, 1 << 16, 1 << 18, 1 << 20) for power in range(1, 11)]
@@ -48,9 +48,9 @@ def sample(n, size, seconds):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("saves", [2e-6, 6e-6, 1e-3])
-def test_a_form_says_what_its_engine_model_says(form, saves):
-    at = start_of(BASE) | {"call": 3e-6, "latency": 5e-6, "descriptor": 2e-7, "rate": 40e9, "saves": saves}
+@pytest.mark.parametrize("saving", [2e-6, 6e-6, 1e-3])
+def test_a_form_says_what_its_engine_model_says(form, saving):
+    at = start_of(BASE) | {"call": 3e-6, "latency": 5e-6, "descriptor": 2e-7, "rate": 40e9, "saving": saving}
     cells = made_by(BASE)
     model = model_of(form, at, BASE)
     said = [model.alone(int(n), n * size) for n, size in zip(cells.blocks, cells.size, strict=True)]
@@ -59,9 +59,9 @@ def test_a_form_says_what_its_engine_model_says(form, saves):
 
 def test_of_an_engine_without_thresholds_no_form_has_it():
     samples = made_by(TRUTH)
-    assert all("saves" in form.free for form in fit.candidates(samples, BASE))
+    assert all("saving" in form.free for form in fit.candidates(samples, BASE))
     without = fit.candidates(samples, replace(BASE, small=None))
-    assert not any("saves" in form.free for form in without)
+    assert not any("saving" in form.free for form in without)
     assert model_of(without[0], start_of(replace(BASE, small=None)), replace(BASE, small=None)).small is None
 
 
@@ -69,9 +69,9 @@ def test_of_an_engine_without_thresholds_no_form_has_it():
 def test_samples_of_one_kind_only_do_not_tell_what_is_saved(large):
     cells = [(n, size) for n, size in CELLS if TRUTH.small.takes(n, n * size) != large]
     samples = made_by(TRUTH, cells)
-    found = fit._identified(fit.fit(Form("sum", ("call", "descriptor", "saves")), samples, BASE), samples, BASE)
-    assert found.unidentified == ("saves",)
-    assert found.at["saves"] == 0.0
+    found = fit._identified(fit.fit(Form("sum", ("call", "descriptor", "saving")), samples, BASE), samples, BASE)
+    assert found.unidentified == ("saving",)
+    assert found.at["saving"] == 0.0
 
 
 def test_it_is_found_with_an_interval_and_so_is_the_ramp_beside_it_and_predictions_try_both_ends():
@@ -82,8 +82,8 @@ def test_it_is_found_with_an_interval_and_so_is_the_ramp_beside_it_and_predictio
     found = fitted(
         Samples(rows, {"kind": "measured"}), config.hw, config.backend, "write", "intra", "of-small", "a test"
     ).calibration
-    key = "backend.intra.small.saves"
-    assert found.form == "sum(call, descriptor, extra1, first1, rate, saves)"
+    key = "backend.intra.small.saving"
+    assert found.form == "sum(call, descriptor, extra1, first1, rate, saving)"
     assert parse_time(found.parameters[key]) == pytest.approx(3e-6, rel=0.15)
     assert found.held_out.points == len(HELD)
     assert found.held_out.p95 < 0.05
@@ -94,4 +94,4 @@ def test_it_is_found_with_an_interval_and_so_is_the_ramp_beside_it_and_predictio
     assert "backend.intra.ramp" in found.intervals
     assert "backend.intra.ramp" not in found.unidentified  # though a second step is
     ends = {key: variant for key, *variant in variants(replace(config, calibration=found))}
-    assert [end.backend.intra.small for end in ends[key]] == [replace(BASE.small, saves=end) for end in (low, high)]
+    assert [end.backend.intra.small for end in ends[key]] == [replace(BASE.small, saving=end) for end in (low, high)]

@@ -16,7 +16,7 @@ __all__ = ["measure", "points"]
 def measure(config: Config) -> Result:
     """Return what the seed that *config* names finds on the model."""
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    seed = plugins.resolve(plugins.EXPERIMENTS, config.experiment["name"])
+    seed = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
     result: Result = seed.run(config, model, lambda share, text: None)
     return result
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.allgather import check, run
+from experiments.allgather import Options, check, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
@@ -22,7 +22,7 @@ LIBRARY = replace(COLLECTIVE, pool=1 << 20)
 
 
 def configured(memory: str = "timing", **options: Any) -> Config:
-    experiment = {"name": "allgather", **SMALL, **options}
+    experiment = Options(**SMALL | options)
     return make_config(Path("unused"), hw=EIGHT, memory=memory, collective=LIBRARY, experiment=experiment)
 
 

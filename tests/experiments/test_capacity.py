@@ -99,10 +99,10 @@ def test_only_sides_of_different_width_stage():
 
 def search(config: Config, **options: Any) -> Result:
     experiment = {
-        "name": "capacity", "prefill_tp": (1,), "decode_tp": (1,), "instances": (1, 2),
+        "prefill_tp": (1,), "decode_tp": (1,), "instances": (1, 2),
         "requests": 100, "final_requests": 150, "finalists": 1, "processes": 1,
     }  # fmt: skip
-    own = served(model=GQA, kv=ROOMY, experiment=experiment | options, workload=GENERATED, slo=config.slo)
+    own = served(model=GQA, kv=ROOMY, experiment=Options(**experiment | options), workload=GENERATED, slo=config.slo)
     return run(own, Model(own.hw, own.backend), lambda fraction, text: None)
 
 

@@ -30,7 +30,7 @@ SINCE = frozenset({"losses", "together"})
 
 
 def explore(**options: Any) -> Result:
-    config = make_config(Path("unused"), experiment={"name": "faults", "scenarios": 4, "workers": 1, **options})
+    config = make_config(Path("unused"), experiment=Options(**{"scenarios": 4, "workers": 1} | options))
     return run(config, None, lambda fraction, text: None)  # type: ignore[arg-type]  # scenarios bring their own
 
 
@@ -91,7 +91,7 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
 
 def test_real_engines_are_refused():
     with pytest.raises(ConfigError, match="target=model"):
-        run(make_config(Path("unused"), target="real", experiment={"name": "faults"}), None, print)  # type: ignore[arg-type]
+        run(make_config(Path("unused"), target="real", experiment=Options()), None, print)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ QUEUES = Policy(queues=2, staging=True)
 
 
 def configured(**options: Any) -> Config:
-    experiment = {"name": "handoff", "tokens": (64, 256), "repeat": 4, **options}
+    experiment = Options(**{"tokens": (64, 256), "repeat": 4} | options)
     kv = Kv(page_size=16)
     return make_config(
         Path("unused"), hw=EIGHT, model=GQA, kv=kv, policy=QUEUES, experiment=experiment, memory="tracked"

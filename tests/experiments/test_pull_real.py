@@ -34,7 +34,7 @@ def configured(name: str, model: Llm, prefill: Side, decode: Side, engine_: Serv
         backend=engine(name),
         model=model,
         parallel=Parallel(prefill=prefill, decode=decode),
-        experiment={"name": "serve", "deadline": 30.0},
+        experiment=Options(deadline=30.0),
         workload=replace(SMALL, count=4),
         kv=Kv(page_size=16, pool=80 << 20),
         scheduler=Scheduler(chunk=512, decode_batch=4),

@@ -30,7 +30,7 @@ def four_and_four() -> Result:
 def test_it_is_about_mooncake_over_nvlink_between_four_and_four_gpus_of_a_node():
     config = seed()
     assert (config.hw.name, config.backend.name) == ("8xh20", "mooncake_nvlink")
-    assert config.experiment["tp"] == ("4to4",)
+    assert config.experiment.tp == ("4to4",)
 
 
 def test_a_handoff_is_faster_by_a_tcp_message_less_ten_descriptors(four_and_four):

@@ -22,7 +22,7 @@ SMALL = {"tokens": (512,), "repeat": 2, "requests": 4}
 @cache
 def seeded(*words: str) -> Result:
     config = composed("experiment=seed_mooncake_tcp", *words)
-    own = replace(config, experiment={**config.experiment, **SMALL})
+    own = replace(config, experiment=replace(config.experiment, **SMALL))
     return seeding.measure(own)
 
 
@@ -56,7 +56,7 @@ def test_where_there_is_no_rdma_there_is_no_before_and_every_handoff_succeeds(hw
 @pytest.mark.mooncake
 def test_real_bytes_arrive_over_the_alias():
     config = composed("experiment=seed_mooncake_tcp", "hw=loopback")
-    own = replace(config, target="real", experiment={**config.experiment, **SMALL, "tokens": (64,)})
+    own = replace(config, target="real", experiment=replace(config.experiment, **SMALL | {"tokens": (64,)}))
     result = run(own, make_target("mooncake_tcp"), lambda share, text: None)
     (row,) = points(result, "serves", "loopback mooncake_tcp", "real")
     assert (row["before"], row["after"]) == (2, 2)  # contents compared
@@ -82,4 +82,4 @@ def test_the_alias_has_the_policy_of_mooncake_so_that_what_depends_on_that_canno
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(tcp=composed("experiment=seed_mooncake_tcp").experiment["tcp"], **options)
+        Options(tcp=composed("experiment=seed_mooncake_tcp").experiment.tcp, **options)

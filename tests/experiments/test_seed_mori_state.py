@@ -21,7 +21,7 @@ SMALL = {"concurrency": (1, 20), "tokens": 1024, "lengths": (512,), "tp": ("2to1
 def seeded(*words: str, memory: str = "timing") -> Result:
     config = composed("experiment=seed_mori_state", *words)
     config = replace(
-        config, memory=memory, experiment={**config.experiment, **SMALL, "served": composed("model=tiny").model}
+        config, memory=memory, experiment=replace(config.experiment, **SMALL, served=composed("model=tiny").model)
     )
     model = Model(config.hw, config.backend, memory=memory)
     return run(config, model, lambda share, text: None)
@@ -51,9 +51,10 @@ def test_what_is_polled_is_told_later_once_another_forward_runs():
 
 
 def test_state_and_slices_arrive_intact_and_cost_time():
-    config = {"states": {"all": composed("model=tiny-hybrid").model}}
+    config = {"states": {"all": composed("model=tiny-hybrid").model}, "served": composed("model=tiny").model}
+    config |= {"concurrency": (1,)}
     base = composed("experiment=seed_mori_state", "hw=loopback")
-    own = {**base.experiment, **SMALL, **config, "served": composed("model=tiny").model, "concurrency": (1,)}
+    own = replace(base.experiment, **SMALL | config)
     tracked = replace(base, memory="tracked", experiment=own)
     result = run(tracked, Model(base.hw, base.backend, memory="tracked"), lambda share, text: None)
     assert result.failures == []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from experiments import handoff
 from experiments.reports import points
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from experiments.reports.points import ReportPoint, committed, keep
+from pdsim.config import ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
@@ -48,11 +51,18 @@ def test_what_is_no_claim_is_refused():
         Claim("x", "", "", bound=1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Toy(ExperimentOptions):
+    """The options of a seed that is none of the five."""
+
+    name: str = "seed_toy"
+
+
 def tried(**options) -> tuple[ReportRun, Result]:
     config = configured(tp=("1to1",), tokens=(64,))
-    config = type(config)(**{**vars(config), "experiment": {"name": "seed_toy"}, **options})
+    config = type(config)(**{**vars(config), "experiment": Toy(), **options})
     trial = ReportRun(config, Model(config.hw, config.backend, memory="tracked"), lambda share, text: None, 1)
-    (row,) = as_rows(trial.run("whole", "handoff", tp=("1to1",), tokens=(64,), repeat=2), "Handoffs")
+    (row,) = as_rows(trial.run("whole", handoff.Options(tp=("1to1",), tokens=(64,), repeat=2)), "Handoffs")
     trial.add(LESS, "1to1 64 tokens", 2 * row["p50"], row["p50"])
     return trial, trial.result([LESS, MORE])
 

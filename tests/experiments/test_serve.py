@@ -39,7 +39,7 @@ def configured(
         "hw": EIGHT,
         "model": model,
         "parallel": Parallel(prefill=prefill, decode=decode),
-        "experiment": {"name": "serve", **options},
+        "experiment": Options(**options),
         "workload": GENERATED,
         "kv": POOL,
         "scheduler": Scheduler(chunk=256, decode_batch=8),

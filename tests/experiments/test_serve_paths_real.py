@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import run
+from experiments.serve import Options, run
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
@@ -32,7 +32,7 @@ def served(name: str, prefill: int, decode: int, kv: Kv = SLICED, policy: Policy
         model=model,
         policy=policy,
         parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
-        experiment={"name": "serve", "deadline": 30.0},
+        experiment=Options(deadline=30.0),
         workload=FEW,
         kv=kv,
         scheduler=Scheduler(chunk=64, decode_batch=4),

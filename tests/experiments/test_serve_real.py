@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import run
+from experiments.serve import Options, run
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from tests.experiments.test_serve import EIGHT, serve
@@ -42,7 +42,7 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
         backend=engine(name),
         model=model,
         parallel=Parallel(prefill=prefill, decode=decode),
-        experiment={"name": "serve", "deadline": 30.0},
+        experiment=Options(deadline=30.0),
         workload=replace(SMALL, count=4),
         kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True),
         scheduler=Scheduler(chunk=64, decode_batch=4),
@@ -65,7 +65,7 @@ def test_users_leave_as_the_workload_says(name):
         hw=LOOPBACK,
         backend=engine(name),
         model=HYBRID,
-        experiment={"name": "serve", "deadline": 30.0},
+        experiment=Options(deadline=30.0),
         workload=replace(SMALL, count=12, aborts=0.6, patience=0.002),
         kv=Kv(page_size=16, pool=1 << 20),
         scheduler=Scheduler(chunk=64, decode_batch=4),

@@ -37,7 +37,7 @@ def serve(
     prefill: Side = TWO,
     decode: Side = ONE,
 ) -> Outcome:
-    options = {"deadline": 3.0, "router": "round_robin"}
+    options = Options(deadline=3.0, router="round_robin")
     config = make_config(
         Path("unused"),
         target="real",
@@ -45,12 +45,12 @@ def serve(
         backend=TCP if name == MODEL else engine(name),
         model=LARGE,
         parallel=Parallel(prefill=prefill, decode=decode),
-        experiment={"name": "serve", **options},
+        experiment=options,
         kv=Kv(page_size=16, pool=80 << 20),
         scheduler=Scheduler(chunk=512, decode_batch=4),
         compute=Compute(scale=0.001),
     )
-    what = job(config, Options(**options))
+    what = job(config, options)
     router, *others = specs(config, what, requests)
     router = replace(router, arguments={**router.arguments, "leaves": [list(leave) for leave in leaves]})
     target = make_target(name) if name != MODEL else Model(LOOPBACK, TCP, memory="tracked")

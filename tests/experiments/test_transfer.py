@@ -24,7 +24,7 @@ SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "w
 
 
 def configured(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Config:
-    return make_config(Path("unused"), hw=hw, memory=memory, experiment={"name": "transfer", **SMALL, **options})
+    return make_config(Path("unused"), hw=hw, memory=memory, experiment=Options(**SMALL | options))
 
 
 def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Result:

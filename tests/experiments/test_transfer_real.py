@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer import run
+from experiments.transfer import Options, run
 from pdsim.config import Config
 from pdsim.hardware import Host, Interconnect
 from pdsim.job import Outcome, RankSpec, Target
@@ -35,7 +35,7 @@ def name(request):
 
 def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
     sizes = {"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3}
-    experiment = {"name": "transfer", **sizes, **options}
+    experiment = Options(**sizes | options)
     backend = replace(engine(name), timeout=timeout)
     return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
 

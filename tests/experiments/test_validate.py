@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.validate import BOUNDS, Options, run
+from experiments import transfer
+from experiments.validate import Bounds, Options, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
@@ -37,7 +38,7 @@ SMALL: dict[str, Any] = {
 
 def configured(**options: Any) -> Config:
     what = {"hw": EIGHT, "model": GQA, "kv": Kv(page_size=16), "policy": Policy(queues=2, staging=True)}
-    return make_config(Path("unused"), target="real", experiment={"name": "validate", **SMALL, **options}, **what)
+    return make_config(Path("unused"), target="real", experiment=Options(**SMALL | options), **what)
 
 
 class Slower(Model):
@@ -115,7 +116,7 @@ def test_an_engine_that_is_slower_is_found_out(tmp_path: Path):
 
 @pytest.mark.parametrize(("small", "verdict"), [(4e-6, "beyond"), (6e-6, "ok")])
 def test_small_pairs_are_judged_by_seconds_if_that_is_asked_for(tmp_path: Path, small: float, verdict: str):
-    bounds = BOUNDS | {"large": float(1 << 30), "small": small}  # each transfer takes 5 us longer than predicted
+    bounds = Bounds(large=1 << 30, small=small)  # each transfer takes 5 us longer than predicted
     result, _ = validate(tmp_path, classes=("pair",), bounds=bounds)
     (pair,) = result.tables[0].rows
     assert (pair[0], pair[-3], round(pair[-2], 9), round(pair[-1], 9)) == ("small pair", verdict, 5e-3, small * 1e3)
@@ -190,7 +191,6 @@ def test_a_model_alone_is_refused(tmp_path: Path):
         ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
         ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* of a run that measures"),
         ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
-        ({"bounds": {"pair": 0.1}}, "experiment.bounds must have pair, pair_p95, other, small, large"),
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
@@ -198,11 +198,15 @@ def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, 
         Options(**options)
 
 
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"experiment\.bounds\.pair must be > 0, got 0"):
+        Bounds(pair=0)
+
+
 def test_a_stored_transfer_run_is_compared_with_predictions_made_afterwards(tmp_path: Path):
-    from experiments import transfer
     from pdsim.results.store import Run
 
-    real = replace(configured(), experiment={"name": "transfer", "patterns": ("pair",), "size": (4096,), "repeat": 4})
+    real = replace(configured(), experiment=transfer.Options(patterns=("pair",), size=(4096,), repeat=4))
     with Run(replace(real, output=str(tmp_path))) as kept:
         source = kept.finish(transfer.run(real, slower(tmp_path), lambda fraction, text: None))
     (tmp_path / "b").mkdir()

@@ -38,7 +38,7 @@ def measure(folder: Path, expected: Path, config: Config | None = None) -> Resul
     """Return what a run says that is given the predictions in *expected*."""
     folder.mkdir()
     chosen = config or configured()
-    given = replace(chosen, experiment={**chosen.experiment, "expected": str(expected)})
+    given = replace(chosen, experiment=replace(chosen.experiment, expected=str(expected)))
     return run(given, slower(folder), silent, folder)
 
 

@@ -143,10 +143,10 @@ def gather_in_turn(rank: Rank, names: list[str], pool: str = "default", grow: bo
     return found
 
 
-@pytest.mark.parametrize("cold", [0.0, 6.0, 9.0])
-def test_a_call_that_does_not_follow_at_once_lasts_as_long_as_it_keeps_the_hosts_if_that_is_longer(cold):
-    library = replace(LIBRARY, plain=replace(RING, cold=cold))
-    long = max(6.5, cold)
+@pytest.mark.parametrize("pause", [0.0, 6.0, 9.0])
+def test_a_call_that_does_not_follow_at_once_lasts_as_long_as_it_keeps_the_hosts_if_that_is_longer(pause):
+    library = replace(LIBRARY, plain=replace(RING, after_pause=pause))
+    long = max(6.5, pause)
     assert values(run(gather_in_turn, 2, library)) == [[long, 6.5, long]] * 2
 
 
@@ -157,11 +157,11 @@ def test_a_pool_that_has_grown_keeps_the_hosts_for_longer(grow, expected):
     assert found == [pytest.approx(expected, rel=1e-12)] * 3
 
 
-@pytest.mark.parametrize("model", [RING, replace(RING, cold=7.0, grown=9.0), replace(DIRECT, cold=7.0)])
+@pytest.mark.parametrize("model", [RING, replace(RING, after_pause=7.0, grown=9.0), replace(DIRECT, after_pause=7.0)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_alone_it_takes_what_the_closed_form_says(model, ranks):
     library = replace(LIBRARY, plain=model)
-    expected = [model.alone(ranks, 100, 100.0, cold=cold) for cold in (True, False, True)]
+    expected = [model.alone(ranks, 100, 100.0, paused=paused) for paused in (True, False, True)]
     assert values(run(gather_in_turn, ranks, library))[0] == [pytest.approx(one, rel=1e-12) for one in expected]
 
 

@@ -378,7 +378,7 @@ class TestRousing:
 
     @staticmethod
     def crossing(**changes):
-        return Crossing(replace(machine().gpu, rest=2.0, rouse=0.5), **changes)
+        return Crossing(replace(machine().gpu, idle_after=2.0, idle_wake=0.5), **changes)
 
     @staticmethod
     def post(crossing, *ats):

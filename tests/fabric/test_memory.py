@@ -279,7 +279,7 @@ class TestPlanningACopy:
 
     @pytest.fixture
     def device(self, bench):
-        return bench.new_device(copies=Copies(call=1.0, piece=0.25))
+        return bench.new_device(copies=Copies(call=1.0, descriptor=0.25))
 
     @staticmethod
     def copy(device):
@@ -309,7 +309,7 @@ class TestPlanningACopy:
         assert bench.clock.now == 6.0 + LAUNCH  # both move from 2 s on, and share the memory
 
     def test_takes_a_turn_more_where_the_last_one_was_another_rank_s(self, bench):
-        costs = Copies(call=1.0, piece=0.25, turn=10.0)
+        costs = Copies(call=1.0, descriptor=0.25, context_switch=10.0)
         one, other = (bench.new_device(copies=costs) for _ in range(2))
         ends = []
         for device in (one, one, other, one):
@@ -318,7 +318,7 @@ class TestPlanningACopy:
         assert [round(after - before, 3) for before, after in pairwise([0.0, *ends])] == [4.0, 4.0, 14.0, 14.0]
 
     def test_takes_no_turn_on_another_device(self, bench):
-        costs = Copies(call=1.0, turn=10.0)
+        costs = Copies(call=1.0, context_switch=10.0)
         bench.clock.run(until=self.copy(bench.new_device(copies=costs)))
         elsewhere = Bench()
         elsewhere.clock.run(until=self.copy(elsewhere.new_device(copies=costs)))
@@ -336,8 +336,8 @@ class TestPlanningACopy:
         assert (bench.link.carried, bench.memory.used) == (0.0, 0)
 
     def test_can_not_take_less_than_nothing(self):
-        with pytest.raises(ValueError, match=r"copies\.piece must be >= 0"):
-            Copies(piece=-1e-9)
+        with pytest.raises(ValueError, match=r"copies\.descriptor must be >= 0"):
+            Copies(descriptor=-1e-9)
 
 
 class TestCompute:

@@ -9,7 +9,7 @@ from pdsim.errors import ConfigError
 from tests.fabric.machines import cost
 from tests.fabric.test_engine import Bench
 
-SMALL = InlineSaving(bytes=100, descriptors=4, saves=0.25)  # what `Bench` posts unless told otherwise: 3.5 s
+SMALL = InlineSaving(bytes=100, descriptors=4, saving=0.25)  # what `Bench` posts unless told otherwise: 3.5 s
 
 
 def test_a_small_batch_takes_so_much_less():
@@ -66,18 +66,18 @@ def test_what_is_stopped_is_not_under_way():
     assert bench.run() == [(5.25, "a")]
 
 
-@pytest.mark.parametrize(("saves", "seconds"), [(0.5, 3.0), (1.0, 2.5), (9.0, 2.0)])
-def test_it_saves_of_the_latency_first_then_of_the_call_and_no_more_than_both(saves, seconds):
-    bench = Bench(small=InlineSaving(bytes=100, descriptors=4, saves=saves))
+@pytest.mark.parametrize(("saving", "seconds"), [(0.5, 3.0), (1.0, 2.5), (9.0, 2.0)])
+def test_it_saves_of_the_latency_first_then_of_the_call_and_no_more_than_both(saving, seconds):
+    bench = Bench(small=InlineSaving(bytes=100, descriptors=4, saving=saving))
     bench.post("a")
     assert bench.run() == [(seconds, "a")]
 
 
-@pytest.mark.parametrize("saves", [0.1, 0.6, 9.0])
+@pytest.mark.parametrize("saving", [0.1, 0.6, 9.0])
 @pytest.mark.parametrize("stages", [{}, {"overlap": True}, {"overlap": True, "pipelined": True}])
 @pytest.mark.parametrize(("nbytes", "descriptors"), [(77, 1), (100, 4), (100, 5), (101, 4)])
-def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(saves, stages, nbytes, descriptors):
-    bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saves=saves), **stages)
+def test_a_transfer_that_is_alone_takes_what_the_closed_form_says(saving, stages, nbytes, descriptors):
+    bench = Bench(call=1 / 3, small=InlineSaving(bytes=100, descriptors=4, saving=saving), **stages)
     bench.post("a", nbytes=nbytes, descriptors=descriptors)
     ((seconds, _),) = bench.run()
     assert seconds == pytest.approx(bench.model.alone(descriptors, nbytes, 100.0), rel=1e-14)
@@ -93,7 +93,7 @@ def test_no_engine_saves_unless_it_is_said_which_batches_are_small():
     [
         ("bytes", "0", "must be > 0, got 0"),
         ("descriptors", "-1", "must be > 0, got -1"),
-        ("saves", "-1us", "got -1e-06"),
+        ("saving", "-1us", "got -1e-06"),
     ],
 )
 def test_a_threshold_that_cannot_be_is_named_with_its_value_and_the_rule(key, value, rule):

@@ -10,7 +10,7 @@ import pytest
 
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from experiments.serve import run
+from experiments.serve import Options, run
 from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
@@ -49,7 +49,7 @@ def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = 
         model=GQA,
         policy=policy,
         parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
-        experiment={"name": "serve", "deadline": 30.0},
+        experiment=Options(deadline=30.0),
         workload=FEW,
         kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18, staging_wait=25.0),
         scheduler=Scheduler(chunk=64, decode_batch=4),

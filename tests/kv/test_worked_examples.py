@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from omegaconf import OmegaConf
 
-from pdsim.cli.typed import build
+from pdsim.config.typed import build
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Chunk, Register

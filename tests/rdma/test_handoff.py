@@ -9,7 +9,7 @@ import pytest
 
 from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.machine import PATIENCE
-from experiments.serve import run
+from experiments.serve import Options, run
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
 from pdsim.testing.guest import target
@@ -36,7 +36,7 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         model=replace(HEAVY, hybrid=STATE),
         policy=Policy(queues=4, staging=True),
         parallel=Parallel(prefill=Side(tp=2), decode=Side(tp=1)),
-        experiment={"name": "serve", "deadline": 60.0 * PATIENCE},
+        experiment=Options(deadline=60.0 * PATIENCE),
         workload=Workload(arrivals="poisson", count=1, rate=10.0, input_mean=TOKENS, input_cv=0, output_mean=2),
         kv=Kv(page_size=64, pool=192 * MiB, staging=True, staging_ring=64 * MiB, staging_wait=60 * PATIENCE),
         scheduler=Scheduler(chunk=512, decode_batch=2),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from experiments import transfer
 from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
@@ -45,7 +46,7 @@ def config(tmp_path: Path) -> Config:
 def make_config(output: Path, **changes: Any) -> Config:
     values: dict[str, Any] = {
         "target": "model",
-        "experiment": {"name": "transfer", "size": (4096, 65536)},
+        "experiment": transfer.Options(size=(4096, 65536)),
         "hw": MACHINE,
         "backend": ENGINE,
         "model": LLM,

@@ -8,10 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from experiments import transfer
 from pdsim.errors import ConfigError, PeerLost
 from pdsim.job import Outcome, RankResult
 from pdsim.results import store
-from pdsim.results.store import FILES, INCOMPLETE, Run
+from pdsim.results.store import FILES, INCOMPLETE, Run, plain
 from tests.results.conftest import make_config, make_result
 
 
@@ -93,15 +94,17 @@ def configuration(folder: Path) -> Any:
 def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(config):
     folder = Run(config).finish(make_result())
     values = configuration(folder)
-    assert values["experiment"] == {"name": "transfer", "size": [4096, 65536]}
+    assert values["experiment"] == plain(transfer.Options(size=(4096, 65536)))
+    assert values["experiment"]["name"] == "transfer"
+    assert values["experiment"]["size"] == [4096, 65536]
     assert values["backend"]["intra"]["call"] == 5e-6
     assert "rate" not in values["backend"]["intra"]  # infinite, as by default
 
 
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
-    from pdsim.cli.typed import load
+    from pdsim.config.loading import load
 
-    config = make_config(tmp_path, experiment={"name": "transfer"})
+    config = make_config(tmp_path, experiment=transfer.Options())
     first = load(store.as_written(config))
     again = load(configuration(Run(first).finish(make_result())))
     assert again == first

@@ -26,7 +26,7 @@ def test_values_are_combined_the_last_changing_fastest():
 
 def test_the_grammar_of_hydra_is_understood():
     assert choices("seed=range(1,4)", "kv.page_size=choice(1,16)")[:2] == [("1", "1"), ("1", "16")]
-    assert [point.config.experiment["size"] for point in swept("experiment.size=[4KiB,8KiB],64KiB")] == [
+    assert [point.config.experiment.size for point in swept("experiment.size=[4KiB,8KiB],64KiB")] == [
         (4096, 8192),
         (65536,),
     ]

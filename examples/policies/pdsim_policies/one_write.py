@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Place, Rank, RankSpec, Target
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import Batch, Program
@@ -15,10 +15,11 @@ __all__ = ["Options", "check", "program", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is written: `conf/experiment/one_write.yaml`."""
+class Options(ExperimentOptions):
+    """What is written."""
 
-    size: Size = 1 << 20
+    name: str = "one_write"
+    size: Size = 1 << 20  # bytes
 
 
 def check(config: Config) -> Iterator[str]:
@@ -43,7 +44,7 @@ def program(rank: Rank, size: int) -> Program:
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
     """Run the two ranks, on the GPUs of the first node or on its host."""
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     where = (Place(gpu=0), Place(gpu=1)) if config.hw.gpus else (Place(), Place())
     ranks = [
         RankSpec(name, "pdsim_policies.one_write:program", place, {"size": options.size})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.allgather_fit import fit, hosts, points, seen
+from pdsim.calibration.collective_fit import fit, host_times, points, seen
 from pdsim.cli.run import compose
 
 EVERY = points()
@@ -24,8 +24,8 @@ def test_what_conf_has_is_what_its_samples_give(name, kind):
 def test_what_calls_keep_the_hosts_for_is_the_same_for_all():
     for name in ("nccl", "symm_mem"):
         library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
-        assert (library.symmetric.cold, library.symmetric.grown) == pytest.approx(hosts(EVERY), rel=0.01)
-        assert library.plain.cold == library.symmetric.cold
+        assert (library.symmetric.after_pause, library.symmetric.grown) == pytest.approx(host_times(EVERY), rel=0.01)
+        assert library.plain.after_pause == library.symmetric.after_pause
 
 
 def test_every_other_size_is_left_out_and_what_grew_tells_only_what_grown_is():

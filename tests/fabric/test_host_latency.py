@@ -1,4 +1,4 @@
-"""When a rank's program acts upon what comes: later, later still after a rest, and in the order in which it came."""
+"""When a rank's program acts upon what comes: later, later still after a pause, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Program
 from tests.fabric.machines import engine, machine
 
-HOST = Host(memory=1, memory_rate=1.0, tcp_rate=1e9, tcp_latency=0.5, wake=1.0, cold=4.0, rest=10.0)
+HOST = Host(memory=1, memory_rate=1.0, tcp_rate=1e9, tcp_latency=0.5, wake=1.0, idle_wake=4.0, idle_after=10.0)
 
 
 def acts(*arrivals: float, host: Host = HOST) -> list[float]:
@@ -46,12 +46,12 @@ def test_it_is_warm_when_its_life_begins():
 
 
 def test_without_costs_it_acts_at_once():
-    host_latency = HostLatency(replace(HOST, wake=0.0, cold=0.0))
+    host_latency = HostLatency(replace(HOST, wake=0.0, idle_wake=0.0))
     assert host_latency.instant
     assert not HostLatency(HOST).instant
 
 
-@pytest.mark.parametrize("name", ["wake", "cold", "rest"])
+@pytest.mark.parametrize("name", ["wake", "idle_wake", "idle_after"])
 def test_a_cost_below_zero_is_refused_by_name(name: str):
     with pytest.raises(ValueError, match=rf"host\.{name} must be >= 0"):
         replace(HOST, **{name: -1.0})
@@ -87,6 +87,6 @@ def test_computations_and_messages_of_a_job_meet_ranks_that_are_warm_or_cold():
         RankSpec("listener", f"{__name__}:listens", Place(0, 1)),
     ]
     ranks = Model(sleepy(), engine()).run(specs).ranks
-    # the speaker acts at 3, and computes till 23: cold, it acts at 28
+    # the speaker acts at 3, and computes till 23: idle, it acts at 28
     assert ranks["speaker"].value == 28.0
     assert ranks["listener"].value == [4.5, 33.5]

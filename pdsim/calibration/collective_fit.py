@@ -1,13 +1,10 @@
-"""The numbers of `conf/collective`, fitted to measured all-gathers, and how far they are from those left out.
+"""Fit collectives to measured all-gathers, and tell how far the fit is from those left out: `conf/collective`.
 
-    python -m benchmarks.allgather_fit
-
-An all-gather's time is fitted to every other size of the equal pieces of each run, from its smallest on, in pools that
-were reserved; *cold* to every other padded batch there, *grown* to every other size, up to a MiB, of equal pieces in
-pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with its median.  Plain
-memory goes through NCCL with either library, so both runs count.
-
-Prints the tables of ``docs/validation.md``, for the numbers that it fits and for those that `conf` has.
+The time of an all-gather is fitted to every other size of the equal pieces of each run, from its smallest on, in pools
+that were reserved; *after_pause* to every other padded batch there, *grown* to every other size, up to a MiB, of equal
+pieces in pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with its median.
+Plain memory goes through NCCL with either library, so both runs count.  Seconds and bytes; samples are in
+``data/collective``.  ``pdsim refit collectives`` prints all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +19,22 @@ import numpy as np
 from pdsim.costs import Collective, CollectiveModel
 from pdsim.repository import data
 from pdsim.results.record import Table
-from pdsim.results.terminal import show_table
+
+__all__ = [
+    "KINDS",
+    "GatherSample",
+    "between",
+    "errors",
+    "fit",
+    "growth_errors",
+    "growths",
+    "host_times",
+    "points",
+    "seen",
+]
+
+KINDS = ("plain", "symmetric")
+"""Kinds of memory, which `Collective` has a model of each for."""
 
 FOLDER = data("collective")
 FITTED = ("latency", "step", "rate", "own_rate")
@@ -33,7 +45,7 @@ SMALL = 1 << 20
 """Bytes of a piece up to which the host's part is what a gather takes."""
 
 
-class Point(NamedTuple):
+class GatherSample(NamedTuple):
     """The median of the equal calls of one job."""
 
     run: str
@@ -51,7 +63,7 @@ class Point(NamedTuple):
         return not self.batch and not self.grown
 
 
-def points() -> list[Point]:
+def points() -> list[GatherSample]:
     """Return the points of both machines."""
     found = []
     for run, rows in (("2xh200", _two()), ("4xh200", _four())):
@@ -63,11 +75,11 @@ def points() -> list[Point]:
     return found
 
 
-def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> Point:
-    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.tables.Point.label` says it
+def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
+    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.tables.GatherSample.label` says it
     kind = "plain" if pool == "default" else "symmetric"
     batch = more[1] if "batch" in more else ""
-    return Point(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
+    return GatherSample(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
 
 
 def _read(name: str) -> Iterator[dict[str, str]]:
@@ -95,7 +107,7 @@ def _four() -> Iterator[tuple[str, str, int, float]]:
 # --- fits -----------------------------------------------------------------------------------------------------------
 
 
-def seen(every: Sequence[Point]) -> set[Point]:
+def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
     """Return those of *every* that are fitted to."""
     batches = sorted({point.batch for point in every} - {""}, key=lambda batch: sum(map(int, batch.split("+"))))[::2]
     equal = [point for point in every if not point.batch]
@@ -104,7 +116,7 @@ def seen(every: Sequence[Point]) -> set[Point]:
     return found | {point for point in every if point.batch in batches and not point.grown}
 
 
-def fit(every: Sequence[Point], base: CollectiveModel) -> CollectiveModel:
+def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel:
     """Return *base* with the numbers that fit those of *every* that are not left out."""
     from scipy.optimize import least_squares
 
@@ -122,12 +134,12 @@ def fit(every: Sequence[Point], base: CollectiveModel) -> CollectiveModel:
     return model(least_squares(residuals, start, loss="soft_l1", f_scale=SCALE).x)
 
 
-def hosts(every: Sequence[Point]) -> tuple[float, float]:
-    """Return *cold* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory."""
+def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
+    """Return *after_pause* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory."""
     kept = seen(every)
-    cold = [point.seconds for point in kept if point.batch]
+    paused = [point.seconds for point in kept if point.batch]
     grown = [point.seconds for point in kept if point.grown and point.size <= SMALL]
-    return float(np.median(cold)), float(np.median(grown))
+    return float(np.median(paused)), float(np.median(grown))
 
 
 def growths() -> Iterator[tuple[str, int, int, float, bool]]:
@@ -148,10 +160,10 @@ def growths() -> Iterator[tuple[str, int, int, float, bool]]:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def errors(every: Sequence[Point], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
+def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
     """Return the error of *models*, by library and kind of memory, at what was left out."""
     kept, rows = seen(every), []
-    classes: dict[str, Callable[[Point], bool]] = {
+    classes: dict[str, Callable[[GatherSample], bool]] = {
         "equal plain": lambda point: point.kind == "plain" and point.warm,
         "equal symmetric": lambda point: point.kind == "symmetric" and point.warm,
         "padded": lambda point: bool(point.batch) and not point.grown,
@@ -190,11 +202,11 @@ def errors(every: Sequence[Point], models: Mapping[tuple[str, str], CollectiveMo
     return Table("All-gathers that no fit has seen", columns, rows)
 
 
-def _error(model: CollectiveModel, point: Point) -> float:
-    return model.alone(point.ranks, point.size, cold=bool(point.batch), grown=point.grown) / point.seconds - 1.0
+def _error(model: CollectiveModel, point: GatherSample) -> float:
+    return model.alone(point.ranks, point.size, paused=bool(point.batch), grown=point.grown) / point.seconds - 1.0
 
 
-def between(every: Sequence[Point]) -> Table:
+def between(every: Sequence[GatherSample]) -> Table:
     """Return what jobs differ by that ran the same calls of the same code: plain memory, with either library."""
     jobs: dict[tuple[int, int, str], list[float]] = {}
     for point in every:
@@ -223,34 +235,3 @@ def growth_errors(libraries: Mapping[str, Collective]) -> Table:
             rows.append([name, ranks, float(np.median(each)) * 1e3, len(left), median, p95])
     columns = {"library": "", "ranks": "", "fitted ms": "each rank", "points": "left out", "median %": "", "p95 %": ""}
     return Table("Growths that no fit has seen", columns, rows)
-
-
-def main() -> None:
-    """Fit, and print."""
-    from pdsim.cli.run import compose
-
-    every, libraries = points(), {}
-    for name in ("nccl", "symm_mem"):
-        library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
-        assert library is not None
-        libraries[name] = library
-    given = {(name, kind): getattr(library, kind) for name, library in libraries.items() for kind in _KINDS}
-    fitted, rows = dict(given), []
-    cold, grown = hosts(every)
-    for (name, kind), base in given.items():
-        mine = [point for point in every if point.kind == kind and (kind == "plain" or point.library == name)]
-        fitted[name, kind] = one = replace(fit(mine, base), cold=cold, grown=grown)
-        values = [getattr(one, key) * 1e6 for key in ("latency", "step", "cold", "grown")]
-        rows.append([name, kind, *values, one.rate / 1e9, one.own_rate / 1e9])
-    heads = ("library", "memory", "latency us", "step us", "cold us", "grown us", "rate GB/s", "own GB/s")
-    show_table(Table("Fitted", dict.fromkeys(heads, ""), rows))
-    for models in (fitted, given):
-        show_table(errors(every, models))
-    show_table(growth_errors(libraries))
-    show_table(between(every))
-
-
-_KINDS = ("plain", "symmetric")
-
-if __name__ == "__main__":
-    main()

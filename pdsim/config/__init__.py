@@ -1,21 +1,28 @@
-"""The whole configuration of a run, as frozen dataclasses.  Nothing below the command line knows OmegaConf."""
+"""The whole configuration of a run, as frozen dataclasses.  Nothing below the command line knows OmegaConf.
+
+`pdsim.config.loading.load` makes a `Config` from the mapping that was composed, once; from there to the rank programs
+it stays what it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Self
 
+from pdsim import plugins
 from pdsim.calibration.definition import Calibration
 from pdsim.costs import Collective, Engine, Jitter
+from pdsim.errors import ConfigError
+from pdsim.guards import instead
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
 from pdsim.units import Seconds
 
-__all__ = ["Check", "Config", "Launch"]
+__all__ = ["Check", "Config", "ExperimentOptions", "Launch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +49,65 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExperimentOptions:
+    """The options of one experiment; each experiment's module extends it with a frozen dataclass called ``Options``.
+
+    The fields of ``Options`` are the keys below ``experiment`` of the configuration: their annotations give type and
+    unit, their defaults are the only ones there are, and ``__post_init__`` raises a `ValueError` that begins with
+    ``experiment.KEY`` for a value that is out of range.  ``name`` has the name that the module is registered under as
+    its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Options(ExperimentOptions):
+    ...     name: str = "one_write"
+    ...     size: int = 1 << 20
+    >>> Options(size=4096)
+    Options(name='one_write', size=4096)
+    """
+
+    name: str  # of the experiment, as it is registered
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the options of *config*, which are of this class; raise a `ConfigError` if they are another's."""
+        if not isinstance(config.experiment, cls):
+            raise ConfigError(
+                f"experiment={config.experiment.name} has options of its own, not those of {cls.__module__}; set "
+                f"experiment={vars(cls)['name']}"
+            )
+        return config.experiment
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds of silence after which a rank counts as gone; None if the experiment does not say."""
+        return getattr(self, "deadline", None)
+
+    @staticmethod
+    def class_for(values: Mapping[str, Any]) -> type[ExperimentOptions]:
+        """Return the class of the options in *values*, by the name in them.
+
+        Raise a `ConfigError` if no package registers that name, or if what it registers declares no such options.
+        """
+        name, known = values.get("name"), plugins.names(plugins.EXPERIMENTS)
+        if name not in known:
+            raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), known)}")
+        module = plugins.resolve(plugins.EXPERIMENTS, name)
+        found = getattr(module, "Options", None)
+        if not (isinstance(found, type) and issubclass(found, ExperimentOptions)) or vars(found).get("name") != name:
+            raise ConfigError(
+                f"experiment={name}: {plugins.target(plugins.EXPERIMENTS, name)} declares no options of that name; "
+                f"give it a frozen dataclass Options that extends pdsim.config.ExperimentOptions, with "
+                f"name: str = {name!r}"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on."""
 
     target: str  # "model", "real" or "live"
-    experiment: Mapping[str, Any]  # its name, and the options that `experiments.<name>.Options` types
+    experiment: ExperimentOptions  # the `Options` of the experiment that is run, with its name
     hw: Machine
     backend: Engine
     model: Llm

@@ -1,0 +1,146 @@
+"""One dataclass from one plain mapping, as YAML and the command line give it.
+
+Every key is known, every value has the type and the unit of its field, or a `ConfigError` says in one line for each
+mistake what was written, what the rule is and what to write instead.  Knows neither Hydra nor OmegaConf, and no
+particular dataclass; `pdsim.config.loading` builds the whole `pdsim.config.Config` with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from pdsim.config.sources import SOURCES, gathered, join
+from pdsim.errors import ConfigError
+from pdsim.guards import near
+
+__all__ = ["build", "required"]
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: object, at: str = "") -> T:
+    """Return a *cls*, a dataclass, from the mapping *values* found at the dotted key *at*.
+
+    Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{at} must have keys of its own ({', '.join(_names(cls))}), got {values!r}")
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
+    if SOURCES in hints:
+        values = gathered(values)
+    problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
+    found: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
+        key = join(at, field.name)
+        if field.name in values:
+            try:
+                found[field.name] = _convert(hints[field.name], values[field.name], key)
+            except ConfigError as error:
+                problems.append(str(error))
+        elif required(field):
+            problems.append(f"{key} is missing and has no default; set {key}=VALUE")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return cls(**found)
+    except ValueError as error:
+        raise ConfigError(_located(str(error), cls, at)) from error
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def _convert(hint: Any, value: Any, at: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _parsed(arguments[1], value, at)
+    if origin in (types.UnionType, typing.Union):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _convert(inner[0], value, at)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ConfigError(f"{at} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if origin is tuple:
+        return _tuple(arguments[0], value, at)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(arguments[1], value, at)
+    if is_dataclass(hint):
+        class_for = getattr(hint, "class_for", None)  # of a dataclass whose subclass depends on the values
+        hint = class_for(value) if class_for and isinstance(value, Mapping) else hint
+        return build(typing.cast("type[Any]", hint), value, at)
+    return value if hint is Any else _scalar(hint, value, at)
+
+
+def _parsed(parse: Any, value: Any, at: str) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{at}: {error}") from error
+
+
+def _tuple(hint: Any, value: Any, at: str) -> tuple[Any, ...]:
+    # one value alone is a list of one, so that --multirun can sweep over what is otherwise a list
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(_convert(hint, item, f"{at}[{index}]") for index, item in enumerate(values))
+
+
+def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
+    plain = {key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()}
+    return {str(key): _convert(hint, item, join(at, str(key))) for key, item in plain.items()}
+
+
+def _scalar(hint: type, value: Any, at: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str):
+        return value
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)  # YAML reads a name of digits as a number
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if is_number and (hint is float or (hint is int and float(value).is_integer())):
+        return hint(value)
+    rules = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def required(field: Field[Any]) -> bool:
+    """Return whether *field* of a dataclass has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _unknown(key: str, known: Iterable[str], at: str) -> str:
+    names = list(known)
+    hint = near(key, names, join(at, "{}"))
+    return f"unknown key {join(at, key)}; {hint}{at or 'a configuration'} has {', '.join(names)}"
+
+
+def _located(message: str, cls: type, at: str) -> str:
+    """Return *message* of a `__post_init__` with the full key, of which it knows only the end, and the way out."""
+    owner, _, rest = message.partition(" ")
+    name = owner.rpartition(".")[2].partition("=")[0]
+    if name not in _hints(cls):
+        return f"{at}: {message}" if at else message
+    key = join(at, name)
+    value = owner.partition("=")[1] + owner.partition("=")[2]
+    return f"{key}{value} {rest}; leave {key} out to keep what the configuration has"
