@@ -112,8 +112,8 @@ class _Rank:
         return found
 
     def _meanwhile(self) -> None:
-        if self.memory.gpu is None:  # TCP needs the target's help, and a dry run's ranks share processors
-            self.driver.progress()
+        self.driver.progress()  # a target of NIXL's must call it, or what is sent to it never ends
+        if self.memory.gpu is None:  # a dry run's ranks share processors
             os.sched_yield()
 
     def _turn(self, start: int, flows: list[Flow], parts: list[list[Flow]], offsets: list[Any]) -> list[Times]:

@@ -36,7 +36,7 @@ from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
 from pdsim.fabric.posted import PostedTransfers
-from pdsim.fabric.posting_threads import PostingThreads
+from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.series import SimSeries
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Repeated, Transfer
 
@@ -72,8 +72,20 @@ class Fabric:
     observer: Observer | None = None
     gpu: Gpu | None = None  # the machine's
     draws: Draws | None = None  # of what jitters
+    crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
+    shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
+
+    def threads(self, site: Site) -> PostingThreads | None:
+        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
+        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
+        if engine.threads == 1 and not (crowded and engine.serial < 1.0):
+            return None
+        share = PostingShare(self.clock, engine.serial)
+        if crowded:
+            share = self.shares.setdefault(site.name, share)
+        return PostingThreads(share, engine.threads)
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +103,6 @@ class SimEndpoint:
     def __init__(
         self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
     ) -> None:
-        engine = fabric.engine
         self.name = name
         self.site = site
         self.life = fabric.clock.now
@@ -99,10 +110,9 @@ class SimEndpoint:
         self._fabric = fabric
         self._clock = clock
         self._device = device
-        self._engine = f"model:{engine.name}"
+        self._engine = f"model:{fabric.engine.name}"
         self._notifications = Mailbox(clock)
-        threads = PostingThreads(fabric.clock, engine.threads, engine.serial) if engine.threads > 1 else None
-        self._poster = PostingThread(threads)
+        self._poster = PostingThread(fabric.threads(site))
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
         self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -152,7 +153,9 @@ class _ModelJob:
         shared = self._clock, self._network, self._topology, model.engine, self._chance, model.observer
         jitter = model.jitter
         draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
-        self._fabric = Fabric(*shared, model.machine.gpu, draws)
+        ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
+        crowded = frozenset(place for place, count in ranks.items() if count > 1)
+        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}

@@ -1,9 +1,9 @@
-"""Several threads of one process that post: what they do at once, and what they do one at a time.
+"""Threads that post to one GPU's copy engines: what they do at once, and what they do one at a time.
 
-A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done under a lock, or by
-a driver that takes one caller at a time: with *k* threads at work each of them goes on ``k * serial + 1 - serial``
+A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time,
+whichever process of the GPU a thread is of: with *k* threads at work each of them goes on ``k * serial + 1 - serial``
 times as slowly, so all together are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's law).  Transfers
-wait for a thread in the order in which they were posted.
+of a rank wait for one of its threads in the order in which they were posted.
 """
 
 from __future__ import annotations
@@ -18,42 +18,35 @@ if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.units import Seconds
 
-__all__ = ["PostingThreads"]
+__all__ = ["PostingShare", "PostingThreads"]
 
 
 @dataclass(eq=False, slots=True)
 class _Work:
+    threads: PostingThreads
     left: Seconds  # of a thread that is alone
+    begin: Callable[[Any], None]
     done: Callable[[Any], None]
     tag: Any
 
 
-class PostingThreads:
-    """*threads* of one rank."""
+class PostingShare:
+    """What all threads on one GPU share, or, where there is none, those of one rank."""
 
-    def __init__(self, clock: Clock, threads: int, serial: float) -> None:
+    def __init__(self, clock: Clock, serial: float) -> None:
         self._clock = clock
-        self._threads = threads
         self._serial = serial
         self._busy: list[_Work] = []
-        self._waiting: deque[tuple[_Work, Callable[[Any], None]]] = deque()
         self._since = clock.now
         self._turn = 0  # of the event that is to come: what was foreseen before does not hold any more
 
-    def post(self, seconds: Seconds, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
-        """Call ``begin(tag)`` when a thread takes up work of *seconds*, perhaps now, and ``done(tag)`` at its end."""
-        work = _Work(seconds, done, tag)
-        if len(self._busy) < self._threads:
-            self._advance()
-            self._busy.append(work)
-            self._foresee()
-            begin(tag)
-        else:
-            self._waiting.append((work, begin))
-
-    def drop(self, tag: Any) -> None:
-        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0].tag is not tag)
+    def take(self, works: list[_Work]) -> None:
+        """Let threads begin with *works* now."""
+        self._advance()
+        self._busy += works
+        self._foresee()
+        for work in works:
+            work.begin(work.tag)
 
     def _slowness(self) -> float:
         return len(self._busy) * self._serial + 1.0 - self._serial
@@ -80,13 +73,36 @@ class PostingThreads:
         over = [work for work in self._busy if work.left <= least]  # those of this instant, without rounding
         self._advance()
         self._busy = [work for work in self._busy if work not in over]
-        begun = []
-        while self._waiting and len(self._busy) < self._threads:
-            work, begin = self._waiting.popleft()
-            self._busy.append(work)
-            begun.append((begin, work.tag))
-        self._foresee()
+        following = [work.threads.next() for work in over]
         for work in over:
             work.done(work.tag)
-        for begin, tag in begun:
-            begin(tag)
+        self.take([work for work in following if work is not None])
+
+
+class PostingThreads:
+    """The *threads* of one rank, which share with those of others what *share* says."""
+
+    def __init__(self, share: PostingShare, threads: int) -> None:
+        self._share = share
+        self._free = threads
+        self._waiting: deque[_Work] = deque()
+
+    def post(self, seconds: Seconds, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
+        """Call ``begin(tag)`` when a thread takes up work of *seconds*, perhaps now, and ``done(tag)`` at its end."""
+        work = _Work(self, seconds, begin, done, tag)
+        if self._free:
+            self._free -= 1
+            self._share.take([work])
+        else:
+            self._waiting.append(work)
+
+    def next(self) -> _Work | None:
+        """Return what the thread that has just ended something takes up; without that it is free."""
+        if self._waiting:
+            return self._waiting.popleft()
+        self._free += 1
+        return None
+
+    def drop(self, tag: Any) -> None:
+        """Forget what was posted with *tag* and waits for a thread; a thread that is at it goes on to its end."""
+        self._waiting = deque(work for work in self._waiting if work.tag is not tag)

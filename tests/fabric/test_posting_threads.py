@@ -1,13 +1,19 @@
 """Several threads of a rank that post: what they share slows them down, exactly as the form says."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from pdsim.clock import Clock
 from pdsim.fabric.engine import PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
-from pdsim.fabric.posting_threads import PostingThreads
+from pdsim.fabric.job import Model
+from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.topology import Route
-from tests.fabric.machines import cost
+from pdsim.job import Place, RankSpec
+from pdsim.transfer import Batch
+from tests.fabric.machines import cost, engine, machine
 
 
 class Bench:
@@ -17,7 +23,7 @@ class Bench:
         self.clock = Clock()
         network = Network(self.clock)
         link = Route((network.link("out", 1000.0),), 0.0)
-        self.poster = PostingThread(PostingThreads(self.clock, threads, serial))
+        self.poster = PostingThread(PostingThreads(PostingShare(self.clock, serial), threads))
         self.queue = SendQueue(network, self.poster, cost(**changes), link, link, "a>b")
         self.log = []
 
@@ -76,3 +82,36 @@ def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
     bench.queue.abort(gone)
     bench.post("c")
     assert bench.run() == [(3.5, "a"), (5.5, "c")]
+
+
+def test_ranks_of_one_gpu_share_where_the_engine_does_so_and_ranks_of_two_do_not():
+    near = Model(machine(), replace(engine(cost(latency=0.0)), serial=0.5))
+    for places, seconds in (((0, 0), 3.0 + 2.0), ((0, 1), 2.0 + 1.0)):  # posting 2 s of work, then 1 s of a port
+        specs = [
+            RankSpec(f"{name}{index}", f"{__name__}:{name}", Place(0, gpu), {"index": index})
+            for name, gpus in (("sends", places), ("receives", (2, 3)))
+            for index, gpu in enumerate(gpus)
+        ]
+        outcome = near.run(specs)
+        assert not [rank.error for rank in outcome.ranks.values() if rank.error]
+        assert [outcome.ranks[f"sends{index}"].value for index in (0, 1)] == [seconds, seconds]
+
+
+def sends(rank, index):
+    """Write once, and return how long it took."""
+    region = rank.endpoint.register(rank.device.allocate(100), "kv")
+    message = yield rank.channel.receive()
+    peer = rank.endpoint.connect(message.payload)
+    zero = np.arange(4, dtype=np.int64) * 25
+    yield rank.clock.timeout(10.0 - rank.clock.now)
+    batch = Batch(region, peer.regions["kv"], zero, zero, np.full(4, 25, np.int64))
+    record = yield rank.endpoint.write(peer, batch)
+    rank.channel.send(message.sender, b"")
+    return record.completed - record.submitted
+
+
+def receives(rank, index):
+    """Be written to."""
+    rank.endpoint.register(rank.device.allocate(100), "kv")
+    rank.channel.send(f"sends{index}", rank.endpoint.address())
+    yield rank.channel.receive()
