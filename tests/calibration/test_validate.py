@@ -14,7 +14,7 @@ from pdsim.errors import ConfigError
 from pdsim.validation.compare import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
 from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.page import page
-from tests.results.conftest import make_config
+from tests.support.configs import make_config
 
 
 def value(number: float, label: str = "a", group: str = "pair", nbytes: int = 4096) -> Value:

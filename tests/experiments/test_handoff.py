@@ -17,10 +17,9 @@ from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from tests.experiments.test_serve import EIGHT, GQA
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import ENGINE, make_config
+from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
+from tests.support.serving import GQA
 
 QUEUES = Policy(queues=2, staging=True)
 

@@ -17,7 +17,7 @@ from pdsim.fabric.job import Model
 from pdsim.hardware import Machine, Nic
 from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
-from tests.results.conftest import ENGINE, MACHINE, make_config
+from tests.support.configs import ENGINE, MACHINE, make_config
 
 EIGHT = replace(MACHINE, gpus=8)
 SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "warmup": 1}

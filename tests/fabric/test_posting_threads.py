@@ -7,7 +7,7 @@ from pdsim.fabric.engine import PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.posting_threads import PostingThreads
 from pdsim.fabric.topology import Route
-from tests.fabric.machines import cost
+from tests.support.machines import cost
 
 
 class Bench:
