@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.transfer import Options, check, run
-from experiments.transfer.layout import flows
+from experiments.transfer.rank_places import flows
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.fabric.job import Model

@@ -19,7 +19,7 @@ from pdsim.job import Outcome, RankSpec
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from pdsim.validation.compare import unseal
+from pdsim.validation.verdicts import unseal
 from tests.support.configs import EIGHT, ENGINE, make_config
 from tests.support.serving import GQA
 

@@ -15,7 +15,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError, PeerLost
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
-from pdsim.validation.compare import unseal
+from pdsim.validation.verdicts import unseal
 from tests.experiments.test_validate import classes, configured, slower
 from tests.support.configs import EIGHT, ENGINE
 
