@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.validate.files import EXPECTED, MEASURED, read
+from experiments.validate.sealed import EXPECTED, MEASURED, read
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from benchmarks.validation import STORED
-from experiments.validate.files import EXPECTED, MEASURED, keep
+from experiments.validate.sealed import EXPECTED, MEASURED, keep
 from pdsim.cli.run import compose
 from pdsim.results.environment import environment
 

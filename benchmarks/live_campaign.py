@@ -30,8 +30,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backends.live.deployment import Deployment, Served, deployed
-from experiments.serve.live import result
+from backends.live.deployment import LiveDeployment, Served, deployed
+from experiments.serve.live_run import result
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError, PdsimError
@@ -171,7 +171,7 @@ def _reported(served: Served) -> dict[str, Any]:
     }
 
 
-def _run_singles(campaign: Campaign, config: Config, pair: Deployment, lengths: Sequence[int], repeat: int) -> None:
+def _run_singles(campaign: Campaign, config: Config, pair: LiveDeployment, lengths: Sequence[int], repeat: int) -> None:
     """Measure single requests on the idle pair; the first of each length is a warm-up that is kept and marked."""
     number = 0
     for length in (n for n in lengths if n + SINGLE_OUTPUT <= config.model.context):
@@ -190,7 +190,7 @@ def _run_singles(campaign: Campaign, config: Config, pair: Deployment, lengths: 
         campaign.write()
 
 
-def _run_loads(campaign: Campaign, pair: Deployment, base: Sequence[str], loads: dict[str, list[str]]) -> None:
+def _run_loads(campaign: Campaign, pair: LiveDeployment, base: Sequence[str], loads: dict[str, list[str]]) -> None:
     for name, words in loads.items():
         every = [*base, *words]
         config = compose([*every, "target=live"])

@@ -27,7 +27,7 @@ from pdsim.fabric.job import Model
 from pdsim.results.environment import commit
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
-from pdsim.validation.compare import seal, unseal
+from pdsim.validation.verdicts import seal, unseal
 
 SYSTEMS = {
     "vllm": ["engine=vllm", "backend=nixl_vllm", "kv.page_size=16"],

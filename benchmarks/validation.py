@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.validate import Options, bounds
-from experiments.validate.files import EXPECTED, MEASURED, read
+from experiments.validate.sealed import EXPECTED, MEASURED, read
 from pdsim.results.record import Table
-from pdsim.validation.compare import Class, Value, by_class, compare, foretold
+from pdsim.validation.verdicts import Class, Value, by_class, compare, foretold
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"

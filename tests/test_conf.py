@@ -1,13 +1,10 @@
 """Every file under conf/ can be run, says what it is, and says of each of its numbers where it comes from."""
 
 from dataclasses import MISSING, fields, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import conf
@@ -17,26 +14,18 @@ from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
 from pdsim.cli import checks
 from pdsim.cli.overrides import describe, groups, options
-from pdsim.config import Config, loading, sources
+from pdsim.config import Config, sources
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.hardware import EVIDENCE
 from pdsim.repository import data
+from tests.support.composed import composed
 
 FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
 REFERRED = {"states"}  # other groups that the file of an experiment names
 POINTS_ONLY = ("calibration", "executor")  # the one is of a pair, the other of a sweep
 CHOICES = [(group, option) for group in groups() for option in options(group) if group not in POINTS_ONLY]
 TRANSFER = transfer.Options(patterns=("pair",), size=(65536,), blocks=(4,), repeat=2, warmup=0)
-
-
-@cache
-def composed(*words: str) -> Config:
-    """Return the configuration that *words* choose."""
-    ConfigStore.instance().store(name="_defaults", node=loading.defaults())
-    with initialize_config_module("conf", version_base="1.3"):
-        values = OmegaConf.to_container(compose("config", list(words)), resolve=True)
-    return loading.load(values)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -23,7 +23,7 @@ from pdsim.results.store import FILES, Run
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
 from pdsim.sweep import collect
-from tests.results.conftest import make_config, make_result
+from tests.support.configs import make_config, make_result
 from tests.test_config import CONFIG
 
 BOUNDED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

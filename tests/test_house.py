@@ -32,7 +32,9 @@ PRIVATE = {
 
 CEILINGS = {
     "private names of others": 134,
-    "class names more than once": 11,
+    "class names more than once": 6,
+    "module names more than once": 19,
+    "files under 40 lines": 19,
     "classes over 25 methods": 6,
 }
 """Highest values of figures of `python -m benchmarks.house`.  Lower them when they fall."""

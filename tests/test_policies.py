@@ -9,7 +9,7 @@ import pytest
 from pdsim.cli import checks
 from pdsim.errors import ConfigError
 from pdsim.kv.policy import Policy, Staging
-from tests.test_conf import composed
+from tests.support.composed import composed
 
 
 @pytest.mark.parametrize(

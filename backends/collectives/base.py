@@ -19,7 +19,7 @@ from pdsim.group import is_symmetric
 __all__ = [
     "TOPIC",
     "Bye",
-    "Call",
+    "GatherCall",
     "Hello",
     "Intent",
     "Library",
@@ -124,7 +124,7 @@ def decode(payload: bytes) -> Hello | Intent | Bye:
 
 
 @dataclass(eq=False)
-class Call:
+class GatherCall:
     """One collective of this rank."""
 
     number: int

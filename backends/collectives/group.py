@@ -24,7 +24,7 @@ from backends.base.process_identity import is_dead, myself
 from backends.collectives.base import (
     TOPIC,
     Bye,
-    Call,
+    GatherCall,
     Hello,
     Intent,
     Library,
@@ -124,7 +124,7 @@ class RealGroup:
         self._library = library
         self._others = _Others()
         self._expected = [name for name in names if name != groups.rank]
-        self._calls: deque[Call] = deque()  # that are not over
+        self._calls: deque[GatherCall] = deque()  # that are not over
         self._number = 0
         self._over = 0
         self._connected = self._connecting = False
@@ -168,7 +168,7 @@ class RealGroup:
             raise ValueError(f"timeout={timeout} must be > 0")
         event = Event(self._clock)
         event.defused = True
-        call = Call(self._number, size, event, self._clock.now, timeout, label, buffers)
+        call = GatherCall(self._number, size, event, self._clock.now, timeout, label, buffers)
         call.prepared = call.posted = call.submitted
         self._number += 1
         if self._lost:
@@ -202,7 +202,7 @@ class RealGroup:
                 return
         self._begin(call)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: GatherCall) -> None:
         call.started = True
         call.prepared = self._clock.now
         if call.buffers is None:
@@ -243,7 +243,7 @@ class RealGroup:
         """Return whether a call is under way."""
         return bool(self._calls) and self._calls[0].work is not None
 
-    def _finish(self, call: Call, error: TransferError | None, took: float = 0.0) -> None:
+    def _finish(self, call: GatherCall, error: TransferError | None, took: float = 0.0) -> None:
         """End the first call."""
         assert self._calls[0] is call
         self._calls.popleft()
@@ -265,7 +265,7 @@ class RealGroup:
 
     # --- the symmetric pool ---
 
-    def _refusal(self, call: Call) -> str:
+    def _refusal(self, call: GatherCall) -> str:
         """Return why this rank cannot do what all are about to do, as the class of an error and its message."""
         if call.kind != "reserve":
             return ""
@@ -285,7 +285,7 @@ class RealGroup:
             )
         return ""
 
-    def _reserved(self, call: Call, add: Callable[[], None] | None, error: BaseException | None) -> None:
+    def _reserved(self, call: GatherCall, add: Callable[[], None] | None, error: BaseException | None) -> None:
         """Tell the others that this rank has its memory, or not."""
         if not self._calls or self._calls[0] is not call:
             return
@@ -298,7 +298,7 @@ class RealGroup:
         self._tell(done)
         self._settle(call)
 
-    def _settle(self, call: Call) -> None:
+    def _settle(self, call: GatherCall) -> None:
         """End the reservation *call* if all ranks have their memory."""
         said = self._others.done[call.number]
         if len(said) < len(self.names):
@@ -384,7 +384,7 @@ class RealGroup:
 
     # --- ends ---
 
-    def _expire(self, call: Call) -> None:
+    def _expire(self, call: GatherCall) -> None:
         if call.event.triggered or self._lost:
             return
         late = [name for name in self._expected if name not in self._others.hello]
@@ -407,28 +407,28 @@ class RealGroup:
             return
         background(self._clock, self._library.abort, lambda _, failed: self._aborted(calls, error, failed))
 
-    def _aborted(self, calls: list[Call], error: TransferError | None, failed: BaseException | None) -> None:
+    def _aborted(self, calls: list[GatherCall], error: TransferError | None, failed: BaseException | None) -> None:
         if failed is None:
             self._stopped(calls, error)
             return
         for call in calls:  # no proof: their buffers stay in quarantine
             self._fail(call, error or PeerLost(self._lost))
 
-    def _stopped(self, calls: list[Call], error: TransferError | None) -> None:
+    def _stopped(self, calls: list[GatherCall], error: TransferError | None) -> None:
         for call in calls:
             call.work = None
             for buffer in call.buffers or ():
                 self._device.release(buffer)
             self._fail(call, error or PeerLost(self._lost))
 
-    def _fail(self, call: Call, error: TransferError) -> None:
+    def _fail(self, call: GatherCall, error: TransferError) -> None:
         if call.event.triggered:
             return
         now = self._clock.now
         self._record(call, type(error).__name__, now, now)
         call.event.fail(error)
 
-    def _record(self, call: Call, status: str, completed: float, seen: float) -> TransferRecord:
+    def _record(self, call: GatherCall, status: str, completed: float, seen: float) -> TransferRecord:
         ranks = len(self.names)
         nbytes = call.size * (1 if call.buffers is None else ranks)
         operation = "reserve" if call.buffers is None else "all_gather"

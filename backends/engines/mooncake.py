@@ -152,7 +152,7 @@ class MooncakeEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            guest="backends.emulation.guest.mooncake:RECIPE",
+            guest="backends.emulation.guest.installed:MOONCAKE",
             name="rdma",
             protocol="rdma",
             environment={},

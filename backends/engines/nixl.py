@@ -112,7 +112,7 @@ class NixlEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
-            guest="backends.emulation.guest.nixl:RECIPE",
+            guest="backends.emulation.guest.installed:NIXL",
             environment={"UCX_TLS": "rc_verbs,ud_verbs,self"},
             defaults={},
             error_handling="peer",

@@ -22,7 +22,7 @@ from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError
 from pdsim.serving.workload import Request
 
-__all__ = ["Deployment", "Served", "deployed", "engine_of", "problems"]
+__all__ = ["LiveDeployment", "Served", "deployed", "engine_of", "problems"]
 
 METRICS = "metrics.parquet"
 """The file, beside those of every run, with what the servers reported while they were measured."""
@@ -106,11 +106,11 @@ def installed(engine: str, python: str = "") -> str:
 
 
 @contextmanager
-def deployed(config: Config, folder: Path, progress: Callable[[float, str], None]) -> Iterator[Deployment]:
+def deployed(config: Config, folder: Path, progress: Callable[[float, str], None]) -> Iterator[LiveDeployment]:
     """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards."""
     live, engine = config.live, engine_of(config)
     if not live.launch:
-        yield Deployment(config, engine, _named(config), folder)
+        yield LiveDeployment(config, engine, _named(config), folder)
         return
     from backends.live.launch import started
 
@@ -120,7 +120,7 @@ def deployed(config: Config, folder: Path, progress: Callable[[float, str], None
         with started(found, folder, live.ready, lambda text: progress(0.0, text)):
             servers = [(one.role, LiveServer(one.name, one.url)) for one in found]
             ports = {one.name: one.bootstrap_port for one in found}
-            yield Deployment(config, engine, servers, folder, ports)
+            yield LiveDeployment(config, engine, servers, folder, ports)
     finally:
         (model / "tokenizer.json").unlink(missing_ok=True)  # megabytes that say nothing
 
@@ -137,7 +137,7 @@ def _named(config: Config) -> list[tuple[str, LiveServer]]:
 
 
 @dataclass
-class Deployment:
+class LiveDeployment:
     """Servers, each with its role, and how to measure them.  *folder* gets what they report of themselves."""
 
     config: Config

@@ -73,7 +73,7 @@ class RequestRoute(Protocol):
         """Have *request* served and fill in *row*.  Raise a `RequestFailed` if it does not get all its tokens."""
 
 
-class _Pool:
+class _ServerPool:
     """Servers of one side, of which each request gets one."""
 
     def __init__(self, servers: Sequence[LiveServer], policy: str) -> None:
@@ -152,7 +152,7 @@ class Direct:
     connections = 1
 
     def __init__(self, servers: Sequence[LiveServer], form: Format, *, policy: str, exact: bool) -> None:
-        self._pool, self._format, self._exact = _Pool(servers, policy), form, exact
+        self._pool, self._format, self._exact = _ServerPool(servers, policy), form, exact
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Stream from one server; see `RequestRoute`."""
@@ -186,7 +186,7 @@ class VllmPair:
     def __init__(
         self, prefills: Sequence[LiveServer], decodes: Sequence[LiveServer], form: Format, *, policy: str, exact: bool
     ) -> None:
-        self._prefills, self._decodes = _Pool(prefills, policy), _Pool(decodes, policy)
+        self._prefills, self._decodes = _ServerPool(prefills, policy), _ServerPool(decodes, policy)
         self._format, self._exact = form, exact
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
@@ -233,7 +233,7 @@ class SglangPair:
         policy: str,
         exact: bool,
     ) -> None:
-        self._prefills, self._decodes = _Pool(prefills, policy), _Pool(decodes, policy)
+        self._prefills, self._decodes = _ServerPool(prefills, policy), _ServerPool(decodes, policy)
         self._format, self._bootstrap, self._exact = form, bootstrap, exact
         self._rooms = random.SystemRandom()  # a room must not have been used before on these servers
 

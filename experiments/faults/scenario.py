@@ -135,7 +135,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
     specs = serve.specs(config, job, requests)
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
-    specs[0] = replace(specs[0], program="experiments.faults.router:program", arguments=arguments)
+    specs[0] = replace(specs[0], program="experiments.faults.faulty_router:program", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
     text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from experiments import serve
-from experiments.handoff.tables import Handoff, HandoffRow, metrics, rows, tables
+from experiments.handoff.tables import HandoffRow, HandoffShape, metrics, rows, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -164,7 +164,7 @@ def specs(config: Config, options: Options, way: Way) -> list[RankSpec]:
 
 
 def _with_router(ranks: Sequence[RankSpec]) -> list[RankSpec]:
-    program = "experiments.handoff.router:program"
+    program = "experiments.handoff.one_by_one:program"
     return [replace(rank, program=program) if rank.name == ROUTER else rank for rank in ranks]
 
 
@@ -201,8 +201,8 @@ def _warm(options: Options) -> int:
     return len(options.tokens) * options.warmup
 
 
-def _shapes(options: Options, way: Way) -> list[Handoff]:
-    return [Handoff(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
+def _shapes(options: Options, way: Way) -> list[HandoffShape]:
+    return [HandoffShape(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
 
 
 def _failures(found: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pdsim.serving.deployment import ROUTER
 from pdsim.serving.workload import Request
 from pdsim.transfer import TransferRecord
 
-__all__ = ["STAGES", "Handoff", "HandoffRow", "metrics", "rows", "tables"]
+__all__ = ["STAGES", "HandoffRow", "HandoffShape", "metrics", "rows", "tables"]
 
 STAGES = {
     "handoff": "from the end of the prefill forward to success at decode: KV and metadata on all ranks",
@@ -24,7 +24,7 @@ STAGES = {
 }
 
 
-class Handoff(NamedTuple):
+class HandoffShape(NamedTuple):
     """A shape, handed over in one way."""
 
     way: str
@@ -40,7 +40,7 @@ class Handoff(NamedTuple):
 class HandoffRow:
     """The measured handoffs of one shape: seconds of each of `STAGES`, one for each handoff."""
 
-    handoff: Handoff
+    handoff: HandoffShape
     nbytes: int
     descriptors: int
     times: dict[str, list[float]]
@@ -54,7 +54,7 @@ class HandoffRow:
         return self.nbytes / median / 1e9 if median else None
 
 
-def rows(shapes: Sequence[Handoff], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[HandoffRow]:
+def rows(shapes: Sequence[HandoffShape], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[HandoffRow]:
     """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured."""
     router = outcome.ranks[ROUTER]
     value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
@@ -67,7 +67,7 @@ def rows(shapes: Sequence[Handoff], warm: int, requests: Sequence[Request], outc
 
 
 def _row(
-    shape: Handoff,
+    shape: HandoffShape,
     warm: int,
     requests: Sequence[Request],
     values: Sequence[Sequence[object]],

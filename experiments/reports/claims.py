@@ -2,7 +2,7 @@
 
 A report reuses the other experiments: `ReportRun.run` runs one of them as one variant, `ReportRun.add` notes a value
 before and after the change, and `ReportRun.result` prints what became of each `Claim`, beside the results that are
-committed in ``data/reports/<seed>.csv``, into which `experiments.reports.points` writes.
+committed in ``data/reports/<seed>.csv``, into which `experiments.reports.report_points` writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.reports.points import ReportPoint, committed
+from experiments.reports.report_points import ReportPoint, committed
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target

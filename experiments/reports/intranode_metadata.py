@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from experiments.reports import prompts as shared
+from experiments.reports import prompt_bursts as shared
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.job import Target

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.serve import tables
-from experiments.serve.paths import Paths, notes
+from experiments.serve.kv_paths import Paths, notes
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
@@ -62,19 +62,19 @@ class Options(ExperimentOptions):
 def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> Result:
     """Serve the workload and return what became of every request.
 
-    *target* is a `pdsim.job.Target`, or a `backends.live.deployment.Deployment` where ``config.target`` is live.
+    *target* is a `pdsim.job.Target`, or a `backends.live.deployment.LiveDeployment` where ``config.target`` is live.
     Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
     options = Options.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
-        from experiments.serve import live
+        from experiments.serve import live_run
 
         # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
         requests = drawn.requests
         if config.workload.load:
             requests = scaled(config.workload, job(config, options), requests, config.seed)
-        found = live.run(config, target, requests, options.router, progress)
+        found = live_run.run(config, target, requests, options.router, progress)
         return replace(found, notes=[*drawn.notes, *found.notes])
     what = job(config, options)
     requests = scaled(config.workload, what, drawn.requests, config.seed)

@@ -12,9 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.transfer.layout import names, places, shortage
 from experiments.transfer.points import TransferPoint, read, shuffled
 from experiments.transfer.program import Task, area_bytes, region_bytes
+from experiments.transfer.rank_places import names, places, shortage
 from experiments.transfer.tables import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError

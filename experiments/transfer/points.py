@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.transfer.layout import Flow, check_pattern, flows
 from experiments.transfer.program import SCHEDULES, Task
+from experiments.transfer.rank_places import Flow, check_pattern, flows
 from pdsim.units import parse_size
 
 __all__ = ["COLUMNS", "TransferPoint", "read", "shuffled", "write"]

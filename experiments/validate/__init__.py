@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.validate.design import CLASSES, Design, DesignPart, parts
-from experiments.validate.files import EXPECTED, MEASURED, design_of, keep, read, take
 from experiments.validate.predict import adopt, ahead, check_same, expect, now
+from experiments.validate.sealed import EXPECTED, MEASURED, design_of, keep, read, take
 from experiments.validate.values import mean, values
 from pdsim.config import Config
 from pdsim.errors import ConfigError, TransferError
@@ -25,7 +25,8 @@ from pdsim.job import Target
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.units import Seconds, Size
-from pdsim.validation.compare import (
+from pdsim.validation.page import page
+from pdsim.validation.verdicts import (
     Bound,
     Class,
     Compared,
@@ -38,7 +39,6 @@ from pdsim.validation.compare import (
     seal,
     tables,
 )
-from pdsim.validation.page import page
 
 __all__ = ["Bounds", "Options", "bounds", "run"]
 

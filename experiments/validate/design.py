@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import allgather, handoff, serve, transfer
-from experiments.transfer.layout import names, places, shortage
 from experiments.transfer.points import TransferPoint, read, write
 from experiments.transfer.program import region_bytes
+from experiments.transfer.rank_places import names, places, shortage
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.validate.design import DesignPart
-from experiments.validate.files import EXPECTED, design_of, keep, read, written
+from experiments.validate.sealed import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
 from pdsim.config import Config, Launch
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.environment import commit
 from pdsim.results.store import plain
-from pdsim.validation.compare import Value, seal
 from pdsim.validation.intervals import predicted
+from pdsim.validation.verdicts import Value, seal
 
 __all__ = ["adopt", "ahead", "check_same", "expect", "now"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments import handoff
-from experiments.validate.files import EXPECTED, MEASURED, read
+from experiments.validate.sealed import EXPECTED, MEASURED, read
 from pdsim.calibration.handoff_fit import COLUMNS, JOB, RECORDS, STAMPS, TIMES, WAYS
 from pdsim.config.typed import build
 

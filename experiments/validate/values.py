@@ -11,7 +11,7 @@ import numpy as np
 from pdsim.calibration import noise_floor
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
-from pdsim.validation.compare import Value
+from pdsim.validation.verdicts import Value
 
 __all__ = ["mean", "values"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdsim.calibration import design, files, importers, provenance, summary
+from pdsim.calibration import files, importers, provenance, sample_grid, summary
 from pdsim.calibration import samples as points
 from pdsim.calibration.from_samples import base_of, fitted
 from pdsim.calibration.samples import Samples
@@ -108,8 +108,8 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def _largest(text: str) -> int:
     size = parse_size(text)
-    if size < design.SMALLEST:
-        raise ValueError(f"must be >= {design.SMALLEST} bytes")
+    if size < sample_grid.SMALLEST:
+        raise ValueError(f"must be >= {sample_grid.SMALLEST} bytes")
     return size
 
 
@@ -143,12 +143,12 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     from pdsim.cli.run import compose, measure
 
     operation = str(vars(config.experiment)["operation"])
-    cells, left = design.grid(operation, asked.largest, asked.held, config.seed)
+    cells, left = sample_grid.grid(operation, asked.largest, asked.held, config.seed)
     if operation == "write":
-        more, more_left = design.reads(asked.largest, left)
+        more, more_left = sample_grid.reads(asked.largest, left)
         cells, left = [*cells, *more], [*left, *more_left]
     listed = store.make(Path(config.output), "output=") / f"calibrate-points-{os.getpid()}.csv"
-    design.write(listed, [*cells, *left], asked.repeat)
+    sample_grid.write(listed, [*cells, *left], asked.repeat)
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]

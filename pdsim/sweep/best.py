@@ -17,13 +17,13 @@ from pdsim.results.statistics import percentile
 from pdsim.sweep import collect
 from pdsim.units import format_time, parse_time
 
-__all__ = ["Ranked", "Slo", "chart", "front", "parse_slo", "rank", "table"]
+__all__ = ["Ranked", "SloLimits", "chart", "front", "parse_slo", "rank", "table"]
 
 _LATENCIES = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True)
-class Slo:
+class SloLimits:
     """Most seconds of each latency that has a limit: of ttft, tpot and e2e."""
 
     limits: Mapping[str, float]
@@ -52,8 +52,8 @@ class Ranked:
         return self.goodput / self.gpus
 
 
-def parse_slo(text: str) -> Slo:
-    """Return ``ttft=2s,tpot=30ms`` as an `Slo`.  Raise a `ConfigError` for an unknown latency or a wrong time."""
+def parse_slo(text: str) -> SloLimits:
+    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency or a wrong time."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -65,10 +65,10 @@ def parse_slo(text: str) -> Slo:
             raise ConfigError(f"--slo {text}: {name}: {error}") from error
         if not limits[name] > 0:
             raise ConfigError(f"--slo {text}: {name} must be > 0")
-    return Slo(limits)
+    return SloLimits(limits)
 
 
-def rank(folder: Path, slo: Slo | None = None) -> list[Ranked]:
+def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     """Return the points of the sweep in *folder* that served requests, the best first.
 
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
@@ -158,7 +158,7 @@ def _swept(rows: Any) -> list[str]:
     return [key for key in keys if len(set(map(str, rows[key].to_pylist()))) > 1]
 
 
-def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: Slo | None) -> Ranked | None:
+def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
     import pyarrow.parquet as pq
 
     names = ["status", "arrival", "output", *_LATENCIES]

@@ -16,7 +16,7 @@ from typing import Any
 from pdsim.config import Config
 from pdsim.costs import Ramp
 from pdsim.units import parse_rate, parse_time
-from pdsim.validation.compare import Value
+from pdsim.validation.verdicts import Value
 
 __all__ = ["predicted", "variants"]
 

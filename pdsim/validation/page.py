@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pdsim.results.record import Table
-from pdsim.validation.compare import Compared
+from pdsim.validation.verdicts import Compared
 
 __all__ = ["page"]
 

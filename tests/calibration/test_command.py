@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 import conf
 from pdsim.calibration import provenance
 from pdsim.calibration.definition import Calibration
-from pdsim.calibration.design import Cell, grid, reads, repeats, write
+from pdsim.calibration.sample_grid import Cell, grid, reads, repeats, write
 from pdsim.cli.calibrate import calibrate
 from pdsim.cli.main import main
 from pdsim.cli.refit import published

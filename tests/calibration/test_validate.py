@@ -11,10 +11,10 @@ from pdsim.calibration.definition import Calibration
 from pdsim.config import Config
 from pdsim.costs import Ramp
 from pdsim.errors import ConfigError
-from pdsim.validation.compare import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
 from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.page import page
-from tests.results.conftest import make_config
+from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
+from tests.support.configs import make_config
 
 
 def value(number: float, label: str = "a", group: str = "pair", nbytes: int = 4096) -> Value:

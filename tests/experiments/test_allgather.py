@@ -13,7 +13,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
-from tests.results.conftest import ENGINE, MACHINE, make_config
+from tests.support.configs import ENGINE, MACHINE, make_config
 from tests.support.engines import COLLECTIVE
 
 EIGHT = replace(MACHINE, gpus=8)

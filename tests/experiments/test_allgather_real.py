@@ -8,7 +8,7 @@ import pytest
 
 from experiments.allgather import run
 from tests.experiments.test_allgather import LIBRARY, configured, rows
-from tests.experiments.test_transfer_real import LOOPBACK
+from tests.support.configs import LOOPBACK
 from tests.support.engines import gathering_target
 
 pytest.importorskip("torch", reason="groups of real ranks need PyTorch")

@@ -16,8 +16,8 @@ from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo
 from pdsim.serving.workload import load
-from tests.experiments.test_serve import GENERATED, GQA
-from tests.experiments.test_serve import configured as served
+from tests.support.serving import GENERATED, GQA
+from tests.support.serving import configured as served
 
 ROOMY = Kv(page_size=16)
 

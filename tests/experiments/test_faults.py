@@ -23,7 +23,7 @@ from pdsim.serving.prefill import scheduler as prefill
 from pdsim.serving.prefill.worker import PrefillWorker
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
-from tests.results.conftest import make_config
+from tests.support.configs import make_config
 
 SINCE = frozenset({"losses", "together"})
 """Kinds that there were not when these seeds were found."""

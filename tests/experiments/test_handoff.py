@@ -17,10 +17,9 @@ from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from tests.experiments.test_serve import EIGHT, GQA
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import ENGINE, make_config
+from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
+from tests.support.serving import GQA
 
 QUEUES = Policy(queues=2, staging=True)
 
@@ -77,7 +76,7 @@ def test_handoffs_of_one_shape_take_equally_long_for_none_meets_another():
 def test_contents_that_are_compared_take_no_time_on_the_model():
     """Copies that cost something for each piece included, of which a descriptor stands for many without contents."""
     assert EIGHT.gpu is not None
-    dear = replace(EIGHT, gpu=replace(EIGHT.gpu, copies=Copies(call=1e-6, piece=50e-9)))
+    dear = replace(EIGHT, gpu=replace(EIGHT.gpu, copies=Copies(call=1e-6, descriptor=50e-9)))
     tracked, timed, cheap = (
         rows(run(replace(configured(), memory=memory), Model(hw, ENGINE, memory), lambda fraction, text: None))
         for hw, memory in ((dear, "tracked"), (dear, "timing"), (EIGHT, "timing"))

@@ -13,11 +13,10 @@ from pdsim.config import Config
 from pdsim.job import Outcome
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import EIGHT, GQA, serve
 from tests.experiments.test_serve_layouts import HYBRID, SMALL
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import ENGINE, make_config
+from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
+from tests.support.serving import GQA, serve
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=30.0, heartbeat=0.5)

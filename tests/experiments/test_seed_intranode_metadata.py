@@ -10,7 +10,7 @@ from experiments.reports.intranode_metadata import Options
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.results.record import Result
-from tests.experiments.seeding import measure, points
+from tests.support.seeding import measure, points
 
 SMALL = ("experiment.tokens=[128,8192]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
 

@@ -12,9 +12,9 @@ from experiments.reports.mooncake_tcp import Options, run
 from experiments.serve import Options as Serving
 from experiments.serve import job
 from pdsim.results.record import Result
-from tests.experiments import seeding
+from tests.support import seeding
+from tests.support.composed import composed
 from tests.support.engines import make_target
-from tests.test_conf import composed
 
 SMALL = {"tokens": (512,), "repeat": 2, "requests": 4}
 

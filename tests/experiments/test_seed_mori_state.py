@@ -12,7 +12,7 @@ from experiments.reports.claims import as_rows
 from experiments.reports.mori_state import Options, run
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
-from tests.test_conf import composed
+from tests.support.composed import composed
 
 SMALL = {"concurrency": (1, 20), "tokens": 1024, "lengths": (512,), "tp": ("2to1",), "repeat": 2}
 

@@ -13,8 +13,8 @@ from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
-from tests.experiments import seeding
-from tests.experiments.seeding import measure
+from tests.support import seeding
+from tests.support.seeding import measure
 
 SMALL = ("experiment.tokens=[512]", "experiment.prompts=[8]", "experiment.prompt_tokens=256")
 

@@ -11,7 +11,7 @@ from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results.record import Result
-from tests.experiments.seeding import measure, points
+from tests.support.seeding import measure, points
 
 SMALL = ("experiment.size=[64KiB,32MiB]", "experiment.batches=[[9,9],[4096,77,1000]]", "experiment.repeat=3")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments import handoff
-from experiments.reports import points
+from experiments.reports import report_points as points
 from experiments.reports.claims import Claim, ReportRun, as_rows
-from experiments.reports.points import ReportPoint, committed, keep
+from experiments.reports.report_points import ReportPoint, committed, keep
 from pdsim.config import ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model

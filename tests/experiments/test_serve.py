@@ -2,73 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.serve import Options, run
-from pdsim.config import Config
+from experiments.serve import Options
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
 from pdsim.hardware import Interconnect
-from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
 from pdsim.results.schema import requests_table
-from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side, Workload
-from tests.results.conftest import ENGINE, LLM, MACHINE, make_config
-
-EIGHT = replace(MACHINE, gpus=8)
-ONE = Side(tp=1)
-GENERATED = Workload(arrivals="poisson", count=40, rate=200.0, input_mean=300, output_mean=12)
-GQA = replace(LLM, heads=8, kv_heads=8, hidden=128)
-MLA = replace(LLM, attention="mla", latent_dim=72)
-POOL = Kv(page_size=16, pool=1 << 20)
-
-
-def configured(
-    prefill: Side = ONE,
-    decode: Side = ONE,
-    model: Llm = LLM,
-    options: Mapping[str, Any] = {},
-    **changes: Any,
-) -> Config:
-    values = {
-        "hw": EIGHT,
-        "model": model,
-        "parallel": Parallel(prefill=prefill, decode=decode),
-        "experiment": Options(**options),
-        "workload": GENERATED,
-        "kv": POOL,
-        "scheduler": Scheduler(chunk=256, decode_batch=8),
-    }
-    return make_config(Path("unused"), **(values | changes))
-
-
-class Killing:
-    """A model on which ranks are ended by force."""
-
-    def __init__(self, config: Config, kill: Mapping[str, float]) -> None:
-        self.model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
-        self.kill = kill
-
-    def run(self, ranks: list[RankSpec], kill: Mapping[str, float] = {}) -> Outcome:
-        return self.model.run(ranks, self.kill)
-
-
-def serve(config: Config, kill: Mapping[str, float] = {}) -> Result:
-    return run(config, Killing(config, kill), lambda fraction, text: None)
-
-
-def values(result: Result) -> dict[str, Any]:
-    return {metric.name: metric.value for metric in result.summary}
-
-
-def rows(result: Result) -> list[dict[str, Any]]:
-    columns = result.requests
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+from pdsim.serving.settings import Kv, Llm, Side, Workload
+from tests.support.configs import EIGHT, ENGINE, LLM
+from tests.support.serving import GENERATED, GQA, MLA, configured, rows, serve, values
 
 
 def quarantined(result: Result) -> int:

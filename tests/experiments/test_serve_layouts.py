@@ -8,7 +8,9 @@ import pytest
 
 from pdsim.errors import ConfigError
 from pdsim.serving.settings import Hybrid, Kv, Llm, Parallel, Side
-from tests.experiments.test_serve import EIGHT, GENERATED, GQA, MLA, POOL, configured, quarantined, serve
+from tests.experiments.test_serve import quarantined
+from tests.support.configs import EIGHT
+from tests.support.serving import GENERATED, GQA, MLA, POOL, configured, serve
 
 SIXTEEN = replace(EIGHT, gpus=16)
 SMALL = replace(GENERATED, count=8, input_mean=100)

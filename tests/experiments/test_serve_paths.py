@@ -11,19 +11,9 @@ from pdsim.config import Config
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Llm, Side
-from tests.experiments.test_serve import (
-    FAULTY,
-    GENERATED,
-    GQA,
-    MLA,
-    TWO,
-    configured,
-    quarantined,
-    rows,
-    serve,
-    values,
-)
-from tests.results.conftest import ENGINE
+from tests.experiments.test_serve import FAULTY, TWO, quarantined
+from tests.support.configs import ENGINE
+from tests.support.serving import GENERATED, GQA, MLA, configured, rows, serve, values
 
 FEW = replace(GENERATED, count=12, input_mean=100)
 STAGED = Kv(page_size=16, pool=1 << 20, staging=True, staging_ring=1 << 20)

@@ -12,10 +12,9 @@ from pdsim.config import Config
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side
-from tests.experiments.test_serve import GENERATED, GQA, MLA
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import make_config
+from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
+from tests.support.serving import GENERATED, GQA, MLA
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 STAGED = Policy(queues=4, staging=True)

@@ -10,11 +10,10 @@ import pytest
 from experiments.serve import Options, run
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
-from tests.experiments.test_serve import EIGHT, serve
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import ENGINE, make_config
+from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
+from tests.support.serving import serve
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 

@@ -13,11 +13,10 @@ from pdsim.fabric.job import Model
 from pdsim.job import Outcome
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import GQA
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import make_config
+from tests.support.composed import composed
+from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
-from tests.test_conf import composed
+from tests.support.serving import GQA
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL[:2]]
 LARGE = replace(GQA, layers=32)  # 16 KiB a token: 1500 take 24 MiB, whose forward takes next to nothing

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from experiments.transfer import Options, check, run
-from experiments.transfer.layout import flows
+from experiments.transfer.rank_places import flows
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.fabric.job import Model
 from pdsim.hardware import Machine, Nic
 from pdsim.job import Outcome, RankSpec
 from pdsim.results.record import Result
-from tests.results.conftest import ENGINE, MACHINE, make_config
+from tests.support.configs import ENGINE, MACHINE, make_config
 
 EIGHT = replace(MACHINE, gpus=8)
 SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "warmup": 1}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from experiments.transfer import check, run
-from experiments.transfer.layout import flows
 from experiments.transfer.points import TransferPoint, shuffled
+from experiments.transfer.rank_places import flows
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec

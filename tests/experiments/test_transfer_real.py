@@ -11,21 +11,10 @@ import pytest
 
 from experiments.transfer import Options, run
 from pdsim.config import Config
-from pdsim.hardware import Host, Interconnect
 from pdsim.job import Outcome, RankSpec, Target
 from tests.experiments.test_transfer import rows
-from tests.results.conftest import MACHINE, make_config
+from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
-
-LOOPBACK = replace(
-    MACHINE,
-    name="loopback",
-    vendor="cpu",
-    gpus=0,
-    gpu=None,
-    interconnect=Interconnect(kind="none", rate=0.0),
-    host=Host(memory=1 << 30, memory_rate=20e9, tcp_rate=3e9, tcp_latency=50e-6),
-)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])

@@ -19,9 +19,9 @@ from pdsim.job import Outcome, RankSpec
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
-from pdsim.validation.compare import unseal
-from tests.experiments.test_serve import EIGHT, GQA
-from tests.results.conftest import ENGINE, make_config
+from pdsim.validation.verdicts import unseal
+from tests.support.configs import EIGHT, ENGINE, make_config
+from tests.support.serving import GQA
 
 SMALL: dict[str, Any] = {
     "classes": ("pair", "contention", "handoff"),

@@ -15,10 +15,9 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError, PeerLost
 from pdsim.fabric.job import Model
 from pdsim.results.record import Result
-from pdsim.validation.compare import unseal
-from tests.experiments.test_serve import EIGHT
+from pdsim.validation.verdicts import unseal
 from tests.experiments.test_validate import classes, configured, slower
-from tests.results.conftest import ENGINE
+from tests.support.configs import EIGHT, ENGINE
 
 Folder = Path
 

@@ -17,7 +17,7 @@ from pdsim.fabric.job import Model
 from pdsim.group import SYMMETRIC
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program
-from tests.fabric.machines import cost, engine, machine
+from tests.support.machines import cost, engine, machine
 
 RING = CollectiveModel(path="nvlink", pattern="ring", latency=3.0, step=0.5, rate=50.0, own_rate=100.0, copies=2)
 DIRECT = CollectiveModel(path="nvlink", pattern="direct", latency=1.0, step=0.25, rate=80.0)

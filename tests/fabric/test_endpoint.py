@@ -25,7 +25,7 @@ from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.topology import Topology
 from pdsim.job import Place
 from pdsim.transfer import Batch
-from tests.fabric.machines import cost, engine, machine
+from tests.support.machines import cost, engine, machine
 
 SAME_NODE = (Place(0, 0), Place(0, 1))
 

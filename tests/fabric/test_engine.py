@@ -10,7 +10,7 @@ from pdsim.errors import SendQueueFull
 from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.topology import Route
-from tests.fabric.machines import cost, machine
+from tests.support.machines import cost, machine
 
 
 class Bench:

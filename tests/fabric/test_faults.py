@@ -10,7 +10,7 @@ from pdsim.fabric.connections import part_of
 from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.transfer import Batch, Region
-from tests.fabric.machines import engine, machine, run
+from tests.support.machines import engine, machine, run
 
 # --- programs -------------------------------------------------------------------------------------------------------
 

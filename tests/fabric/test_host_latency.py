@@ -11,7 +11,7 @@ from pdsim.fabric.job import Model
 from pdsim.hardware import Host, Machine
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Program
-from tests.fabric.machines import engine, machine
+from tests.support.machines import engine, machine
 
 HOST = Host(memory=1, memory_rate=1.0, tcp_rate=1e9, tcp_latency=0.5, wake=1.0, idle_wake=4.0, idle_after=10.0)
 

@@ -8,7 +8,7 @@ from pdsim.fabric.engine import CopyEngine, PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.jitter import Draws
 from pdsim.fabric.topology import Route
-from tests.fabric.machines import cost
+from tests.support.machines import cost
 
 
 def crossing(draws=None, rounds=20):

@@ -12,7 +12,7 @@ from pdsim.fabric.job import Model
 from pdsim.hardware import LinkChange, NetworkLink
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
-from tests.fabric.machines import cost, engine, machine
+from tests.support.machines import cost, engine, machine
 
 FIXED = 1.25 + 0.5 + 2 * 3.0
 

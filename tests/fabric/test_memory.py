@@ -14,7 +14,7 @@ from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import LAUNCH, DeviceMemory, SimDevice
 from pdsim.hardware import Copies
 from pdsim.transfer import Batch, Region
-from tests.fabric.machines import machine
+from tests.support.machines import machine
 
 CAPACITY = 1000
 

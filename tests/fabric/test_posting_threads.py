@@ -13,7 +13,7 @@ from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.topology import Route
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
-from tests.fabric.machines import cost, engine, machine
+from tests.support.machines import cost, engine, machine
 
 
 class Bench:

@@ -10,7 +10,7 @@ from pdsim.fabric.flows.foreseen import Foreseen
 from pdsim.fabric.job import Model
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
-from tests.fabric.machines import cost, engine, machine
+from tests.support.machines import cost, engine, machine
 
 HERE = "tests.fabric.test_series"
 STAY = 1000.0  # seconds, longer than any of this takes

@@ -6,8 +6,8 @@ from backends.engines import mooncake
 from pdsim.cli.run import compose
 from pdsim.costs import InlineSaving
 from pdsim.errors import ConfigError
-from tests.fabric.machines import cost
 from tests.fabric.test_engine import Bench
+from tests.support.machines import cost
 
 SMALL = InlineSaving(bytes=100, descriptors=4, saving=0.25)  # what `Bench` posts unless told otherwise: 3.5 s
 

@@ -7,7 +7,7 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.topology import Site, Topology
 from pdsim.job import Place
-from tests.fabric.machines import machine
+from tests.support.machines import machine
 
 
 def topology(**changes):

@@ -7,7 +7,7 @@ from pdsim.fabric.endpoint import DETECTION
 from pdsim.fabric.job import STRIDE, Model
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
-from tests.fabric.machines import cost, engine, machine, run
+from tests.support.machines import cost, engine, machine, run
 
 # --- programs -------------------------------------------------------------------------------------------------------
 

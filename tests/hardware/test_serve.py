@@ -15,11 +15,10 @@ from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
-from tests.experiments.test_serve import GQA
 from tests.experiments.test_serve_paths_real import FEW
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import make_config
+from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import engine
+from tests.support.serving import GQA
 
 ENGINES = ("mooncake_nvlink", "nixl", "nvlink", "nvlink_kernel")
 QUEUED = Policy(queues=2, pool="intra_node_nvlink", staging=True)

@@ -12,7 +12,7 @@ from pdsim.fabric.job import Model
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.transfer import Batch, Program, Region
-from tests.results.conftest import ENGINE, MACHINE
+from tests.support.configs import ENGINE, MACHINE
 
 SIZE = 1000
 SLOW = replace(MACHINE, interconnect=replace(MACHINE.interconnect, rate=1000.0))  # a buffer takes a second

@@ -16,7 +16,7 @@ from pdsim.kv.messages import Chunk, MessageError, Register, Reserve, Sent, Sett
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.transfer import Program
-from tests.results.conftest import ENGINE, MACHINE
+from tests.support.configs import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=16)
 LAYOUT = KvLayout(SHAPE, tp=1, page_size=4, pages=8, slots=2)

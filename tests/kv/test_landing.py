@@ -15,7 +15,7 @@ from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
 from pdsim.kv.policy import Staging
 from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.transfer import Program
-from tests.results.conftest import ENGINE, MACHINE
+from tests.support.configs import ENGINE, MACHINE
 
 SHAPE = KvShape(layers=2, heads=2, head_bytes=1 << 16)
 LAYOUT = KvLayout(SHAPE, tp=1, page_size=4, pages=8, slots=2)

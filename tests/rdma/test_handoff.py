@@ -14,8 +14,7 @@ from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
 from pdsim.testing.guest import target
 from tests.experiments.test_serve_layouts import STATE
-from tests.experiments.test_transfer_real import LOOPBACK
-from tests.results.conftest import make_config
+from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import VERBS, engine
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]

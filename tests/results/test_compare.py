@@ -9,7 +9,7 @@ from pdsim.errors import ConfigError
 from pdsim.results.compare import as_dict, tables
 from pdsim.results.record import Metric
 from pdsim.results.store import Run
-from tests.results.conftest import ENGINE, MACHINE, make_config, make_result
+from tests.support.configs import ENGINE, MACHINE, make_config, make_result
 
 
 def kept(output, *metrics, **changes):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdsim.results.evidence import Evidence, gather
-from tests.results.conftest import ENGINE, LLM, MACHINE, make_config
+from tests.support.configs import ENGINE, LLM, MACHINE, make_config
 
 
 def test_the_weakest_kind_is_that_of_the_weakest_number(tmp_path):

@@ -7,7 +7,7 @@ from pdsim.cli.main import main
 from pdsim.errors import ConfigError
 from pdsim.results.explain import causes, tables
 from pdsim.results.store import Run
-from tests.results.conftest import make_config, make_result, record
+from tests.support.configs import make_config, make_result, record
 
 
 def kept(folder, *records):

@@ -8,7 +8,7 @@ import pytest
 
 from pdsim.results.evidence import extrapolations
 from pdsim.transfer import TransferRecord
-from tests.test_conf import composed
+from tests.support.composed import composed
 
 RECORD = TransferRecord("nvlink", "write", "a", "b", 1 << 20, 16, 0.0, 0.0, 0.0, 0.0, 0.0)
 

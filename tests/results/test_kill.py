@@ -14,7 +14,7 @@ PROGRAM = f"""
 import os, signal, sys, time
 from pathlib import Path
 from pdsim.results.store import Run
-from tests.results.conftest import make_config, make_result, record
+from tests.support.configs import make_config, make_result, record
 
 config, result = make_config(Path(sys.argv[1]) / "first"), make_result(transfers=[record()] * {ROWS})
 Run(config).finish(result)  # imports what it needs

@@ -13,7 +13,7 @@ from pdsim.job import Outcome
 from pdsim.results import terminal as report
 from pdsim.results.record import Metric, Table
 from pdsim.results.store import Run
-from tests.results.conftest import MACHINE, make_config, make_result
+from tests.support.configs import MACHINE, make_config, make_result
 
 
 class Terminal(io.StringIO):

@@ -4,7 +4,7 @@ import pytest
 
 from pdsim.results import schema
 from pdsim.results.schema import requests_table, transfers_table
-from tests.results.conftest import record
+from tests.support.configs import record
 
 
 def test_stages_add_up_to_the_latency():

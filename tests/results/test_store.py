@@ -13,7 +13,7 @@ from pdsim.errors import ConfigError, PeerLost
 from pdsim.job import Outcome, RankResult
 from pdsim.results import store
 from pdsim.results.store import FILES, INCOMPLETE, Run, plain
-from tests.results.conftest import make_config, make_result
+from tests.support.configs import make_config, make_result
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, prefill_iterations
 from pdsim.serving.settings import Kv, Scheduler, Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import GENERATED, configured, rows, serve, values
+from tests.support.serving import GENERATED, configured, rows, serve, values
 
 TOGETHER = {"deployment": "colocated"}
 

@@ -15,8 +15,9 @@ from pdsim.job import Outcome
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import HostCosts, Scheduler, ServingEngine
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import EIGHT, configured, serve
-from tests.test_conf import composed
+from tests.support.composed import composed
+from tests.support.configs import EIGHT
+from tests.support.serving import configured, serve
 
 QUIET = replace(EIGHT, host=replace(EIGHT.host, tcp_latency=0.0, tcp_rate=1e30))
 """Control messages take no time."""

@@ -8,8 +8,8 @@ import pytest
 
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Scheduler, Side, Workload
-from tests.experiments.test_serve import GQA, POOL, configured, serve
-from tests.results.conftest import ENGINE
+from tests.support.configs import ENGINE
+from tests.support.serving import GQA, POOL, configured, serve
 
 CHUNK = 256  # tokens
 LONGER_THAN_THE_RUN = 1e9  # seconds: neither pings nor time limits are among the events

@@ -17,7 +17,8 @@ from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
 from pdsim.serving.settings import Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import EIGHT, GQA, ONE, configured
+from tests.support.configs import EIGHT
+from tests.support.serving import GQA, ONE, configured
 
 TWO = Side(tp=1, instances=2)
 TP2 = Side(tp=2)

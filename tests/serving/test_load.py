@@ -18,7 +18,7 @@ from pdsim.results.batch_means import half_width, trend
 from pdsim.serving.load import offered_load, prefill_iterations, scaled
 from pdsim.serving.settings import Compute, Kv, Scheduler, Workload
 from pdsim.serving.workload import Request, draw, grid, load
-from tests.experiments.test_serve import ONE, configured, rows, serve, values
+from tests.support.serving import ONE, configured, rows, serve, values
 
 ALONE = Scheduler(chunk=8192, prefill_batch=1, decode_batch=8)
 """A prefill engine that serves one request at a time: a queue with one server, first come, first served."""

@@ -19,7 +19,7 @@ from pdsim.serving.prefill import scheduler as prefill
 from pdsim.serving.seams import Prompt, Running, handoff_of, router_policy, scheduler_of
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import configured
+from tests.support.serving import configured
 
 SCHEDULER = '''
 from pdsim.serving.policies import FirstCome

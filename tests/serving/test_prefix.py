@@ -19,7 +19,7 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Hybrid, Llm, Side
 from pdsim.serving.workload import Request
 from pdsim.transfer import Program
-from tests.experiments.test_serve import GQA, MLA, ONE, configured
+from tests.support.serving import GQA, MLA, ONE, configured
 
 PAGE = 16  # tokens
 REQUEST = Request(0.0, 100, 20)  # 7 pages, in chunks of 32 tokens, and an eighth for the output

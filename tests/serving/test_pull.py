@@ -17,8 +17,8 @@ from pdsim.kv.messages import Renew
 from pdsim.serving.decode.pull import PullDecodeScheduler
 from pdsim.serving.settings import Hybrid, Llm, ServingEngine, Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import GQA, MLA, ONE, configured
 from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
+from tests.support.serving import GQA, MLA, ONE, configured
 
 PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=0.4, heartbeat=0.1)
 PATIENT = replace(PULL, lease=30.0)

@@ -13,8 +13,8 @@ from pdsim.kv.bootstrap import KNOWN, RoomDirectory
 from pdsim.kv.messages import Locate, Submit, decode
 from pdsim.serving.decode.room_lookup import PATIENCE, RETRY, RoomLookup
 from pdsim.serving.settings import Side
-from tests.experiments.test_serve import GENERATED, GQA, POOL, configured, rows, serve
 from tests.serving.test_faults import at_rest
+from tests.support.serving import GENERATED, GQA, POOL, configured, rows, serve
 
 
 class Bench:

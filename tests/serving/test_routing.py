@@ -7,7 +7,7 @@ from collections import Counter
 from pdsim.serving.routing import PowerOfTwo
 from pdsim.serving.seams import router_policy
 from pdsim.serving.settings import Side
-from tests.experiments.test_serve import configured, serve, values
+from tests.support.serving import configured, serve, values
 
 
 def test_the_most_loaded_of_all_is_never_taken_and_the_others_as_often_as_pairs_say():

@@ -13,7 +13,7 @@ from experiments.serve import Options, job
 from pdsim.serving.decode.steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Scheduler, Side, Workload
-from tests.experiments.test_serve import configured, serve
+from tests.support.serving import configured, serve
 
 
 def test_a_step_costs_its_base_and_its_context():

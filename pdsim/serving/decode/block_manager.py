@@ -13,7 +13,6 @@ from pdsim.kv.messages import (
     Arrival,
     Arrived,
     Failed,
-    Fence,
     Fenced,
     KvMessage,
     Quiet,
@@ -26,6 +25,7 @@ from pdsim.kv.rooms import Timers
 from pdsim.kv.status import Status
 from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
+from pdsim.serving.fences import FenceCount
 from pdsim.serving.rank_process import Handler
 
 __all__ = ["BlockManager", "DecodeRequest"]
@@ -74,8 +74,7 @@ class BlockManager(DecodeWorker, ABC):
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}
         self._complete: list[DecodeRequest] = []  # arrived, not noticed
-        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
-        self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
+        self._fences = FenceCount(self.incarnation, job.decode.size)
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
         handlers: dict[type[KvMessage], Handler] = {
@@ -202,24 +201,18 @@ class BlockManager(DecodeWorker, ABC):
 
     def _begin_fence(self, life: str, rooms: list[int]) -> None:
         """Have *rooms* released once every rank has proof that nothing of *life* moves here."""
-        self._fence_number += 1
-        self._fences[self._fence_number] = rooms, set(range(self.job.decode.size))
-        fence = Fence(self._fence_number, life)
+        fence = self._fences.begin(life, rooms)
         self.send(self.followers, fence)
-        self._fence("", fence)
+        self.proof.prove(fence)
         self._wake()
 
     def _fenced(self, rank: int, message: Fenced) -> None:
-        fence = self._fences.get(message.number)
-        if fence is None:
+        rooms = self._fences.count(rank, message)
+        if rooms is None:
             self.ignore()
             return
-        rooms, missing = fence
-        missing.discard(rank)
-        if not missing:
-            del self._fences[message.number]
-            for number in rooms:
-                self._release(number)
+        for number in rooms:
+            self._release(number)
 
     def held(self, request: Submit) -> int:  # noqa: ARG002 for engines that keep some
         """Return how many pages of *request*'s input are here already, less than all: none, for nothing is cached."""

@@ -10,7 +10,6 @@ from pdsim.kv.messages import (
     Arrival,
     Arrived,
     Ask,
-    Fence,
     Fenced,
     MessageError,
     Metadata,
@@ -19,7 +18,8 @@ from pdsim.kv.messages import (
     Return,
 )
 from pdsim.kv.receiver import KvReceiver
-from pdsim.serving.deployment import Deployment, epoch_of, instance_of, leader, rank_name
+from pdsim.serving.deployment import Deployment, leader
+from pdsim.serving.fences import PeerFence
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.transfer import Notification, Program
 
@@ -36,9 +36,8 @@ class DecodeWorker(EngineProcess):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.receiver = self.make_receiver()
-        self._quiesced: dict[str, int] = {}  # by prefill instance: up to which epoch nothing moves here any more
+        self.proof = PeerFence(self, self.receiver.writers, self.fenced, lambda rank: self.receiver.sever(rank))
         self.handlers |= {
-            Fence: self._fence,
             Reserve: self._reserve,
             Abort: self._forget,
             Arrival: self._arrive,
@@ -101,32 +100,7 @@ class DecodeWorker(EngineProcess):
 
     def meet(self, peer: str) -> None:
         """Make this rank's pool known to *peer*, once nothing of an earlier life of it moves here."""
-        self.clock.process(self._introduce(peer))
-
-    def _introduce(self, peer: str) -> Program:
-        yield from self._part(instance_of(peer), epoch_of(peer) - 1)
-        if not self.ended.triggered:
-            writers = [rank_name(instance_of(peer), writer) for writer in self.receiver.writers]
-            self.send(writers, self.receiver.register(self.life, peer))
-
-    def _fence(self, _: str, message: Fence) -> None:
-        self.clock.process(self._prove(message))
-
-    def _prove(self, message: Fence) -> Program:
-        yield from self._part(instance_of(message.life), epoch_of(message.life))
-        if not self.ended.triggered:
-            self.fenced(Fenced(message.number))
-
-    def _part(self, instance: str, epoch: int) -> Program:
-        """Wait for the proof that nothing of *instance* up to *epoch* moves here; there is none while it lives."""
-        for writer in self.receiver.writers:
-            if self._quiesced.get(instance, 0) >= epoch:
-                return
-            yield self.rank.endpoint.quiesced(rank_name(instance, writer))
-        if self._quiesced.get(instance, 0) < epoch:
-            self._quiesced[instance] = epoch
-            for writer in self.receiver.writers:
-                self.receiver.sever(rank_name(instance, writer))
+        self.proof.introduce(peer, lambda: self.receiver.register(self.life, peer))
 
     def _reserve(self, _: str, message: Reserve) -> None:
         if message.life == self.life:

@@ -12,7 +12,6 @@ from pdsim.kv.messages import (
     Destination,
     Dropped,
     Failed,
-    Fence,
     Fenced,
     Lent,
     Prefilled,
@@ -25,10 +24,10 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import Pages
 from pdsim.kv.plan import pair
 from pdsim.kv.rooms import Timers
-from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
+from pdsim.serving.deployment import ROUTER, Deployment, index_of, instance_of, leader
+from pdsim.serving.fences import FenceCount, PeerFence
 from pdsim.serving.prefill.scheduler import PrefillRequest, PrefillScheduler
 from pdsim.serving.prefill.worker import PrefillWorker
-from pdsim.transfer import Program
 
 __all__ = ["PullPrefillScheduler", "PullPrefillWorker"]
 
@@ -42,9 +41,7 @@ class PullPrefillWorker(PrefillWorker):
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self._readers = job.rank_map.readers(index)
-        self._proven: dict[str, int] = {}  # by decode instance: up to which epoch nothing is read here any more
-        self.handlers |= {Fence: self._fence}
+        self.proof = PeerFence(self, job.rank_map.readers(index), self.fenced)
 
     def make_sender(self) -> Any:
         """Return a `KvLender`."""
@@ -66,29 +63,7 @@ class PullPrefillWorker(PrefillWorker):
         for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
             self.peer_gone(life)
         self._met.add(peer)
-        self.clock.process(self._introduce(peer))
-
-    def _introduce(self, peer: str) -> Program:
-        yield from self._part(instance_of(peer), epoch_of(peer) - 1)
-        if not self.ended.triggered:
-            readers = [rank_name(instance_of(peer), reader) for reader in self._readers]
-            self.send(readers, self.sender.register(self.life, peer))
-
-    def _fence(self, _: str, message: Fence) -> None:
-        self.clock.process(self._prove(message))
-
-    def _prove(self, message: Fence) -> Program:
-        yield from self._part(instance_of(message.life), epoch_of(message.life))
-        if not self.ended.triggered:
-            self.fenced(Fenced(message.number))
-
-    def _part(self, instance: str, epoch: int) -> Program:
-        """Wait for the proof that nothing is read here by *instance* up to *epoch*; there is none while it lives."""
-        for reader in self._readers:
-            if self._proven.get(instance, 0) >= epoch:
-                return
-            yield self.rank.endpoint.quiesced(rank_name(instance, reader))
-        self._proven[instance] = max(epoch, self._proven.get(instance, 0))
+        self.proof.introduce(peer, lambda: self.sender.register(self.life, peer))
 
 
 class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
@@ -103,8 +78,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self._lent: dict[int, PrefillRequest] = {}
         self._revoked: set[int] = set()  # of them, those that must not be read any more
         self._leases = Timers(rank.clock, job.engine.lease, self._lease_ends)
-        self._fences: dict[int, tuple[list[int], set[int]]] = {}  # rooms, and ranks without proof
-        self._fence_number = self.incarnation  # an answer to an earlier life of this rank is none to this one
+        self._fences = FenceCount(self.incarnation, job.prefill.size)
         self.handlers |= {
             Collected: self._collected,
             Renew: self._renew,
@@ -151,11 +125,9 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
 
     def _begin_fence(self, life: str, rooms: list[int]) -> None:
         """Have *rooms* given back once every rank has proof that *life* reads nothing here."""
-        self._fence_number += 1
-        self._fences[self._fence_number] = rooms, set(range(self.job.prefill.size))
-        fence = Fence(self._fence_number, life)
+        fence = self._fences.begin(life, rooms)
         self.send(self.followers, fence)
-        self._fence("", fence)
+        self.proof.prove(fence)
 
     def _begin(self, room: PrefillRequest) -> bool:
         found = self._allocate(room.request, 0)
@@ -240,17 +212,13 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self._return(room)
 
     def _fenced(self, rank: int, message: Fenced) -> None:
-        fence = self._fences.get(message.number)
-        if fence is None:
+        rooms = self._fences.count(rank, message)
+        if rooms is None:
             self.ignore()
             return
-        rooms, missing = fence
-        missing.discard(rank)
-        if not missing:
-            del self._fences[message.number]
-            for number in rooms:
-                if number in self._lent:
-                    self._return(self._lent[number])
+        for number in rooms:
+            if number in self._lent:
+                self._return(self._lent[number])
 
     def _return(self, room: PrefillRequest) -> None:
         """Give a lent room's pages back, which nobody reads any more."""

@@ -1,4 +1,7 @@
-"""NIXL in the RDMA guest: with the system's RDMA libraries, for its own know no soft-RoCE."""
+"""Engines in the RDMA guest as they are installed here: Mooncake unchanged, NIXL with the system's RDMA libraries.
+
+Those that NIXL brings know no soft-RoCE.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from backends.emulation.guest.image import GuestUnavailable
 from backends.emulation.guest.machine import DEVICE, Guest
 from backends.emulation.guest.recipe import Installed
 
-__all__ = ["RECIPE"]
+__all__ = ["MOONCAKE", "NIXL"]
 
 _SYSTEM = {"libibverbs": "1", "libmlx5": "1", "libnl-3": "200", "libnl-route-3": "200"}
 """Libraries of which NIXL brings its own, and their versions on Debian."""
@@ -42,4 +45,6 @@ def _only(found: Iterator[Path], what: str) -> Path:
     return paths[0]
 
 
-RECIPE = Installed("nixl", "nixl_cu13._api", {"UCX_NET_DEVICES": f"{DEVICE}:1"}, _give_soft_roce)
+MOONCAKE = Installed("mooncake", "mooncake.engine")
+
+NIXL = Installed("nixl", "nixl_cu13._api", {"UCX_NET_DEVICES": f"{DEVICE}:1"}, _give_soft_roce)

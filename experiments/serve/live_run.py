@@ -17,7 +17,7 @@ from pdsim.serving.workload import Request
 from pdsim.units import format_time
 
 if TYPE_CHECKING:
-    from backends.live.deployment import Deployment, Served
+    from backends.live.deployment import LiveDeployment, Served
     from backends.live.metrics import Histogram
     from backends.live.routes import RequestRow
 
@@ -47,7 +47,7 @@ LATE = 0.01
 
 def run(
     config: Config,
-    deployment: Deployment,
+    deployment: LiveDeployment,
     requests: Sequence[Request],
     policy: str,
     progress: Callable[[float, str], None],

@@ -1,7 +1,7 @@
 """The points of seeds: values before and after a change, as runs find them and as ``conf/experiment`` keeps them.
 
-``python -m experiments.reports.points FOLDER...`` writes what complete runs of seeds found, of several of one machine
-the medians, into ``data/reports/<seed>.csv``, in place of what that held of the same machine and target.
+``python -m experiments.reports.report_points FOLDER...`` writes what complete runs of seeds found, of several of one
+machine the medians, into ``data/reports/<seed>.csv``, in place of what that held of the same machine and target.
 """
 
 from __future__ import annotations

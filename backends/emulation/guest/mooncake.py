@@ -1,7 +1,0 @@
-"""Mooncake in the RDMA guest: as it is installed."""
-
-from backends.emulation.guest.recipe import Installed
-
-__all__ = ["RECIPE"]
-
-RECIPE = Installed("mooncake", "mooncake.engine")

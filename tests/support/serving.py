@@ -1,0 +1,71 @@
+"""Serving on the model, as tests of more than one room run it: `configured` composes, `serve` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.serve import Options, run
+from pdsim.config import Config
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome, RankSpec
+from pdsim.results.record import Result
+from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side, Workload
+from tests.support.configs import EIGHT, LLM, make_config
+
+__all__ = ["GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]
+
+ONE = Side(tp=1)
+GENERATED = Workload(arrivals="poisson", count=40, rate=200.0, input_mean=300, output_mean=12)
+GQA = replace(LLM, heads=8, kv_heads=8, hidden=128)
+MLA = replace(LLM, attention="mla", latent_dim=72)
+POOL = Kv(page_size=16, pool=1 << 20)
+
+
+def configured(
+    prefill: Side = ONE,
+    decode: Side = ONE,
+    model: Llm = LLM,
+    options: Mapping[str, Any] = {},
+    **changes: Any,
+) -> Config:
+    """Return a configuration of `serve` on eight modelled GPUs with *options* of the experiment and *changes*."""
+    values = {
+        "hw": EIGHT,
+        "model": model,
+        "parallel": Parallel(prefill=prefill, decode=decode),
+        "experiment": Options(**options),
+        "workload": GENERATED,
+        "kv": POOL,
+        "scheduler": Scheduler(chunk=256, decode_batch=8),
+    }
+    return make_config(Path("unused"), **(values | changes))
+
+
+class Killing:
+    """A model on which ranks are ended by force."""
+
+    def __init__(self, config: Config, kill: Mapping[str, float]) -> None:
+        self.model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed)
+        self.kill = kill
+
+    def run(self, ranks: list[RankSpec], kill: Mapping[str, float] = {}) -> Outcome:
+        return self.model.run(ranks, self.kill)
+
+
+def serve(config: Config, kill: Mapping[str, float] = {}) -> Result:
+    """Run *config* on the model; ranks end by force when *kill* says."""
+    return run(config, Killing(config, kill), lambda fraction, text: None)
+
+
+def values(result: Result) -> dict[str, Any]:
+    """Return the metrics of *result* by name."""
+    return {metric.name: metric.value for metric in result.summary}
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    """Return the requests of *result*, a row each."""
+    columns = result.requests
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
