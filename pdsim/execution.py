@@ -21,19 +21,26 @@ from pdsim.results.record import Result
 from pdsim.results.store import Run
 from pdsim.units import format_time
 
-__all__ = ["execute"]
+__all__ = ["execute", "simulated"]
 
 _OWN_FILES = ("validate",)
 """The experiments that keep files of their own beside those of every run."""
 
 
 def execute(
-    config: Config, words: Sequence[str] = (), *, notes: Sequence[str] = (), quiet: bool = False, name: str = ""
+    config: Config,
+    words: Sequence[str] = (),
+    *,
+    notes: Sequence[str] = (),
+    quiet: bool = False,
+    name: str = "",
+    durable: bool = True,
 ) -> tuple[Result, Path]:
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
     *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
-    nothing is shown meanwhile; *name* is that of the folder, by default one with the date in it.
+    nothing is shown meanwhile; *name* is that of the folder, by default one with the date in it; *durable* is that of
+    `pdsim.results.store.Run`.
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
     """
@@ -41,7 +48,7 @@ def execute(
     measure: Callable[..., Result]
     measure = plugins.resolve(plugins.EXPERIMENTS, experiment).run
     fresh = not Path(config.output).exists()
-    kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name)
+    kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name, durable=durable)
     try:
         with kept, terminal.Progress(f"{experiment} on {config.hw.name}") as bar:
             meter = _Meter(None if quiet else bar)
@@ -64,6 +71,26 @@ def execute(
     except Exception as error:
         error.add_note(f"what there is of the run is in {kept.folder}")
         raise
+
+
+def simulated(config: Config, progress: Callable[[float, str], None] | None = None) -> Result:
+    """Run the experiment of *config* on the model, whatever its target, and return the result without keeping it.
+
+    Raise a `ConfigError` if the experiment refuses *config*.
+    """
+    from pdsim.fabric.job import Model
+
+    model = replace(config, target="model")
+    target = Model(
+        model.hw,
+        model.backend,
+        memory=model.memory,
+        seed=model.seed,
+        collective=model.collective,
+        jitter=model.jitter,
+    )
+    measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, str(model.experiment["name"])).run
+    return measure(model, target, progress or _Meter(None))
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ def commit() -> str:
 
 
 def _packages() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {}
     for name in _PACKAGES:
         try:
@@ -48,8 +49,9 @@ def _git() -> dict[str, Any] | None:
     here = Path(__file__).resolve().parents[1]
     if _ask(here, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    changes = _ask(here, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": _ask(here, "rev-parse", "HEAD"), "dirty": bool(changes)}
+    state = (_ask(here, "status", "--porcelain=v2", "--branch", "--untracked-files=no") or "").splitlines()
+    commit = next((line.split()[2] for line in state if line.startswith("# branch.oid ")), None)
+    return {"commit": commit, "dirty": any(not line.startswith("#") for line in state)}
 
 
 def _ask(folder: Path, *arguments: str) -> str | None:

@@ -6,6 +6,7 @@ Folders of results are copied, edited and cut short; a `ConfigError` names the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,17 +126,28 @@ def summary(path: Path) -> dict[str, Any]:
 
 def configuration(path: Path) -> dict[str, Any]:
     """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        plain = yaml.load(path.read_bytes(), Loader=_loader())  # noqa: S506  # it is a safe one
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} has no keys; {_AGAIN}")
         return dict(_flat(plain))
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a configuration: {_line(error)}; {_AGAIN}") from error
+
+
+@cache
+def _loader() -> Any:
+    """Return what reads YAML as OmegaConf does, dates as text, by libyaml where PyYAML has it."""
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+        for first, found in base.yaml_implicit_resolvers.items()
+    }
+    return type("Loader", (base,), {"yaml_implicit_resolvers": resolvers})
 
 
 def points(path: Path) -> pa.Table:

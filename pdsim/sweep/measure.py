@@ -17,22 +17,27 @@ __all__ = ["measure"]
 def measure(point: Point) -> dict[str, Any]:
     """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row.
 
-    A complete folder of that name is an earlier run of the same point and is taken as it is.
+    A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss of
+    power has cut short is run again.
     """
     if point.config is None:
         return refused(point, point.refusal)
     folder = Path(point.config.output) / point.name
-    if not folder.is_dir():
-        unfinished = folder.with_name(folder.name + store.INCOMPLETE)
-        if unfinished.exists():  # of a process that was killed: the sweep's lock says that it is no more
-            shutil.rmtree(unfinished)
+    if folder.is_dir():
         try:
-            execute(point.config, point.words, notes=point.notes, quiet=True, name=point.name)
-        except ConfigError as error:
-            return refused(point, str(error))
-        except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
+            return kept(point, folder)
+        except ConfigError:
+            shutil.rmtree(folder)
+    unfinished = folder.with_name(folder.name + store.INCOMPLETE)
+    if unfinished.exists():  # of a process that was killed: the sweep's lock says that it is no more
+        shutil.rmtree(unfinished)
+    try:
+        execute(point.config, point.words, notes=point.notes, quiet=True, name=point.name, durable=False)
+    except ConfigError as error:
+        return refused(point, str(error))
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
     return kept(point, folder)
 
 

@@ -1,0 +1,166 @@
+"""Sweeps that are killed, and what a sweep costs around its simulations.
+
+``python -m benchmarks.sweeps kills`` runs one sweep undisturbed and the same one killed at random moments, resumed
+each time by the same command, and compares: every point once, equal tables.  With ``--executor ray`` a worker of Ray
+is killed, too.  ``python -m benchmarks.sweeps overhead`` prints the processor's time of a point beside that of its
+simulation alone.  ``python -m benchmarks.sweeps interruptions`` ends commands by SIGINT, SIGTERM and SIGKILL at random
+moments and looks at what they left.  Each exits with 1 if what must hold does not.  The moments are drawn from
+``--seed``; what they meet depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+PATIENCE = 3600.0
+"""Seconds after which a sweep that does not end is given up."""
+POINT = ("workload=poisson", "workload.rate=6", "workload.count=36")
+"""What a point simulates: about 0.05 s of one core."""
+
+
+def command(count: int, executor: Sequence[str]) -> list[str]:
+    """Return a sweep of *count* points, of which half have another layout."""
+    words = [*POINT, "parallel=tp2,tp4", f"seed=range({count // 2})", "--quiet", *executor]
+    return [sys.executable, "-m", "pdsim", "sweep", *words]
+
+
+def only(folder: Path) -> Path:
+    """Return the folder of the one sweep in *folder*."""
+    (found,) = folder.glob("results/sweep-*")
+    return found
+
+
+def rows(folder: Path) -> list[str]:
+    """Return the names of the points that a sweep in *folder* has appended, in order."""
+    found = list(folder.glob("results/sweep-*/points.jsonl"))
+    lines = found[0].read_bytes().split(b"\n")[:-1] if found else []
+    return [point["point"] for point in map(json.loads, lines) if "point" in point]
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield the processes below *pid* and their command lines."""
+    children = f"/proc/{pid}/task/{pid}/children"
+    try:
+        below = [int(word) for word in Path(children).read_text().split()]
+    except OSError:  # it has ended
+        return
+    for child in below:
+        try:
+            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        yield from descendants(child)
+
+
+def until(process: subprocess.Popen[bytes], folder: Path, count: int) -> bool:
+    """Wait until *count* points are appended; return false if the sweep ended before."""
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        if len(rows(folder)) >= count:
+            return True
+        if time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit(f"no progress: {len(rows(folder))} points in {PATIENCE:g} s")
+        time.sleep(0.2)
+    return False
+
+
+def kills(count: int, times: int, executor: Sequence[str], seed: int, folder: Path) -> bool:
+    """Run the sweep undisturbed and killed, print what was seen, and return whether both have one table."""
+    whole, killed = folder / "whole", folder / "killed"
+    for each in (whole, killed):
+        each.mkdir(parents=True)
+    chance, words, total = random.Random(seed), command(count, executor), count // 2 * 2
+    began = time.monotonic()
+    subprocess.run(command(count, ()), cwd=whole, check=True, timeout=PATIENCE)
+    print(f"undisturbed: {total} points in {time.monotonic() - began:.0f} s", flush=True)
+    for number, least in enumerate(sorted(chance.sample(range(total // 20, total * 19 // 20), times)), 1):
+        process = subprocess.Popen(words, cwd=killed, start_new_session=True)
+        if not until(process, killed, least):
+            raise SystemExit("the sweep ended before it was killed")
+        if "executor=ray" in executor:
+            _kill_a_worker(process.pid, chance)
+            until(process, killed, least + 10)
+        process.kill()
+        process.wait()
+        print(f"SIGKILL {number} of {times}: {len(rows(killed))} points were kept", flush=True)
+        time.sleep(2.0)  # Ray's processes see that their driver is gone
+    subprocess.run(words, cwd=killed, check=True, timeout=PATIENCE)
+    names = rows(killed)
+    tables = [pq.read_table(only(each) / "points.parquet") for each in (whole, killed)]
+    once, same = len(names) == len(set(names)) == total, tables[0].equals(tables[1])
+    left = [path.name for path in only(killed).glob("*.incomplete")]
+    ended = sorted(set(tables[1]["status"].to_pylist()))
+    print(f"every point once: {once} ({len(names)} rows); the same table: {same}; status {ended}; unfinished: {left}")
+    return once and same and not left
+
+
+def _kill_a_worker(driver: int, chance: random.Random) -> None:
+    """Kill a process in which Ray runs a task of the sweep that *driver* is."""
+    workers = [pid for pid, line in descendants(driver) if line.startswith("ray::_chunk")]
+    if workers:
+        pid = chance.choice(workers)
+        os.kill(pid, signal.SIGKILL)
+        print(f"a worker of Ray was killed ({len(workers)} were at work)", flush=True)
+
+
+def overhead(count: int, folder: Path) -> bool:
+    """Print the processor's seconds of a point of a sweep and of its simulation, and return whether 1.1 is kept."""
+    from pdsim.cli.compose import compose
+    from pdsim.execution import simulated
+
+    def simulation(seeds: range) -> float:
+        configs = [compose([*POINT, f"seed={seed}"]) for seed in seeds]
+        simulated(configs[0])  # imports
+        began = time.process_time()
+        for config in configs:
+            simulated(config)
+        return (time.process_time() - began) / len(configs)
+
+    def cpu() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    print(f"{'points':>7}{'simulation ms':>15}{'point ms':>10}{'factor':>8}")
+    before = simulation(range(50))
+    began, wall = cpu(), time.monotonic()
+    subprocess.run(command(count, ()), cwd=folder, check=True, timeout=PATIENCE)
+    points = count // 2 * 2
+    spent, wall = (cpu() - began) / points, time.monotonic() - wall
+    alone = (before + simulation(range(50))) / 2
+    print(f"{points:>7}{1e3 * alone:>15.1f}{1e3 * spent:>10.1f}{spent / alone:>8.2f}   ({wall:.0f} s)")
+    return spent / alone <= 1.1
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kills", "overhead"))
+    parser.add_argument("--points", type=int, default=2000)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--executor", default="local")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if asked.what == "overhead":
+            return 0 if overhead(asked.points, folder) else 1
+        executor = [] if asked.executor == "local" else [f"executor={asked.executor}"]
+        return 0 if kills(asked.points, asked.kills, executor, asked.seed, folder) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
