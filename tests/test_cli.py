@@ -288,8 +288,12 @@ def test_the_default_is_to_serve_a_trace(pdsim_says):
     status, out, _ = pdsim_says("run", "workload.count=3")
     assert status == 0
     assert "serve on 8xh20 with mooncake_nvlink" in out
-    assert "load: 3 of 3 requests in " in out
-    assert len(out.splitlines()) <= 15
+    _, offered, slo, *rest = out.splitlines()
+    assert offered.startswith("offered load: prefill ")
+    assert slo.startswith(
+        "SLO met: 100.0 % of 3 requests have TTFT <= 5 s and TPOT <= 50 ms; it keeps up: 3 served in "
+    )
+    assert len(rest) <= 9
 
 
 def test_json_is_all_that_is_on_standard_output(pdsim_says):

@@ -145,13 +145,23 @@ def _best(words: Sequence[str]) -> int:
 
 
 def _explained(words: Sequence[str]) -> int:
-    from pdsim.results import explain, terminal
-
-    folders = _folders("explain", words)
+    begun()
+    number, rest = _value("--request", words, "explain")
+    if number and not number.isdecimal():
+        raise ConfigError(f"--request {number}: must be the number of a request, from 0")
+    fast, json = "--fast" in rest, "--json" in rest
+    folders = _folders("explain", [word for word in rest if word != "--fast"])
     if len(folders) > 2:
         raise ConfigError(f"explain takes one run or two, got {len(folders)}")
-    for table in explain.tables(folders):
-        terminal.show_table(table, definitions=False)
+    if number and len(folders) > 1:
+        raise ConfigError(f"--request {number} is of one run; name one folder")
+    _refuse_sweeps("explain", folders)
+    from pdsim.cli.explain import explain_one, explain_two
+
+    if len(folders) > 1:
+        explain_two(folders, fast=fast, json=json)
+    else:
+        explain_one(folders[0], request=int(number) if number else None, fast=fast, json=json)
     return 0
 
 
@@ -171,8 +181,7 @@ def _compare(words: Sequence[str]) -> int:
     from pdsim.results import compare, terminal
 
     folders = _folders("compare", words)
-    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
-        raise ConfigError(f"{sweeps[0]} is a sweep; name two of its points, or see pdsim report {sweeps[0]}")
+    _refuse_sweeps("compare", folders)
     if "--json" in words:
         return _say(dumps(compare.as_dict(folders), ensure_ascii=False))
     for table in compare.tables(folders):
@@ -180,8 +189,16 @@ def _compare(words: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
+    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
+        points = "two of its points" if command == "compare" else "one or two of its points"
+        raise ConfigError(f"{sweeps[0]} is a sweep; name {points}, or see pdsim report {sweeps[0]}")
+
+
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
     folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
+    if flags := [word for word in map(str, folders) if word.startswith("-")]:
+        raise ConfigError(f"unknown option {flags[0]}; see pdsim {command} --help")
     if wrong := [folder for folder in folders if not folder.is_dir()]:
         raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
     if not folders:

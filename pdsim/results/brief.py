@@ -1,4 +1,6 @@
-"""What a run says at its end, in about twelve lines: verdict, latencies, what bounds it, evidence, what to type next.
+"""What a run says at its end, in twelve lines: verdict, latencies, what bounds it, evidence, what to type next.
+
+Failures, and what was typed in vain, come on top of the twelve.
 
 Pure text, from the files of the run; ``-v`` prints everything instead (`pdsim.results.terminal.show`).
 """
@@ -19,13 +21,14 @@ __all__ = ["alike", "lines", "share"]
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end", "transfer": "KV transfer"}
 _BOUND = {
-    "queueing": "queueing: requests wait for an instance; add instances, or lower the load",
-    "compute": "compute: forwards take most of the time; more GPUs an instance, or faster ones",
-    "handshake": "handshake: prefill waits for the pages of decode; add memory to decode",
-    "transfer": "KV transfer: compare backends, or stage",
-    "polling": "polling: decode looks between two steps only; shorter steps",
+    "queueing": "requests wait for an instance: add instances, or lower the load",
+    "compute": "forwards take most of the time: more GPUs an instance, or faster ones",
+    "handshake": "prefill waits for the pages of decode: add memory to decode",
+    "transfer": "KV arrives late: compare backends, or stage",
+    "polling": "decode looks between two steps only: shorter steps",
 }
-_MOST = 8  # rows of a table, or metrics, of an experiment that serves nothing
+_LONGEST = 48  # characters of a source
+_MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 
 
 def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
@@ -43,13 +46,14 @@ def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if warnings := [note for note in run["notes"] if note.startswith("warning: ")]:
         yield warnings[0] + (f" (and {len(warnings) - 1} more: -v)" if len(warnings) > 1 else "")
     yield from (f"note: {note}" for note in run["notes"] if " changes nothing of " in note)  # what was typed in vain
-    yield f"results: {folder}"
-    yield f"next: {_next(run, folder)}"
+    yield f"results: {folder}; next: {_next(run, folder)}"
 
 
 def share(value: float) -> str:
     """Return *value*, a share of one, for people: ``"94.1 %"``, ``"0.03 %"``."""
     percent = 100.0 * value
+    if 0.0 < percent < 0.001:
+        return "< 0.001 %"
     return f"{percent:.1f} %" if percent >= 10 or not percent else f"{percent:.2g} %"
 
 
@@ -77,15 +81,13 @@ def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[
     met = metrics.get("slo_attainment") or 0.0
     slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
     yield from (note for note in run["notes"] if note.startswith("offered load: "))
-    yield f"SLO {'met' if met >= 0.99 else 'missed'}: {share(met)} of {total} requests have {slo}"
-    rate, good = metrics.get("request_rate"), metrics.get("goodput")
-    served = f"{done} of {total} requests in {format_time(metrics['makespan_s'])}"
-    if failed:
-        served += f", {failed} failed"
     offered = max(metrics.get(f"offered_load_{side}") or 0.0 for side in ("prefill", "decode"))
-    verdict = "overloaded, latencies measure the queue" if offered > 1.0 else "it keeps up"
+    load = "overloaded, latencies measure the queue" if offered > 1.0 else "it keeps up"
+    rate, good = metrics.get("request_rate"), metrics.get("goodput")
+    served = f"{done} served in {format_time(metrics['makespan_s'])}{f', {failed} failed' if failed else ''}"
     speed = f" ({rate:.3g}/s, {good:.3g}/s within the SLO)" if rate is not None and good is not None else ""
-    yield f"load: {served}{speed}; {verdict}"
+    verdict = f"SLO {'met' if met >= 0.99 else 'missed'}: {share(met)} of {total} requests have {slo}"
+    yield f"{verdict}; {load}: {served}{speed}"
     yield f"{'':<12}{'p50':>10}{'p90':>10}{'p99':>10}"
     for name, title in _LATENCIES.items():
         found = [metrics.get(f"{name}_{q}_s") for q in ("p50", "p90", "p99")]
@@ -95,19 +97,19 @@ def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[
 
 
 def _bound(run: Mapping[str, Any], metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the phase that takes most of the time with what helps, the others, and the fullest link and memory."""
     shares = {name: metrics.get(f"share_{name}") or 0.0 for name in _BOUND}
     most = max(shares, key=lambda name: shares[name])
+    used = [
+        f"{what} {share(most)}"
+        for what, found in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
+        for _, _, _, most in alike(found)[:1]
+    ]
     if shares[most]:
         others = [f"{name} {share(value)}" for name, value in shares.items() if name != most and value >= 5e-4]
-        rest = ", ".join(others) or "the rest is nothing"
-        yield f"bound by {_BOUND[most]} ({share(shares[most])} of the time; {rest})"
-    parts = [
-        f"{what} {share(most)} ({name}{f', {count} alike' if count > 1 else ''})"
-        for what, used in (("busiest link", run["links"]), ("fullest memory", run["pools"]))
-        for name, count, _, most in alike(used)[:1]
-    ]
-    if parts:
-        yield f"use: {', '.join(parts)}"
+        yield f"bound by {', '.join([f'{most} {share(shares[most])}', *others, *used])}; {_BOUND[most]}"
+    elif used:
+        yield f"use: {', '.join(used)}"
 
 
 def _measured(run: Mapping[str, Any]) -> Iterator[str]:
@@ -140,8 +142,12 @@ def _weakest(proof: Evidence) -> str:
     borrowed = [text for text in texts if text.startswith("measured on ")]  # it says most about transfers
     text = borrowed[0] if borrowed else next(iter(texts))
     left = len(proof.kinds[proof.weakest]) - len(texts[text])
-    more = f", and {left} more: -v" if left else ""
-    return f"weakest evidence: {proof.weakest} ({', '.join(texts[text])}: {text}{more})"
+    more = f"; {left} more: -v" if left else ""
+    head = text.split(": ")[0] if borrowed else text
+    short = head if len(head) <= _LONGEST else f"{head[:_LONGEST].rstrip()}..."
+    names = texts[text]
+    keys = f"{names[0]} and {len(names) - 1} more" if len(names) > 2 else ", ".join(names)
+    return f"weakest evidence: {proof.weakest} ({keys}: {short}{more})"
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> str:

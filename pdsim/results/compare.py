@@ -1,24 +1,48 @@
 """Runs side by side: what differs in their configurations, and each metric, as a number and as a multiple of the first.
 
+What cannot matter to any of the runs is left out, and so are metrics that none of them has.  People see units; plain
+data has base units.
+
 Both come from the files of the runs.  Of a run without evidence no number is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from fnmatch import fnmatchcase
+from functools import cache
 from math import isfinite
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
+from pdsim import units
+from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.results import reading
+from pdsim.results.brief import share
 from pdsim.results.record import Table
 from pdsim.results.store import load
 
 __all__ = ["as_dict", "tables"]
 
-_NOT_ASKED_FOR = ("output", "calibration.", "hydra.")
+_NOT_ASKED_FOR = (
+    "output",
+    "calibration.",
+    "hydra.",
+    "backend.implementation",
+    "backend.modelled",
+    "backend.measured_on",
+)
+_UNUSED: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    "backend.inter.": lambda config: config.get("hw.nodes") == 1,
+    "backend.options.": lambda config: config.get("target") == "model",
+    "launch.": lambda config: config.get("target") != "real",
+    "live.": lambda config: config.get("target") != "live",
+}
+"""What cannot matter to a run: keys by how they begin, and what is so of its configuration then."""
 _SOURCES = ".sources."
 
 
@@ -30,9 +54,13 @@ def tables(folders: Sequence[Path]) -> list[Table]:
     runs = _runs(folders)
     names = ascii_uppercase[: len(runs)]
     titles = {name: run["folder"] for name, run in zip(names, runs, strict=True)}
-    differences = [[key, *map(_told, values)] for key, values in _differences(runs)]
+    differences = [[key, *(_told(key, value) for value in values)] for key, values in _differences(runs)]
     ratios = {f"{name}/A": "" for name in names[1:]}
-    metrics = [[name, *values, *_multiples(values), text] for name, text, values in _metrics(runs)]
+    metrics = [
+        [name, *(_measured(name, value) for value in values), *_multiples(values), text]
+        for name, text, values in _metrics(runs)
+        if any(value is not None for value in values)
+    ]
     return [
         Table("What differs", {"key": ""} | titles, differences),
         Table("Metrics", {"metric": ""} | dict.fromkeys(names, "") | ratios | {"definition": ""}, metrics),
@@ -66,9 +94,10 @@ def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def _differences(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """Yield each key that is not the same in all *runs*, with a value for each; None where a run has none."""
     found = [_configuration(Path(run["folder"])) | _about(run) for run in runs]
+    idle = tuple(prefix for prefix, unused in _UNUSED.items() if all(map(unused, found)))
     for key in dict.fromkeys(key for one in found for key in one):
         values = [one.get(key) for one in found]
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values) and any(values) and not key.startswith(idle):
             yield key, values
 
 
@@ -117,8 +146,46 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _told(value: Any) -> str:
-    return "-" if value is None else ", ".join(map(str, value)) if _is_list(value) else str(value)
+def _told(key: str, value: Any) -> str:
+    """Return *value* of the configuration's *key* for people, in its unit."""
+    if value is None:
+        return "-"
+    if _is_list(value):
+        return ", ".join(map(str, value))
+    show = _shown_as(key)
+    return show(value) if show is not None and _is_number(value) else str(value)
+
+
+@cache
+def _shown_as(key: str) -> Callable[[float], str] | None:
+    """Return what prints a number at *key* of a `Config` in its unit; None if it has none."""
+    hint: Any = Config
+    for name in key.split("."):
+        inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)
+        if inner is None:
+            return None
+        hint = typing.get_type_hints(inner, include_extras=True).get(name)
+    return next((_FORMATS[each] for each in getattr(hint, "__metadata__", ()) if each in _FORMATS), None)
+
+
+_FORMATS: Mapping[Any, Callable[[float], str]] = {
+    units.parse_time: units.format_time,
+    units.parse_rate: units.format_rate,
+    units.parse_size: units.format_size,
+}
+_OF_METRICS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("*_s", units.format_time),
+    ("*bytes", units.format_size),
+    ("share_*", share),
+    ("*_attainment", share),
+    ("*_max", share),
+)
+
+
+def _measured(name: str, value: Any) -> Any:
+    """Return *value* of the metric *name* in its unit, as it is where the name says none."""
+    show = next((show for pattern, show in _OF_METRICS if fnmatchcase(name, pattern)), None)
+    return show(value) if show is not None and _is_number(value) and not name.endswith("_per_s") else value
 
 
 def _is_list(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Where the time of a run went, phase by phase, and which phase makes two runs differ.
 
 From the rows that the runs kept: phases of requests add up to their end-to-end time, stages of transfers to their
-latency.  What a relief of a phase would bring is not said: that takes another run.
+latency.  What a relief of a cause would bring takes another simulation: `pdsim.sweep.relief`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pdsim.errors import ConfigError
 from pdsim.results import store
 from pdsim.results.brief import share
 from pdsim.results.record import Table
-from pdsim.units import format_size, format_time
+from pdsim.units import format_rate, format_size, format_time
 
-__all__ = ["causes", "tables"]
+__all__ = ["accounts", "causes", "difference", "tables"]
 
 PHASES = {
     "queueing": "waiting for pages, for an engine, for a place in a batch",
@@ -32,11 +32,12 @@ STAGES = {
 }
 
 
-def causes(folder: Path) -> dict[str, dict[str, float]]:
+def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, float]]:
     """Return mean seconds of each phase of requests and each stage of transfers of the run in *folder*.
 
-    The keys are ``"request"`` and ``"transfer"``, those without rows left out; ``"size"`` has mean bytes and
-    descriptors of a transfer.  Raise a `ConfigError` if *folder* is not a complete run, or has no rows at all.
+    The keys are ``"request"``, of all or of one *request*, and ``"transfer"``, those without rows left out; ``"size"``
+    has mean bytes and descriptors of a transfer, and the seconds that its poller added.  Raise a `ConfigError` if
+    *folder* is not a complete run, or has no rows at all, or has no such request that ended.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -46,13 +47,19 @@ def causes(folder: Path) -> dict[str, dict[str, float]]:
     requests = pq.read_table(folder / "requests.parquet")
     if "e2e" in requests.column_names and requests.num_rows:
         done = requests.filter(pc.is_valid(requests["e2e"]))
+        if request is not None:
+            done = done.filter(pc.equal(done["id"], request))
         if done.num_rows:
             found["request"] = {name: pc.mean(done[name]).as_py() or 0.0 for name in PHASES}
+    if request is not None and "request" not in found:
+        known = f"0 to {requests.num_rows - 1}" if requests.num_rows else "none"
+        raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
     transfers = pq.read_table(folder / "transfers.parquet")
     done = transfers.filter(pc.equal(transfers["status"], "ok")) if transfers.num_rows else transfers
     if done.num_rows:
         found["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}
         found["size"] = {name: pc.mean(done[name]).as_py() for name in ("nbytes", "batch_size")}
+        found["size"]["poll"] = (pc.mean(done["poll_us"]).as_py() or 0.0) * 1e-6
     if not found:
         raise ConfigError(f"{folder} kept no requests and no transfers that ended, so nothing can be explained")
     return found
@@ -70,7 +77,7 @@ def tables(folders: Sequence[Path]) -> list[Table]:
     sizes = [one["size"] for one in found if "size" in one]
     if len(sizes) == len(found):
         rows = [
-            [str(f), format_size(s["nbytes"]), f"{s['batch_size']:.4g}"] for f, s in zip(folders, sizes, strict=True)
+            [str(f), format_size(s["nbytes"]), _number(s["batch_size"])] for f, s in zip(folders, sizes, strict=True)
         ]
         made.append(Table("A transfer, in the mean", {"run": "", "bytes": "", "descriptors": ""}, rows))
     return made
@@ -88,6 +95,105 @@ def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Tab
     )
 
 
+def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
+    """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*, else of its transfers.
+
+    The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link the
+    wire, the host what the poller added, and the handshake.  Raise a `ConfigError` as `causes` does, and for a
+    *request* that there is none of or that did not end.
+    """
+    found = causes(folder, request)
+    stages = found.get("transfer", {})
+    busy = sum(stages.values())
+    parts = {
+        "posting": stages.get("prep", 0.0) + stages.get("post", 0.0),
+        "link": stages.get("tx", 0.0) - found.get("size", {}).get("poll", 0.0),
+        "host": found.get("size", {}).get("poll", 0.0),
+    }
+    if "request" not in found:
+        return parts
+    phases = found["request"]
+    shares = {name: seconds / busy if busy else 0.0 for name, seconds in parts.items()}
+    split = {name: phases["transfer"] * share for name, share in shares.items()}
+    return {
+        "compute": phases["compute"],
+        "queue": phases["queueing"],
+        "posting": split["posting"],
+        "link": split["link"] if busy else phases["transfer"],
+        "host": split["host"] + phases["handshake"],
+        "polling": phases["polling"],
+    }
+
+
+def difference(folders: Sequence[Path]) -> list[str]:
+    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
+    runs = [store.load(folder) for folder in folders]
+    found = [causes(folder) for folder in folders]
+    name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
+    lines = []
+    if all("request" in one for one in found):
+        lines.append(_requests(name, [one["request"] for one in found]))
+    if all("transfer" in one for one in found):
+        lines.append(_transfers(name, found))
+    return lines
+
+
+def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
+    first, second = (sum(one.values()) for one in means)
+    if abs(second - first) <= 1e-9 * first:
+        return f"{name} serves a request in the same time, {format_time(second)} in the mean"
+    change = {phase: means[1][phase] - means[0][phase] for phase in PHASES}
+    most = max(change, key=lambda phase: change[phase] * (1 if second > first else -1))
+    part = change[most] / (second - first)
+    return (
+        f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in the mean), "
+        f"{'all' if part > 0.995 else share(part)} of it by {most} "
+        f"({format_time(means[0][most])} -> {format_time(means[1][most])}: {PHASES[most]})"
+    )
+
+
+def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    first, second = (sum(one["transfer"].values()) for one in found)
+    if abs(second - first) <= 1e-9 * first:
+        return f"{name} takes the same time for a transfer, {format_time(second)} in the mean"
+    posting = [one["transfer"]["prep"] + one["transfer"]["post"] for one in found]
+    wire = [one["transfer"]["tx"] for one in found]
+    sizes = [one["size"] for one in found]
+    begin = f"{name} is {_times(second, first)} in a transfer ({format_time(first)} -> {format_time(second)})"
+    if abs(posting[1] - posting[0]) >= abs(wire[1] - wire[0]):
+        counts = [size["batch_size"] for size in sizes]
+        each = [format_time(time / count) for time, count in zip(posting, counts, strict=True)]
+        return f"{begin}: {_amount(counts, 'descriptors')} at {_instead(each)} each"
+    nbytes = [size["nbytes"] for size in sizes]
+    rates = [format_rate(size / time) if time else "-" for size, time in zip(nbytes, wire, strict=True)]
+    return f"{begin}: {_amount(nbytes, 'bytes')} at {_instead(rates)}"
+
+
+def _times(second: float, first: float) -> str:
+    slower = second > first
+    ratio = second / first if slower else first / second
+    if not first or not second:
+        return "slower" if slower else "faster"
+    text = f"{_number(ratio)} times" if ratio >= 1.095 else share(ratio - 1)
+    return f"{text} {'slower' if slower else 'faster'}"
+
+
+def _amount(values: Sequence[float], what: str) -> str:
+    first, second = values
+    ratio = second / first if first else 0.0
+    if 0.995 <= ratio <= 1.005:
+        return f"the same {what} ({_number(second)})"
+    return f"{_number(ratio)} times the {what} ({_number(first)} -> {_number(second)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def _instead(texts: Sequence[str]) -> str:
+    return texts[1] if texts[0] == texts[1] else f"{texts[1]} instead of {texts[0]}"
+
+
 def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, str]) -> Table:
     first, second = means
     change = {name: second[name] - first[name] for name in what}
@@ -98,7 +204,7 @@ def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, st
             name,
             format_time(first[name]),
             format_time(second[name]),
-            f"{second[name] / first[name]:.3g}" if first[name] else "-",
+            _number(second[name] / first[name]) if first[name] else "-",
             share(change[name] / total) if total and change[name] * total > 0 else "-",
             what[name],
         ]

@@ -203,7 +203,7 @@ def config_yaml(config: Config) -> str:
 
     An infinite rate is left out: it is the default, and no quantity that a configuration could state.
     """
-    import yaml  # comes with OmegaConf
+    import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     text: str = yaml.dump(
         as_written(config), Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False
@@ -222,7 +222,7 @@ def _dumper() -> Any:
         quoted = value.lower() in _TRUTH or _is_number(value)
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if quoted else None)
 
-    dumper = type("Dumper", (base,), {"ignore_aliases": lambda *_: True})
+    dumper: Any = type("Dumper", (base,), {"ignore_aliases": lambda *_: True})
     dumper.add_representer(str, text)
     return dumper
 

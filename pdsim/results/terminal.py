@@ -82,16 +82,43 @@ def show_lines(*lines: str, file: IO[str] | None = None) -> None:
         _say(console, line)
 
 
-def _console(file: IO[str] | None) -> Console:
+class Plain:
+    """What is not a terminal: lines without colours that are never broken, and no import of rich."""
+
+    is_terminal = False
+    width = _PLAIN_WIDTH
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def print(self, text: str = "") -> None:
+        """Write one line."""
+        self._file.write(f"{text}\n")
+
+    def grid(self, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+        """Write a table, numbers to the right."""
+        lines = [headings, *rows]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
+        for line in lines:
+            cells = zip(line, widths, numeric, strict=True)
+            padded = (text.rjust(width) if number else text.ljust(width) for text, width, number in cells)
+            self.print("  ".join(padded).rstrip())
+
+
+def _console(file: IO[str] | None) -> Console | Plain:
+    file = sys.stdout if file is None else file
+    if not file.isatty():
+        return Plain(file)
     from rich.console import Console
 
-    file = sys.stdout if file is None else file
-    width = None if file.isatty() else _PLAIN_WIDTH
-    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+    return Console(file=file, markup=False, highlight=False, emoji=False)
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style or None, soft_wrap=True)
+def _say(console: Console | Plain, text: str, style: str = "") -> None:
+    if isinstance(console, Plain):
+        console.print(text)
+    else:
+        console.print(text, style=style or None, soft_wrap=True)
 
 
 def _headline(run: Mapping[str, Any]) -> str:
@@ -99,11 +126,16 @@ def _headline(run: Mapping[str, Any]) -> str:
     return f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
 
 
-def _grid(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
+def _grid(
+    console: Console | Plain, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
+) -> None:
+    if isinstance(console, Plain):
+        console.grid(headings, rows, numeric)
+        return
     from rich import box
     from rich.table import Table as Grid
 
-    table = Grid(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    table = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading, number in zip(headings, numeric, strict=True):
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
@@ -111,14 +143,16 @@ def _grid(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str
     console.print(table)
 
 
-def _show_metrics(console: Console, metrics: Mapping[str, Mapping[str, Any]]) -> None:
+def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, Any]]) -> None:
     untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
     rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
     if rows:
         _grid(console, ("metric", "value", "definition"), rows, (False, True, False))
 
 
-def _show_table(console: Console, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> None:
+def _show_table(
+    console: Console | Plain, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]
+) -> None:
     console.print()
     _say(console, title, style="bold")
     headings = list(columns)
@@ -133,7 +167,7 @@ def _show_table(console: Console, title: str, columns: Mapping[str, str], rows: 
         _say(console, f"  columns hidden (narrow terminal): {', '.join(headings[shown:])}", style="dim")
 
 
-def _show_use(console: Console, table: Mapping[str, Any]) -> None:
+def _show_use(console: Console | Plain, table: Mapping[str, Any]) -> None:
     """Print links or memories, those that are alike in one row."""
     columns = {"name": "where", "alike": "how many", "least": "of them", "utilisation": table["columns"]["utilisation"]}
     rows = [
@@ -143,7 +177,7 @@ def _show_use(console: Console, table: Mapping[str, Any]) -> None:
     _show_table(console, table["title"], columns, rows)
 
 
-def _fitting(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+def _fitting(console: Console | Plain, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
     """Return how many columns, from the left and at least one, the terminal is wide enough for."""
     width = 0
     for number, heading in enumerate(headings):
@@ -153,7 +187,7 @@ def _fitting(console: Console, headings: Sequence[str], cells: Sequence[Sequence
     return len(headings)
 
 
-def _show_evidence(console: Console, proof: Evidence) -> None:
+def _show_evidence(console: Console | Plain, proof: Evidence) -> None:
     console.print()
     if not proof.sources:
         _say(console, "evidence: none, so no number is printed: give hw and backend their sources", style="red")

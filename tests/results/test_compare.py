@@ -66,3 +66,22 @@ def test_one_run_several_experiments_and_a_run_that_is_not_over_are_refused(tmp_
         tables([a, other])
     with pytest.raises(ConfigError, match="a complete run is needed"):
         tables([a, Run(make_config(tmp_path)).folder])
+
+
+def test_people_see_units_and_nothing_that_cannot_matter(tmp_path):
+    faster = replace(MACHINE, nic=replace(MACHINE.nic, count=4, rate=5e10, latency=2e-6))
+    a = kept(tmp_path, rate(0.0025, "ttft_p50_s"), rate(None, "ttft_p99_s"), rate(65536, "kv_bytes"))
+    b = kept(tmp_path / "there", rate(0.005, "ttft_p50_s"), rate(None, "ttft_p99_s"), rate(0, "kv_bytes"), hw=faster)
+    differences, metrics = tables([a, b])
+    shown = {row[0]: row[1:] for row in differences.rows}
+    assert shown["hw.nic.rate"] == ["0 B/s", "50 GB/s"]
+    assert shown["hw.nic.latency"] == ["0 ns", "2 us"]
+    assert {row[0]: row[1:3] for row in metrics.rows} == {
+        "ttft_p50_s": ["2.5 ms", "5 ms"],
+        "kv_bytes": ["64 KiB", "0 B"],
+    }
+
+
+def test_between_nodes_nothing_matters_to_runs_on_one(tmp_path):
+    inter = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma", call=1.0))
+    assert as_dict([kept(tmp_path), kept(tmp_path / "b", backend=inter)])["differences"] == {}

@@ -1,11 +1,14 @@
 """`pdsim explain`: phases add up, the greatest comes first, and two runs differ by what was changed."""
 
+import json
+import re
+
 import pytest
 
 import pdsim
 from pdsim.cli.main import main
 from pdsim.errors import ConfigError
-from pdsim.results.explain import causes, tables
+from pdsim.results.explain import accounts, causes, difference, tables
 from pdsim.results.store import Run
 from tests.support.configs import make_config, make_result, record
 
@@ -17,7 +20,7 @@ def kept(folder, *records):
 def test_stages_of_transfers_are_their_means(tmp_path):
     found = causes(kept(tmp_path, record(), record(start=1.0), record(status="PeerLost")))
     assert found["transfer"] == {"prep": pytest.approx(1e-6), "post": pytest.approx(2e-6), "tx": pytest.approx(10e-6)}
-    assert found["size"] == {"nbytes": 65536, "batch_size": 16}
+    assert found["size"] == {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
     assert "request" not in found
 
 
@@ -44,3 +47,50 @@ def test_two_runs_differ_by_what_was_changed(tmp_path, monkeypatch, capsys):
 def test_a_run_that_kept_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="kept no requests and no transfers that ended"):
         causes(kept(tmp_path, record(status="PeerLost")))
+
+
+def served(**changes):
+    words = {"workload": "poisson", "workload.count": 8, "workload.rate": 2}
+    return pdsim.simulate(**(words | changes)).folder
+
+
+def test_accounts_add_up_to_the_time_of_the_requests(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = served()
+    e2e = pdsim.load(folder).requests["e2e"].to_pylist()
+    assert sum(accounts(folder).values()) == pytest.approx(sum(e2e) / len(e2e), rel=1e-9)
+    assert sum(accounts(folder, 5).values()) == pytest.approx(e2e[5], rel=1e-9)
+    with pytest.raises(ConfigError, match="has no request 8 that ended; there are 0 to 7"):
+        accounts(folder, 8)
+
+
+def test_the_difference_of_two_runs_is_a_sentence_with_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = served(), served(**{"backend": "nixl", "parallel.decode.tp": 2})
+    requests, transfers = difference([first, second])
+    pattern = r"nixl serves a request [\d.,]+ times slower \(.+ in the mean\), [\d.]+ % of it by transfer \(.+\)"
+    assert re.fullmatch(pattern, requests)
+    pattern = r"nixl is [\d.,]+ times slower in a transfer \(.+\): [\d.,]+ times the descriptors \(.+\) at .+ each"
+    assert re.fullmatch(pattern, transfers)
+    same = difference([first, first])
+    assert [line.partition(" the same time")[0] for line in same] == ["B serves a request in", "B takes"]
+
+
+def test_explain_says_what_a_relief_brings_and_what_makes_two_runs_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, second = map(str, (served(), served(**{"backend": "nixl", "parallel.decode.tp": 2})))
+    assert main(["explain", first]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mean of requests: ")
+    assert lines[1].startswith("what helps most: forwards take half as long (compute): ")
+    assert re.search(r"^compute .*-\d\d\.\d %.* forwards take half as long$", "\n".join(lines), re.MULTILINE)
+    assert main(["explain", first, "--request", "3", "--fast"]) == 0
+    assert capsys.readouterr().out.startswith("request 3: ")
+    assert main(["explain", first, second]) == 0
+    out = capsys.readouterr().out
+    assert "A with backend of B" in out
+    assert "A with parallel of B" in out
+    assert main(["explain", first, second, "--fast", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folders"] == [first, second]
+    assert main(["explain", first, "--request", "many"]) == 2
+    assert main(["explain", first, second, "--request", "1"]) == 2

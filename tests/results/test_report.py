@@ -195,21 +195,20 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     assert printed(folder, verbose=False).splitlines() == [
         "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
         "offered load: prefill 2, decode 0.5: at most half",
-        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms",
-        "load: 4 of 4 requests in 1.5 min (0.0444/s, 0.0333/s within the SLO); overloaded, latencies measure the queue",
+        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms; overloaded, latencies measure the queue: "
+        "4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
         "                   p50       p90       p99",
         "TTFT             50 us    1.25 s         -",
         "TPOT                 -         -         -",
         "end to end           -         -         -",
         "KV transfer          -         -         -",
-        "bound by queueing: requests wait for an instance; add instances, or lower the load "
-        "(90.0 % of the time; compute 10 %)",
-        "use: busiest link 0.033 % (node*/gpu*/out, 2 alike), fullest memory 94.1 % (host)",
+        "bound by queueing 90.0 %, compute 10 %, busiest link 0.033 %, fullest memory 94.1 %; "
+        "requests wait for an instance: add instances, or lower the load",
         "weakest evidence: assumed (hw.host.memory: as in the shop)",
         "warning: a (and 1 more: -v)",
-        f"results: {folder}",
-        f"next: pdsim explain {folder}; pdsim sweep hw=toy seed=0,1,2",
+        f"results: {folder}; next: pdsim explain {folder}; pdsim sweep hw=toy seed=0,1,2",
     ]
+    assert len(printed(folder, verbose=False).splitlines()) == 12
 
 
 def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):
@@ -217,8 +216,8 @@ def test_any_other_run_has_its_first_table_and_how_much_is_left_out(config):
     table = Table("Points", {"pattern": "who sends to whom", "B/W": "GB/s"}, rows)
     folder = Run(config).finish(make_result(tables=[table], failures=["a", "b", "c", "d"]))
     lines = printed(folder, verbose=False).splitlines()
-    assert lines[1:4] == ["Points", "pattern   B/W", "   pair     0"]
-    assert "... and 2 more: -v" in lines
+    assert lines[1:4] == ["Points", "pattern  B/W", "   pair    0"]
+    assert "... and 5 more: -v" in lines
     assert lines[lines.index("failed: a") :][:4] == ["failed: a", "failed: b", "failed: c", "... and 1 more: -v"]
 
 

@@ -1,0 +1,200 @@
+"""What bounds a run, by simulating it again with one cause relieved twofold; and two runs with one thing exchanged.
+
+A cause is a set of numbers of the configuration that are halved or doubled together, as `RELIEFS` says.  Simulations
+are of the model, whatever the run's target was, and nothing of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pdsim.config import Config
+from pdsim.errors import ConfigError
+from pdsim.execution import simulated
+from pdsim.results.record import Result
+from pdsim.results.statistics import mean, percentile
+
+__all__ = ["RELIEFS", "Figures", "Relief", "exchanged", "figures", "relieved", "try_exchanges", "try_reliefs"]
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A cause, and how it is relieved twofold: *factors* by dotted key, ``*`` standing for any characters."""
+
+    cause: str
+    what: str  # the time that it accounts for
+    how: str  # it is relieved
+    factors: Mapping[str, float]
+
+
+_COSTS = ("backend.int??", "collective.plain", "collective.symmetric")
+
+RELIEFS = (
+    Relief("compute", "forwards of prefill and decode", "forwards take half as long", {"compute.scale": 0.5}),
+    Relief(
+        "queue",
+        "waiting for pages, for an engine, for a place in a batch",
+        "requests arrive half as often",
+        {"workload.rate": 0.5, "workload.speed": 0.5, "workload.load": 0.5},
+    ),
+    Relief(
+        "admission",
+        "(of the queue: waiting for memory or a place)",
+        "twice the memory, staging and batch limits",
+        {"hw.gpu.memory": 2, "hw.host.memory": 2, "kv.pool": 2, "kv.staging_ring": 2, "kv.staging_buffer": 2}
+        | {"scheduler.prefill_batch": 2, "scheduler.decode_batch": 2, "kv.state_slots": 2},
+    ),
+    Relief(
+        "posting",
+        "building and posting descriptors",
+        "calls and descriptors cost half",
+        {f"{at}.{key}": 0.5 for at in _COSTS for key in ("call", "*descriptor", "ramp.extra", "step")},
+    ),
+    Relief(
+        "link",
+        "bytes on the wire",
+        "links and engines carry twice the rate, at half the latency",
+        {f"{at}.{key}": 2 for at in _COSTS for key in ("rate", "*_rate")}
+        | {f"hw.{key}": 2 for key in ("*.rate", "gpu.pcie", "host.tcp_rate", "host.memory_rate", "link.back")}
+        | {"hw.link.rates": 2, "hw.interconnect.latency": 0.5, "hw.nic.latency": 0.5, "hw.link.delay": 0.5},
+    ),
+    Relief(
+        "host",
+        "control messages, threads that wake, completions seen",
+        "hosts, control messages and completions take half as long",
+        {f"hw.{key}": 0.5 for key in ("host.wake", "host.cold", "host.tcp_latency", "gpu.rouse", "*.copies.*")}
+        | {f"{at}.{key}": 0.5 for at in _COSTS for key in ("latency", "read", "cold")}
+        | {f"engine.{side}.{key}": 0.5 for side in ("prefill", "decode") for key in ("a*", "step", "launch")}
+        | {"engine.proxy": 0.5},
+    ),
+    Relief(
+        "polling",
+        "until the decode scheduler looks, between two steps",
+        "an idle decode engine looks twice as often",
+        {"engine.decode.idle": 0.5},
+    ),
+)
+"""In the order in which a request meets them, roughly; `relieved` applies one."""
+
+
+def relieved(config: Config, relief: Relief) -> Config | None:
+    """Return *config* with *relief*; None if it changes nothing of it."""
+    found = _scaled(config, relief.factors, "")
+    return None if found == config else found
+
+
+def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
+    """Return *value*, at the dotted key *at*, with every number that a key of *factors* matches times its factor."""
+    if is_dataclass(value) and not isinstance(value, type):
+        below = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        scaled = {name: _scaled(item, factors, f"{at}.{name}".lstrip(".")) for name, item in below.items()}
+        changed = {name: item for name, item in scaled.items() if item is not below[name]}
+        return replace(value, **changed) if changed else value
+    if isinstance(value, tuple):
+        items = tuple(_scaled(item, factors, at) for item in value)
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return value
+    factor = next((factor for pattern, factor in factors.items() if fnmatchcase(at, pattern)), 1.0)
+    if factor == 1.0:
+        return value
+    return max(1, round(value * factor)) if isinstance(value, int) else value * factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What is compared between simulations: seconds, requests a second; None where there is none."""
+
+    requests: int = 0  # that ended
+    e2e: float | None = None  # mean, as all but the p99
+    ttft: float | None = None
+    ttft_p99: float | None = None
+    tpot: float | None = None
+    handoff: float | None = None  # of a request's KV, after its last forward
+    transfer: float | None = None  # of one transfer, submitted to seen
+
+
+def figures(result: Result, request: int | None = None) -> Figures:
+    """Return the figures of *result*, or of one *request* of it alone.  Raise a `ConfigError` if nothing ended."""
+    columns = result.requests
+    rows = [
+        row for row, e2e in enumerate(columns.get("e2e", ())) if e2e is not None and (request is None or row == request)
+    ]
+    latencies = [r.seen - r.submitted for r in result.transfers if r.status == "ok"]
+    if not rows and (not latencies or request is not None):
+        raise ConfigError(f"{'nothing' if request is None else f'request {request} did not'} end when simulated again")
+
+    def values(name: str) -> list[float]:
+        return [columns[name][row] for row in rows if columns[name][row] is not None] if rows else []
+
+    return Figures(
+        requests=len(rows),
+        e2e=mean(values("e2e")),
+        ttft=mean(values("ttft")),
+        ttft_p99=percentile(values("ttft"), 99.0),
+        tpot=mean(values("tpot")),
+        handoff=mean(values("transfer")),
+        transfer=mean(latencies) if request is None else None,
+    )
+
+
+Progress = Callable[[float, str], None]
+
+
+def try_reliefs(
+    config: Config, causes: Iterable[str], progress: Progress, request: int | None = None
+) -> dict[str, Figures | str]:
+    """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved; or why there are none.
+
+    Raise a `ConfigError` if *config* itself cannot be simulated.
+    """
+    chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
+    progress(0.0, "as it was")
+    found: dict[str, Figures | str] = {"": figures(simulated(config), request)}
+    for number, relief in enumerate(chosen, 1):
+        progress(number / (len(chosen) + 1), f"{relief.cause}: {relief.how}")
+        other = relieved(config, relief)
+        found[relief.cause] = "nothing of it is in this configuration" if other is None else _tried(other, request)
+    return found
+
+
+def _tried(config: Config, request: int | None = None) -> Figures | str:
+    try:
+        return figures(simulated(config), request)
+    except (ConfigError, ValueError) as error:
+        return f"cannot be run: {' '.join(str(error).split())}"
+
+
+GROUPS = ("backend", "hw", "model", "parallel", "engine", "workload", "kv", "scheduler", "compute", "collective")
+"""Of a `Config`, what is exchanged as one; a backend comes with its policy."""
+
+
+def exchanged(first: Config, second: Config) -> dict[str, Config]:
+    """Return *first* with each group of *second* that differs, by the name of the group."""
+    found: dict[str, Config] = {}
+    for group in (*GROUPS, "experiment", "seed"):
+        names = ("backend", "policy") if group == "backend" else (group,)
+        changes = {name: getattr(second, name) for name in names if getattr(second, name) != getattr(first, name)}
+        if changes:
+            found[group] = replace(first, **changes)
+    return found
+
+
+def try_exchanges(configs: Sequence[Config], progress: Progress) -> dict[str, Figures | str]:
+    """Return the figures of the two *configs*, under ``"A"`` and ``"B"``, and of A with each group of B that differs.
+
+    Raise a `ConfigError` if one of the two cannot be simulated.
+    """
+    first, second = configs
+    others = exchanged(first, second)
+    found: dict[str, Figures | str] = {}
+    for number, (name, config) in enumerate((("A", first), ("B", second))):
+        progress(number / (len(others) + 2), f"{name} as it was")
+        found[name] = figures(simulated(config))
+    for number, (group, config) in enumerate(others.items(), 2):
+        progress(number / (len(others) + 2), f"A with {group} of B")
+        found[group] = _tried(config)
+    return found

@@ -1,0 +1,66 @@
+"""Reliefs are other configurations: what they change, and that a run with them is the run of those numbers."""
+
+from dataclasses import replace
+
+import pytest
+
+import pdsim
+from pdsim.cli.compose import compose
+from pdsim.errors import ConfigError
+from pdsim.sweep.relief import RELIEFS, exchanged, relieved, try_exchanges, try_reliefs
+
+WORDS = ("workload=poisson", "workload.count=12", "workload.rate=4")
+BY_CAUSE = {each.cause: each for each in RELIEFS}
+
+
+def silent(fraction, text):
+    """Show nothing."""
+
+
+@pytest.fixture(scope="module")
+def config():
+    return compose(WORDS)
+
+
+@pytest.mark.parametrize("cause", BY_CAUSE)
+def test_each_relief_changes_something_of_the_default(config, cause):
+    assert relieved(config, BY_CAUSE[cause]) not in (None, config)
+
+
+def test_a_relief_halves_or_doubles_what_it_names_and_nothing_else(config):
+    easier = relieved(config, BY_CAUSE["posting"])
+    intra = config.backend.intra
+    half = replace(intra, call=intra.call / 2, descriptor=intra.descriptor / 2)
+    expected = {"call": half.call, "descriptor": half.descriptor, "rate": intra.rate, "latency": intra.latency}
+    assert {name: getattr(easier.backend.intra, name) for name in expected} == expected
+    assert (easier.hw, easier.workload, easier.compute) == (config.hw, config.workload, config.compute)
+    assert relieved(config, BY_CAUSE["compute"]).compute.scale == 0.5
+    assert relieved(config, BY_CAUSE["queue"]).workload.rate == 2.0
+    assert relieved(config, BY_CAUSE["admission"]).scheduler.decode_batch == 2 * config.scheduler.decode_batch
+
+
+def test_a_cause_that_costs_nothing_cannot_be_relieved(config):
+    free = replace(config, engine=replace(config.engine, decode=replace(config.engine.decode, idle=0.0)))
+    assert relieved(free, BY_CAUSE["polling"]) is None
+
+
+def test_a_relief_is_simulated_as_a_run_of_those_numbers(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = try_reliefs(config, ["compute"], silent)
+    for words, name in ((WORDS, ""), ((*WORDS, "compute.scale=0.5"), "compute")):
+        e2e = pdsim.simulate(*words).requests["e2e"].to_pylist()
+        assert found[name].e2e == pytest.approx(sum(e2e) / len(e2e), rel=1e-12)
+    one = try_reliefs(config, [], silent, request=3)[""]
+    assert (one.requests, one.e2e) == (1, pytest.approx(pdsim.simulate(*WORDS).requests["e2e"][3].as_py(), rel=1e-12))
+
+
+def test_exchanging_the_only_difference_makes_all_of_it(config):
+    other = compose((*WORDS, "backend=nixl"))
+    assert list(exchanged(config, other)) == ["backend"]
+    found = try_exchanges([config, other], silent)
+    assert found["backend"] == found["B"] != found["A"]
+
+
+def test_a_request_that_there_is_none_of_is_refused(config):
+    with pytest.raises(ConfigError, match="request 99 did not end"):
+        try_reliefs(config, [], silent, request=99)
