@@ -1,5 +1,6 @@
 """``python -m pdsim``, and the command ``pdsim``."""
 
+import os
 import sys
 
 from pdsim.cli.interrupt import beginning
@@ -10,6 +11,10 @@ __all__ = ["main"]
 def main() -> int:
     """Run the command line of this process and return the exit status; Ctrl-C while it is imported is one line."""
     beginning()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could be typed next
+        from pdsim.cli.complete import complete
+
+        complete()
     from pdsim.cli.main import main as command
 
     return command()

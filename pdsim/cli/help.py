@@ -11,7 +11,7 @@ COMMANDS = {
     "run": "run an experiment, on the model or on a real engine, and keep and print its results",
     "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
     "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
-    "explain": "where the time of a run went, phase by phase, or which phase makes two runs differ",
+    "explain": "what bounded a run and what a twofold relief would bring, or which cause makes two runs differ",
     "report": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
@@ -19,6 +19,7 @@ COMMANDS = {
     "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
+    "completion": "what the shell evaluates to complete commands, groups and keys",
 }
 
 _OVERVIEW = """\
@@ -33,8 +34,18 @@ usage: pdsim COMMAND ...        (or: python -m pdsim COMMAND ...)
   pdsim run target=real hw=loopback                   the same experiment on a real engine, on this machine
   pdsim COMMAND --help                                everything that a command takes
 
-  --help  --version
-exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run and nothing was written, 130 Ctrl-C"""
+  --help  --version  help COMMAND
+
+Environment:
+  NO_COLOR=1           no colours; there are none in pipes either
+  COLUMNS=120          the width of tables on a terminal
+  PDSIM_DEBUG=1        the traceback of an error, as --debug
+
+Exit status:
+  0                    all went well
+  1                    a run failed, or a point of a sweep; what there is of it is kept
+  2                    what was typed cannot be run, and nothing was written
+  130, 143             ended by Ctrl-C, by SIGTERM; a run that had begun is marked incomplete"""
 
 _RUN = """\
 usage: pdsim run [KEY=VALUE ...] [OPTION ...]
@@ -73,6 +84,9 @@ cannot be run is a row with the reason.  Ctrl-C loses the points under way only.
 Options:
   --zip KEY,KEY        these keys change together instead of being combined; may be given more than once
   --seeds N            every point with the seeds 0 to N-1
+  --search optuna      points that Optuna chooses, instead of every combination; KEY=interval(LOW,HIGH) is a range
+  --trials N           how many of them (default: 50); more goes on with the same search
+  --maximize METRIC    what is searched for, or --minimize METRIC (default: goodput per GPU, the highest)
   executor=local       or ray, slurm; executor.workers=N and so on (pdsim list executor)
   --config-dir DIR     look for more configuration files there
   --json               print one JSON object with the rows instead of a table
@@ -85,10 +99,23 @@ Rank the points of the sweep in FOLDER by goodput: requests a second and GPU tha
 point's configuration.  Ten rows, and the Pareto front of throughput over speed.  --slo takes ttft, tpot and e2e."""
 
 _EXPLAIN = """\
-usage: pdsim explain FOLDER [FOLDER]
+usage: pdsim explain FOLDER [FOLDER] [OPTION ...]
 
-Print the mean time of each phase of requests and each stage of transfers with its share; of two runs, how much of
-their difference each phase makes."""
+Of one run: the share of the time that each cause takes (compute, queue, admission, posting, link, host, polling), and
+what it would bring to relieve it twofold, by simulating the run again with its numbers halved or doubled.
+Of two: in a sentence with numbers which cause makes the difference, each phase, and A with one group of B's
+configuration at a time, simulated.
+
+Options:
+  --request N          of one request instead of the mean
+  --fast               from the files alone, nothing simulated
+  --json               print one JSON object"""
+
+_COMPLETION = """\
+usage: pdsim completion
+
+Print what bash or zsh evaluates to complete pdsim; needs argcomplete (pip install 'pdsim[completion]'):
+  eval "$(pdsim completion)"        # in ~/.bashrc or ~/.zshrc"""
 
 _REPORT = """\
 usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
@@ -179,5 +206,5 @@ def of(command: str) -> str:
         "validate": _VALIDATE,
         "doctor": _DOCTOR,
     }
-    texts |= {"best": _BEST, "explain": _EXPLAIN}
+    texts |= {"explain": _EXPLAIN, "completion": _COMPLETION}
     return texts.get(command) or _LIST.format(groups=", ".join(groups()))

@@ -1,6 +1,7 @@
 """The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
 
-Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C.
+Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C, 143
+SIGTERM.
 What a command needs is imported when it is given, so that ``--help`` answers at once.
 """
 
@@ -55,9 +56,11 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG0
 
 
 def _command(words: Sequence[str]) -> int:
-    if not words or words[0] in ("--help", "-h", "help"):
+    if not words or words[0] in ("--help", "-h") or words == ["help"]:
         return _say(usage.overview())
     command, *rest = words
+    if command == "help":
+        command, *rest = (*rest, "--help")
     if command in ("--version", "-V"):
         return _say(f"pdsim {pdsim.__version__}")
     if command not in _DO:
@@ -270,6 +273,14 @@ def _doctor(words: Sequence[str]) -> int:
     return _say(host() if asked_host else report(line.folders))
 
 
+def _completion(words: Sequence[str]) -> int:
+    from pdsim.cli.complete import script
+
+    if words:
+        raise ConfigError(f"completion takes no arguments, got {words[0]!r}")
+    return _say(script())
+
+
 _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "sweep": _sweep,
@@ -282,6 +293,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "validate": _validate,
     "list": _list,
     "doctor": _doctor,
+    "completion": _completion,
 }
 
 # --- speaking -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import OmegaConf
 
 from pdsim import plugins
@@ -23,13 +23,14 @@ from pdsim.calibration.definition import covers
 from pdsim.cli import checks, compose, overrides
 from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
+from pdsim.cli.search import Search, search
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.ledger import LEDGER
-from pdsim.sweep.points import Point, axes, combinations, name_of
+from pdsim.sweep.points import Axis, Point, axes, combinations, name_of
 from pdsim.version import __version__
 
 __all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
@@ -43,10 +44,10 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
     asked = asked_of(words)
     if asked.line.cfg:
         raise ConfigError("--cfg is of one point; give pdsim run its words")
-    found = points(asked)
-    if all(point.config is None for point in found):
-        raise ConfigError(found[0].refusal)
     executor = executor_of(asked.executor, asked.line)
+    found = points(asked) if asked.search is None else _first(asked)
+    if all(point.config is None for point in found) and asked.search is None:
+        raise ConfigError(found[0].refusal)
     folder = _folder(found, asked)
     resumed = (folder / LEDGER).is_file()
     with only_json(json) as out:
@@ -55,7 +56,11 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
             out.flush()
         try:
             with terminal.Progress("sweep") as bar:
-                rows = driver.sweep(folder, found, executor, _silent if quiet or json else bar)
+                shown = _silent if quiet or json else bar
+                if asked.search is None:
+                    rows = driver.sweep(folder, found, executor, shown)
+                else:
+                    rows = _searched(asked, folder, executor, shown)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the points that ended are in {folder}; the same command goes on") from None
         if json or not quiet:
@@ -76,25 +81,25 @@ class Asked:
     zipped: tuple[tuple[str, ...], ...] = ()  # --zip
     seeds: int = 0  # --seeds
     executor: tuple[str, ...] = ()  # executor=NAME, executor.KEY=VALUE
+    search: Search | None = None  # --search optuna and what belongs to it
 
 
 def asked_of(words: Sequence[str]) -> Asked:
     """Return what *words* ask for.  Raise a `ConfigError` for an unknown option."""
-    zipped, seeds, rest = [], 0, []
+    zipped, options, rest = [], dict[str, str](), []
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
-        if name not in ("--zip", "--seeds"):
+        if name not in ("--zip", "--seeds", *_OF_SEARCH):
             rest.append(word)
             continue
         if not equals and (value := next(left, "")) == "":
             raise ConfigError(f"{name} needs a value after it; see pdsim sweep --help")
         if name == "--zip":
             zipped.append(tuple(value.split(",")))
-        elif value.isdecimal() and int(value):
-            seeds = int(value)
         else:
-            raise ConfigError(f"--seeds {value}: must be a whole number >= 1")
+            options[name] = value
+    seeds = _count("--seeds", options.get("--seeds", "0"), least=int("--seeds" in options))
     line = overrides.read(rest, "sweep")
     own = tuple(word for word in line.words if word.partition("=")[0].split(".")[0] == "executor")
     kept = tuple(word for word in line.words if word not in own)
@@ -102,7 +107,35 @@ def asked_of(words: Sequence[str]) -> Asked:
         raise ConfigError("--seeds and seed= say the same; give one of them")
     if seeds:
         kept = (*kept, f"seed=range({seeds})")
-    return Asked(line=_with(line, kept), zipped=tuple(zipped), seeds=seeds, executor=own)
+    search = _search_of(options)
+    if search is not None and seeds:
+        raise ConfigError("--seeds with --search would search for a lucky seed; leave --seeds out")
+    return Asked(line=_with(line, kept), zipped=tuple(zipped), seeds=seeds, executor=own, search=search)
+
+
+_OF_SEARCH = ("--search", "--trials", "--maximize", "--minimize")
+
+
+def _count(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name} {text}: must be a whole number >= 1")
+    return int(text)
+
+
+def _search_of(options: Mapping[str, str]) -> Search | None:
+    asked = [name for name in _OF_SEARCH if name in options]
+    if not asked:
+        return None
+    if options.get("--search") != "optuna":
+        got = options.get("--search")
+        raise ConfigError(
+            f"--search {got} is not known; write --search optuna" if got else f"{asked[0]} needs --search optuna"
+        )
+    if "--maximize" in options and "--minimize" in options:
+        raise ConfigError("--maximize and --minimize name one metric together; give one of them")
+    metric = options.get("--maximize") or options.get("--minimize")
+    trials = _count("--trials", options.get("--trials", "50"), least=1)
+    return Search(trials=trials, metric=metric or Search.metric, minimized="--minimize" in options)
 
 
 def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
@@ -117,21 +150,64 @@ def points(asked: Asked) -> list[Point]:
 
     Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option.
     """
-    parsed = OverridesParser.create().parse_overrides(overrides.ready(asked.line.words, asked.line.folders))
-    swept = {
-        _key(each): [str(value) for value in each.sweep_string_iterator()]
-        for each in parsed
-        if each.is_sweep_override()
-    }
-    fixed = [word for word, each in zip(asked.line.words, parsed, strict=True) if not each.is_sweep_override()]
-    choices = list(combinations(axes(swept, asked.zipped)))
+    space = _space(asked)
+    if space.intervals:
+        raise ConfigError(f"{next(iter(space.intervals))}=interval(...) has no list of values; add --search optuna")
     found: dict[str, Point] = {}
     with compose.initialized(asked.line):
-        composer = _Composer(asked.line, fixed, list(swept))
-        for choice in choices:
+        composer = _Composer(asked.line, space.fixed, space.keys)
+        for choice in combinations(space.axes):
             point = composer.point(choice)
             found.setdefault(point.name, point)
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What the words of a sweep say: *fixed* ones, *axes* of values, and *intervals*."""
+
+    fixed: list[str]
+    axes: list[Axis]
+    intervals: dict[str, tuple[float, float]]
+
+    @property
+    def keys(self) -> list[str]:
+        return [*(key for axis in self.axes for key in axis.keys), *self.intervals]
+
+
+def _space(asked: Asked) -> _Space:
+    words = asked.line.words
+    parsed = OverridesParser.create().parse_overrides(overrides.ready(words, asked.line.folders))
+    swept: dict[str, list[str]] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for each in parsed:
+        value = each.value()
+        if isinstance(value, IntervalSweep):
+            intervals[_key(each)] = (float(value.start or 0.0), float(value.end or 0.0))
+        elif each.is_sweep_override():
+            swept[_key(each)] = [str(value) for value in each.sweep_string_iterator()]
+    fixed = [word for word, each in zip(words, parsed, strict=True) if not each.is_sweep_override()]
+    return _Space(fixed, axes(swept, asked.zipped), intervals)
+
+
+def _first(asked: Asked) -> list[Point]:
+    """Return the first point of the space of a search: what is wrong in itself is refused before anything is run."""
+    space = _space(asked)
+    if not space.keys:
+        raise ConfigError("--search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)")
+    choice = next(combinations(space.axes)) | {key: repr(low) for key, (low, _) in space.intervals.items()}
+    with compose.initialized(asked.line):
+        return [_Composer(asked.line, space.fixed, space.keys).point(choice)]
+
+
+def _searched(
+    asked: Asked, folder: Path, executor: Executor, progress: Callable[[float, str], None]
+) -> list[dict[str, Any]]:
+    assert asked.search is not None
+    space = _space(asked)
+    with compose.initialized(asked.line):
+        composer = _Composer(asked.line, space.fixed, space.keys)
+        return search(asked.search, folder, space.axes, space.intervals, composer.point, executor, progress)
 
 
 def _key(override: Override) -> str:
@@ -206,12 +282,13 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
 
 def _folder(found: Sequence[Point], asked: Asked) -> Path:
     """Return the folder of the sweep: the same for the same command, in the folder *output* of its points."""
-    outputs = {point.config.output for point in found if point.config is not None}
+    outputs = {point.config.output for point in found if point.config is not None} or {"results"}
     if len(outputs) > 1:
         raise ConfigError(f"output={','.join(sorted(outputs))}: a sweep has one folder; give output one value")
     said = [word for word in asked.line.words if not word.startswith("output=")]
     text = shlex.join(
         [*said, *(f"--zip={','.join(keys)}" for keys in asked.zipped), asked.line.folder, asked.line.path]
+        + ([f"{asked.search.metric} {asked.search.minimized}"] if asked.search is not None else [])
     )
     return Path(outputs.pop()) / f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

@@ -41,7 +41,7 @@ class Ranked:
     gpus: int
     goodput: float  # requests a second that met the objective, of all GPUs together
     attainment: float  # share of all requests that met it
-    latencies: Mapping[str, float | None]  # ttft_p99 and so on, in seconds; None with too few requests
+    latencies: Mapping[str, float | None]  # ttft_p99, ttft_p50 and so on, in seconds; None with too few requests
     speed: float | None  # tokens a second that the median user sees: 1 / TPOT
     throughput: float  # output tokens a second and GPU
     evidence: str
@@ -95,18 +95,19 @@ def front(points: Iterable[Ranked]) -> list[Ranked]:
 
 
 def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
-    """Return the first *count* of *ranked* for people."""
+    """Return the first *count* of *ranked* for people: p99s, or medians if no point has requests enough for those."""
+    q = "p99" if any(each.latencies["ttft_p99"] is not None for each in ranked) else "p50"
     columns = {
         "rank": "",
         **dict.fromkeys(ranked[0].choice, ""),
         "good/s/GPU": "requests that met the objective, a second and GPU",
         "SLO": "share of requests that met it",
         "GPUs": "of prefill and decode",
-        "TTFT p99": "",
-        "TPOT p99": "",
-        "e2e p99": "",
-        "evidence": "weakest kind of source",
         "point": "its folder",
+        f"TTFT {q}": "p99 needs 100 requests, or medians are shown",
+        f"TPOT {q}": "",
+        f"e2e {q}": "",
+        "evidence": "weakest kind of source",
     }
     rows = [
         [
@@ -115,9 +116,9 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
             f"{each.value:.3g}",
             share(each.attainment),
             each.gpus,
-            *("-" if value is None else format_time(value) for value in each.latencies.values()),
-            each.evidence,
             each.point,
+            *(_seconds(each.latencies[f"{name}_{q}"]) for name in _LATENCIES),
+            each.evidence,
         ]
         for number, each in enumerate(ranked[:count], 1)
     ]
@@ -178,7 +179,7 @@ def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo
         gpus=row["gpus"],
         goodput=good / seconds if seconds else 0.0,
         attainment=good / len(requests),
-        latencies={f"{name}_p99": percentile(values[name], 99.0) for name in _LATENCIES},
+        latencies={f"{name}_p{q}": percentile(values[name], float(q)) for q in (99, 50) for name in _LATENCIES},
         speed=1.0 / median if median else None,
         throughput=tokens / seconds / row["gpus"] if seconds else 0.0,
         evidence=row["evidence"],
@@ -197,6 +198,10 @@ def _own(folder: Path) -> dict[str, float]:
 
     config = reading.configuration(folder / "config.yaml")
     return {name: float(config[f"slo.{name}"]) for name in ("ttft", "tpot")}
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_time(value)
 
 
 def _text(value: Any) -> str:

@@ -40,7 +40,10 @@ _UNSHOWN = ("folder", "point")
 """Of `_ABOUT`, for people, who find them in the file."""
 _CHOSEN = ("experiment", "hw", "backend", "target", "seed")
 """Of `_ABOUT`, what may have been swept: it comes first."""
-_FIRST = ("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "output_tokens_per_s", "bw_gbs")
+_FIRST = (
+    *("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s"),
+    *("transfer_p50_s", "output_tokens_per_s", "bw_gbs"),
+)
 """Metrics that come before the others where there are any, for a terminal may not be wide enough for all."""
 
 

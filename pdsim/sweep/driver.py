@@ -82,4 +82,4 @@ def _best(rows: Iterable[Mapping[str, Any]]) -> str:
     if not found:
         return ""
     value, row = max(found, key=lambda each: each[0])
-    return f"; best so far {value:.3g} good requests/s/GPU ({row['point']})"
+    return f"; best {value:.3g} good/s/GPU ({row['point']})"

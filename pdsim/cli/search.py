@@ -1,0 +1,117 @@
+"""`pdsim sweep --search optuna`: Optuna chooses the points, instead of every combination being run.
+
+A search is a sweep whose points are asked for in batches.  Optuna's sampler is seeded and told the batches in order, so
+the same command asks for the same points: those whose rows are kept are told without being run, and the search goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.guards import instead
+from pdsim.sweep import driver
+from pdsim.sweep.executors import Executor
+from pdsim.sweep.points import Axis, Point
+
+__all__ = ["BATCH", "Search", "search"]
+
+BATCH = 4
+"""Points that are asked for before the first of them is told: they run side by side, on any machine the same ones."""
+
+_GPU = "goodput per GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched: *trials* points, for the highest or, *minimized*, the lowest *metric*."""
+
+    trials: int = 50
+    metric: str = _GPU  # of `summary.json`, or goodput divided by the number of GPUs
+    minimized: bool = False
+
+    def of(self, row: Mapping[str, Any]) -> float | None:
+        """Return the metric of the *row* of a point; None if it could not be run or has none.
+
+        Raise a `ConfigError` if no run has such a metric.
+        """
+        metrics = row.get("metrics") or {}
+        if row["status"] not in ("ok", "partial") or not metrics:
+            return None
+        if self.metric == _GPU:
+            goodput = metrics.get("goodput")
+            return None if goodput is None or not row.get("gpus") else goodput / row["gpus"]
+        if self.metric not in metrics:
+            raise ConfigError(f"no metric {self.metric!r}; {instead(self.metric, sorted(metrics))}")
+        value = metrics[self.metric]
+        return None if value is None or not math.isfinite(value) else float(value)
+
+
+def search(
+    what: Search,
+    found_in: Path,
+    axes: Sequence[Axis],
+    intervals: Mapping[str, tuple[float, float]],
+    compose: Callable[[Mapping[str, str]], Point],
+    executor: Executor,
+    progress: Callable[[float, str], None],
+) -> list[dict[str, Any]]:
+    """Run the points that Optuna asks for, keep them in the folder *found_in*, and return their rows, each once.
+
+    *axes* have lists of values, *intervals* a least and a highest one; *compose* makes a point of a choice of values.
+    Raise a `ConfigError` if Optuna is not installed, if no point could be run, or if there is no such metric.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("--search optuna needs Optuna; pip install 'pdsim[optuna]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    sampler = optuna.samplers.TPESampler(seed=0, constant_liar=True)
+    study = optuna.create_study(direction="minimize" if what.minimized else "maximize", sampler=sampler)
+    points: dict[str, Point] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    done = 0
+    while done < what.trials:
+        trials = [study.ask() for _ in range(min(BATCH, what.trials - done))]
+        batch = [compose(_choice(trial, axes, intervals)) for trial in trials]
+        points |= {point.name: point for point in batch}
+        able = any(point.config is not None for point in points.values())
+        if able:
+            quiet = _within(progress, done, what.trials)
+            rows = {row["point"]: row for row in driver.sweep(found_in, list(points.values()), executor, quiet)}
+        for trial, point in zip(trials, batch, strict=True):
+            value = what.of(rows[point.name]) if able else None
+            state = optuna.trial.TrialState.FAIL if value is None else None
+            study.tell(trial, value, state=state)
+        done += len(trials)
+    if not rows:
+        raise ConfigError(f"none of {what.trials} points can be run: {next(iter(points.values())).refusal}")
+    return list(rows.values())
+
+
+def _within(progress: Callable[[float, str], None], done: int, trials: int) -> Callable[[float, str], None]:
+    """Return what shows the progress of a batch as that of the search, of which *done* points are over."""
+    return lambda _share, text: progress(done / trials, f"{done} of {trials} trials; {text.rpartition('; ')[2]}")
+
+
+def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+    """Return the values that *trial* has for each key."""
+    found: dict[str, str] = {}
+    for axis in axes:
+        name, steps = ",".join(axis.keys), range(len(axis.values))
+        ordered = len(axis.keys) == 1 and all(_is_number(value) for (value,) in axis.values)
+        step = trial.suggest_int(name, 0, steps[-1]) if ordered else trial.suggest_categorical(name, list(steps))
+        found |= dict(zip(axis.keys, axis.values[step], strict=True))
+    return found | {key: repr(trial.suggest_float(key, low, high)) for key, (low, high) in intervals.items()}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""Shell completion: what is offered for a beginning, through argcomplete as the shell calls it; NO_COLOR; statuses."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from pdsim.cli.complete import parser, values
+from pdsim.cli.help import COMMANDS
+from pdsim.cli.main import _DO, main
+from tests.test_cli import QUICK
+
+
+@pytest.mark.parametrize(
+    ("beginning", "offered"),
+    [
+        ("hw=2xh", ["hw=2xh200"]),
+        ("hw=8xh20,8xh10", ["hw=8xh20,8xh100"]),
+        ("backend=nixl_s", ["backend=nixl_shm"]),
+        ("hw.nic.", ["hw.nic.count=", "hw.nic.rate=", "hw.nic.latency="]),
+        ("workl", ["workload=", "workload."]),
+        ("target=r", ["target=real"]),
+        ("nothing", []),
+    ],
+)
+def test_overrides_are_completed(beginning, offered):
+    assert values(beginning) == offered
+
+
+def test_every_command_is_completed_with_its_options():
+    (below,) = (action for action in parser()._actions if hasattr(action, "choices") and action.choices)
+    assert set(below.choices) == set(COMMANDS) == set(_DO)
+    assert "--slo" in below.choices["best"]._option_string_actions
+    assert {"--zip", "--seeds", "--search"} <= set(below.choices["sweep"]._option_string_actions)
+
+
+def test_the_shell_is_answered(tmp_path):
+    line, answer = "pdsim run hw=8xh10", tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " =:"}
+    done = subprocess.run([sys.executable, "-m", "pdsim"], env={**os.environ, **asked}, timeout=60, check=False)
+    assert (done.returncode, answer.read_text().split()) == (0, ["8xh100"])
+
+
+def test_what_the_shell_evaluates_is_a_script(capfd):
+    assert main(["completion"]) == 0
+    subprocess.run(["bash", "-n"], input=capfd.readouterr().out, text=True, check=True, timeout=30)
+
+
+@pytest.mark.parametrize("words", [["help", "run"], ["run", "--help"]])
+def test_help_is_asked_for_both_ways(words, capfd):
+    assert main(words) == 0
+    assert capfd.readouterr().out.startswith("usage: pdsim run")
+
+
+def test_help_says_each_exit_status(capfd):
+    main(["help"])
+    out = capfd.readouterr().out
+    assert [line.split()[0] for line in out.partition("Exit status:\n")[2].splitlines()] == ["0", "1", "2", "130,"]
+    assert "NO_COLOR" in out
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
+def test_a_terminal_has_colours_unless_told_otherwise(tmp_path, variables):
+    ours, theirs = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "pdsim", "run", *QUICK, "experiment.size=64MiB"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, env=kept | variables | {"TERM": "xterm"}) as process:
+        os.close(theirs)
+        said = b""
+        while chunk := _read(ours):
+            said += chunk
+        assert process.wait(timeout=60) == 0
+    os.close(ours)
+    assert (b"\x1b[33m" in said) is not bool(variables)  # a warning is yellow
+
+
+def _read(descriptor):
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the terminal's other end is closed
+        return b""
