@@ -145,12 +145,81 @@ def overhead(count: int, folder: Path) -> bool:
     return spent / alone <= 1.1
 
 
+COMMANDS = (
+    ("run", "workload=poisson", "workload.count=3000", "workload.rate=6"),
+    ("sweep", *POINT, "seed=range(40)", "executor.workers=2"),
+    ("report", "KEPT", "-v"),
+    ("explain", "KEPT"),
+    ("compare", "KEPT", "KEPT"),
+    ("run", "--json", "workload.count=30"),
+)
+"""What is interrupted, in turns; KEPT is the folder of a complete run."""
+_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+
+
+def interruptions(times: int, seed: int, folder: Path) -> bool:
+    """Interrupt commands at random moments, print what each left, and return whether all was as it must be.
+
+    A command ends with its result, or with the status of the signal and one line at most; what it wrote is complete, or
+    marked incomplete, and a sweep goes on by the same command.
+    """
+    chance, good = random.Random(seed), True
+    call = [sys.executable, "-m", "pdsim"]
+    subprocess.run([*call, "run", "workload.count=20", "--quiet", "output=kept"], cwd=folder, check=True, timeout=600)
+    (kept,) = (folder / "kept").iterdir()
+    for number in range(times):
+        words = [str(kept) if word == "KEPT" else word for word in COMMANDS[number % len(COMMANDS)]]
+        sent = list(_STATUS)[number % 3 if number % 2 else (number // 2) % 3]
+        here = folder / f"run{number}"
+        here.mkdir()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([*call, *words], cwd=here, text=True, **pipes)  # type: ignore[call-overload]
+        wait = chance.uniform(0.05, 6.0)
+        try:
+            out, err = process.communicate(timeout=wait)
+        except subprocess.TimeoutExpired:
+            process.send_signal(sent)
+            out, err = process.communicate(timeout=120)
+        problems = _problems(process.returncode, sent, out, err, here, words)
+        good = good and not problems
+        said = "; ".join(problems) or "as it must be"
+        print(
+            f"{number:>3} {sent.name:<8}after {wait:4.1f} s {words[0]:<8}status {process.returncode:>4}  {said}",
+            flush=True,
+        )
+    return good
+
+
+def _problems(status: int, sent: signal.Signals, out: str, err: str, folder: Path, words: Sequence[str]) -> list[str]:
+    lines = [line for line in err.splitlines() if not line.startswith(("sweep ", "serve ")) and line]
+    found = []
+    if status not in (0, _STATUS[sent]):
+        found.append(f"status {status}")
+    if "Traceback" in err + out or len(lines) > 1:
+        found.append(f"said {len(lines)} lines: {lines[-1][:80] if lines else ''}")
+    if status and "--json" in words and out:
+        found.append("half an answer")
+    for run in [*folder.glob("results/*"), *folder.glob("results/sweep-*/*")]:
+        whole = run.name.startswith("sweep-") or (run / "summary.json").is_file()
+        if run.is_dir() and not whole and not run.name.endswith(".incomplete"):
+            found.append(f"{run.name} is neither complete nor marked")
+        if run.name.endswith(".part"):
+            found.append(f"{run.name} was left")
+    if words[0] == "sweep" and status:
+        again = subprocess.run([sys.executable, "-m", "pdsim", *words, "-q"], cwd=folder, check=False, timeout=600)
+        names = rows(folder)
+        if again.returncode or len(names) != len(set(names)) or len(names) != 40:
+            found.append(f"resumed to {len(names)} rows, status {again.returncode}")
+    return found
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "overhead"))
+    parser.add_argument("what", choices=("kills", "overhead", "interruptions"))
     parser.add_argument("--points", type=int, default=2000)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--times", type=int, default=20, help="of interruptions")
     parser.add_argument("--executor", default="local")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -158,6 +227,8 @@ def main() -> int:
         folder = Path(name)
         if asked.what == "overhead":
             return 0 if overhead(asked.points, folder) else 1
+        if asked.what == "interruptions":
+            return 0 if interruptions(asked.times, asked.seed, folder) else 1
         executor = [] if asked.executor == "local" else [f"executor={asked.executor}"]
         return 0 if kills(asked.points, asked.kills, executor, asked.seed, folder) else 1
 
