@@ -6,6 +6,7 @@ definition beside or below it, and the report says what the numbers rest on; wit
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -137,7 +138,7 @@ def _grid(
 
     table = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading, number in zip(headings, numeric, strict=True):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+        table.add_column("\n".join(_broken(heading)), justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -181,10 +182,16 @@ def _fitting(console: Console | Plain, headings: Sequence[str], cells: Sequence[
     """Return how many columns, from the left and at least one, the terminal is wide enough for."""
     width = 0
     for number, heading in enumerate(headings):
-        width += max(len(text) for text in (heading, *(row[number] for row in cells))) + 3
+        parts = _broken(heading) if console.is_terminal else (heading,)
+        width += max(len(text) for text in (*parts, *(row[number] for row in cells))) + 3
         if width > console.width and number:
             return number
     return len(headings)
+
+
+def _broken(heading: str) -> list[str]:
+    """Return *heading* in the lines that it takes on a terminal: dotted keys and long units are broken."""
+    return re.sub(r"(?<=\w)(\.|(?=/s/))", r"\1\n", heading).split("\n")
 
 
 def _show_evidence(console: Console | Plain, proof: Evidence) -> None:

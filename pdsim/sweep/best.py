@@ -74,7 +74,7 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
     """
     rows = collect.points(folder)
-    swept = _swept(rows)
+    swept = _swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
     found = [_ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)]
     ranked = [each for each in found if each is not None]
     if not ranked:
@@ -99,9 +99,9 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
     q = "p99" if any(each.latencies["ttft_p99"] is not None for each in ranked) else "p50"
     columns = {
         "rank": "",
-        **dict.fromkeys(ranked[0].choice, ""),
         "good/s/GPU": "requests that met the objective, a second and GPU",
         "SLO": "share of requests that met it",
+        **dict(zip(_short(ranked[0].choice), ranked[0].choice, strict=True)),
         "GPUs": "of prefill and decode",
         "point": "its folder",
         f"TTFT {q}": "p99 needs 100 requests, or medians are shown",
@@ -112,9 +112,9 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
     rows = [
         [
             number,
-            *(_text(value) for value in each.choice.values()),
             f"{each.value:.3g}",
             share(each.attainment),
+            *(_text(value) for value in each.choice.values()),
             each.gpus,
             each.point,
             *(_seconds(each.latencies[f"{name}_{q}"]) for name in _LATENCIES),
@@ -149,14 +149,25 @@ def _serves(row: Mapping[str, Any]) -> bool:
     return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
 
 
-def _swept(rows: Any) -> list[str]:
-    """Return the columns that were swept: those of overrides, and of who the point is, that vary."""
+def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
+    """Return the columns in which *rows*, those that served, differ: of overrides, and of who the point is."""
     keys = [
         field.name
-        for field in rows.schema
+        for field in schema
         if field.metadata[b"part"] == b"override" or field.name in ("hw", "backend", "target", "seed")
     ]
-    return [key for key in keys if len(set(map(str, rows[key].to_pylist()))) > 1]
+    return [key for key in keys if len({str(row[key]) for row in rows}) > 1]
+
+
+def _short(keys: Iterable[str]) -> list[str]:
+    """Return the shortest ends of dotted *keys* that tell them apart: ``prefill.tp`` and ``decode.tp``."""
+    parts = [key.split(".") for key in keys]
+    found = []
+    for own in parts:
+        lengths = range(1, len(own) + 1)
+        alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
+        found.append(".".join(own[-next(alone, len(own)) :]))
+    return found
 
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:

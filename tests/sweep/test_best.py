@@ -6,7 +6,7 @@ import pytest
 
 from pdsim.cli.main import main
 from pdsim.errors import ConfigError
-from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
+from pdsim.sweep.best import Ranked, _short, chart, front, parse_slo, rank, table
 
 
 def ranked(point, speed, throughput, goodput=1.0, gpus=2, **choice):
@@ -30,9 +30,9 @@ def test_the_chart_draws_the_front_over_the_others():
 
 def test_the_table_has_ten_rows_with_what_was_swept_first():
     found = table([ranked(f"p{n}", 1, 1, **{"workload.rate": n}) for n in range(12)], "best")
-    assert list(found.columns)[:3] == ["rank", "workload.rate", "good/s/GPU"]
+    assert list(found.columns)[:3] == ["rank", "good/s/GPU", "SLO"]
     assert len(found.rows) == 10
-    assert found.rows[0] == [1, "0", "0.5", "50.0 %", 2, "1.5 s", "-", "2 s", "assumed", "p0"]
+    assert found.rows[0] == [1, "0.5", "50.0 %", "0", 2, "p0", "1.5 s", "-", "2 s", "assumed"]
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,8 @@ def test_the_command_prints_ranks_and_the_front(swept, capsys):
     assert "# is the Pareto front" in out
     assert main(["best", str(swept.parent)]) == 2
     assert main(["best", str(swept), "--slo"]) == 2
+
+
+def test_headings_are_the_shortest_ends_that_tell_keys_apart():
+    keys = ["parallel.prefill.tp", "parallel.decode.tp", "workload.load", "hw"]
+    assert _short(keys) == ["prefill.tp", "decode.tp", "load", "hw"]
