@@ -89,7 +89,7 @@ def simulated(config: Config, progress: Callable[[float, str], None] | None = No
         collective=model.collective,
         jitter=model.jitter,
     )
-    measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, str(model.experiment["name"])).run
+    measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, model.experiment.name).run
     return measure(model, target, progress or _Meter(None))
 
 

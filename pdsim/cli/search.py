@@ -18,7 +18,7 @@ from pdsim.sweep import driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point
 
-__all__ = ["BATCH", "Search", "search"]
+__all__ = ["BATCH", "OptunaSearch", "search"]
 
 BATCH = 4
 """Points that are asked for before the first of them is told: they run side by side, on any machine the same ones."""
@@ -27,7 +27,7 @@ _GPU = "goodput per GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class OptunaSearch:
     """What is searched: *trials* points, for the highest or, *minimized*, the lowest *metric*."""
 
     trials: int = 50
@@ -52,7 +52,7 @@ class Search:
 
 
 def search(
-    what: Search,
+    what: OptunaSearch,
     found_in: Path,
     axes: Sequence[Axis],
     intervals: Mapping[str, tuple[float, float]],

@@ -23,7 +23,7 @@ from pdsim.calibration.definition import covers
 from pdsim.cli import checks, compose, overrides
 from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
-from pdsim.cli.search import Search, search
+from pdsim.cli.search import OptunaSearch, search
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
@@ -81,7 +81,7 @@ class Asked:
     zipped: tuple[tuple[str, ...], ...] = ()  # --zip
     seeds: int = 0  # --seeds
     executor: tuple[str, ...] = ()  # executor=NAME, executor.KEY=VALUE
-    search: Search | None = None  # --search optuna and what belongs to it
+    search: OptunaSearch | None = None  # --search optuna and what belongs to it
 
 
 def asked_of(words: Sequence[str]) -> Asked:
@@ -122,7 +122,7 @@ def _count(name: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _search_of(options: Mapping[str, str]) -> Search | None:
+def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
     asked = [name for name in _OF_SEARCH if name in options]
     if not asked:
         return None
@@ -135,7 +135,7 @@ def _search_of(options: Mapping[str, str]) -> Search | None:
         raise ConfigError("--maximize and --minimize name one metric together; give one of them")
     metric = options.get("--maximize") or options.get("--minimize")
     trials = _count("--trials", options.get("--trials", "50"), least=1)
-    return Search(trials=trials, metric=metric or Search.metric, minimized="--minimize" in options)
+    return OptunaSearch(trials=trials, metric=metric or OptunaSearch.metric, minimized="--minimize" in options)
 
 
 def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:

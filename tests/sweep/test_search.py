@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.cli.search import Search
+from pdsim.cli.search import OptunaSearch
 from pdsim.errors import ConfigError
 from pdsim.sweep.ledger import read
 from tests.test_cli import QUICK
@@ -86,11 +86,11 @@ def test_what_cannot_be_searched_is_one_line(words, said, capfd, tmp_path):
 
 def test_a_metric_that_there_is_none_of_is_refused_with_the_nearest():
     row = {"status": "ok", "metrics": {"goodput": 2.0, "ttft_p50_s": 0.5}, "gpus": 4}
-    assert Search().of(row) == 0.5
-    assert Search(metric="ttft_p50_s", minimized=True).of(row) == 0.5
-    assert Search().of(row | {"status": "infeasible", "metrics": {}}) is None
+    assert OptunaSearch().of(row) == 0.5
+    assert OptunaSearch(metric="ttft_p50_s", minimized=True).of(row) == 0.5
+    assert OptunaSearch().of(row | {"status": "infeasible", "metrics": {}}) is None
     with pytest.raises(ConfigError, match=r"no metric 'ttft_p5_s'; did you mean ttft_p50_s\?"):
-        Search(metric="ttft_p5_s").of(row)
+        OptunaSearch(metric="ttft_p5_s").of(row)
 
 
 def test_json_has_the_rows_of_a_search(tmp_path, capfd):
