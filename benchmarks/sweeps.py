@@ -191,6 +191,8 @@ def interruptions(times: int, seed: int, folder: Path) -> bool:
 
 
 def _problems(status: int, sent: signal.Signals, out: str, err: str, folder: Path, words: Sequence[str]) -> list[str]:
+    if status == -signal.SIGINT and "/pdsim/cli/" not in err:
+        return []  # Python itself was still starting, and says so in its own way
     lines = [line for line in err.splitlines() if not line.startswith(("sweep ", "serve ")) and line]
     found = []
     if status not in (0, _STATUS[sent]):
