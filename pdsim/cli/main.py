@@ -159,7 +159,7 @@ def _explained(words: Sequence[str]) -> int:
     if number and len(folders) > 1:
         raise ConfigError(f"--request {number} is of one run; name one folder")
     _refuse_sweeps("explain", folders)
-    from pdsim.cli.explain import explain_one, explain_two
+    from pdsim.cli.what_bounds import explain_one, explain_two
 
     if len(folders) > 1:
         explain_two(folders, fast=fast, json=json)

@@ -21,9 +21,9 @@ from omegaconf import OmegaConf
 from pdsim import plugins
 from pdsim.calibration.definition import covers
 from pdsim.cli import checks, compose, overrides
+from pdsim.cli.optuna_search import OptunaSearch, search
 from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
-from pdsim.cli.search import OptunaSearch, search
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
 from pdsim.results import terminal

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.cli.search import OptunaSearch
+from pdsim.cli.optuna_search import OptunaSearch
 from pdsim.errors import ConfigError
 from pdsim.sweep.ledger import read
 from tests.test_cli import QUICK
