@@ -107,8 +107,9 @@ usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
   pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare again what an earlier run measured
+  pdsim validate target=live live.prefill=URL live.decode=URL       the same of real servers, at shares of workload.rate
 
-It is pdsim run experiment=validate, and takes what that takes (pdsim run --help, pdsim validate --cfg job):
+It is pdsim run experiment=validate (target=live: validate_live), and takes what that takes (pdsim validate --cfg job):
   experiment.classes=[pair,serve]    what is compared; of pair, read, contention, handoff, allgather, serve
   experiment.predict=now             of what is stored: with the model of today
   experiment.repeat, jobs, limit     how much is measured

@@ -216,7 +216,8 @@ def _refit(words: Sequence[str]) -> int:
 def _validate(words: Sequence[str]) -> int:
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
-    return _run(["experiment=validate", *words])
+    live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
+    return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 
 
 def _list(words: Sequence[str]) -> int:

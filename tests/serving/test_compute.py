@@ -8,6 +8,7 @@ import pytest
 
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.serving.decode.steps import RunningBatch
 from pdsim.serving.settings import Compute, Llm
 
 MACHINE = Machine(
@@ -71,6 +72,28 @@ def test_a_latent_cache_is_read_whole_on_every_rank():
     latent = replace(MODEL, attention="mla", latent_dim=500)
     one, four = (forward_time(latent, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
     assert one.kv_bytes == four.kv_bytes == 10 * 500 * 2
+
+
+def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), tp=1)
+    linear = 2 * 1e10 * 4000 / 0.5e15
+    own, before = 4000 * 4001 / 2, 4000 * 1000
+    attention = 4 * 10 * 10 * 100 * (own / 0.5e15 + before / 0.25e15)
+    assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+    plain = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    assert found.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
+
+
+def test_one_sequence_reaches_its_share_of_the_memory_rate_and_the_longest_is_awaited():
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), tp=1)
+    assert found.sequence == pytest.approx(10 * found.context)
+    assert forward_time(MODEL, MACHINE, PLAIN, tp=1).sequence == 0.0
+    for contexts, tokens in (((50,), 500), ((50, 10), 500), ((50,) * 20, 1000)):
+        batch = RunningBatch(found, limit=32)
+        for number, context in enumerate(contexts):
+            batch.join(number, context, 5)
+        batch.begin(0.0)
+        assert batch.first_step() == pytest.approx(found.step(len(contexts)) + tokens * found.context)
 
 
 def test_scale_shortens_everything():

@@ -6,6 +6,7 @@ formulas and says what they leave out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -43,7 +44,9 @@ class ForwardTime:
     kv_bytes: float  # of a token
     flops: float  # a second, of linear layers
     attention_flops: float  # a second
+    prefix_flops: float  # a second, of attention to tokens of earlier iterations
     memory_rate: float  # bytes a second, of keys and values
+    sequence_rate: float  # bytes a second, of those of one sequence in a decode step; infinity: as *memory_rate*
     weight_rate: float  # bytes a second
     blend: float  # the norm of compute and memory; 0: the longer one counts alone
     token_allreduce: float  # seconds a token, all layers
@@ -53,12 +56,17 @@ class ForwardTime:
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
-        tokens = context = pairs = 0
+        tokens = context = pairs = prefix = 0
         for before, new in pieces:
             tokens += new
             context += before
-            pairs += new * before + new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+            prefix += new * before
+            pairs += new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+        if self.prefix_flops == self.attention_flops:
+            pairs, prefix = pairs + prefix, 0
         compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
+        if prefix:
+            compute += prefix * self.pair_flops / self.prefix_flops
         kv = (context + tokens) * self.kv_bytes
         memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
         return self.scale * (
@@ -74,6 +82,15 @@ class ForwardTime:
     def context(self) -> float:
         """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""
         return self.scale * max(self.kv_bytes / self.memory_rate, self.pair_flops / self.attention_flops)
+
+    @property
+    def sequence(self) -> float:
+        """Seconds that a token of the longest context alone keeps a decode iteration; 0 without a limit of its own.
+
+        A decode kernel splits a sequence among a bounded number of thread blocks (Triton's in SGLang: 8 a head).
+        So a few sequences leave most of the memory's rate unused, and the iteration waits for the longest of them.
+        """
+        return self.scale * self.kv_bytes / self.sequence_rate
 
     @staticmethod
     def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
@@ -114,7 +131,9 @@ def forward_time(
         kv_bytes=shape.token_bytes(tp // dp) / share,
         flops=peak * compute.flops_share,
         attention_flops=peak * (compute.attention_share or compute.flops_share),
+        prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
         memory_rate=memory * compute.memory_share,
+        sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
         weight_rate=memory * (compute.weight_share or compute.memory_share),
         blend=compute.blend,
         token_allreduce=token_allreduce,
