@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.serve import live
 from experiments.validate.files import EXPECTED, MEASURED, keep, read
 from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
@@ -42,9 +42,10 @@ Quantiles = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is run, and how far off it may be: `conf/experiment/validate_live.yaml`."""
+class Options(ExperimentOptions):
+    """What is run, and how far off it may be."""
 
+    name: str = "validate_live"
     lengths: tuple[int, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
     single_output: int = 16  # tokens that a single request generates
     singles: int = 5  # requests of each length
@@ -79,7 +80,7 @@ def run(config: Config, target: Any, progress: Progress, folder: Path) -> Result
     `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
     requests.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
         raise ConfigError(
             "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, or "
