@@ -80,6 +80,9 @@ class Llm:
     latent_dim: int = 0  # elements of that row
     dtype_bytes: int = 2  # of a KV element and of a weight
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
+    rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
+    experts: int = 0  # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
+    experts_per_token: int = 0  # of them, that a token is routed to
     context: int = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
     hf_config: Mapping[str, Any] = field(
@@ -103,6 +106,11 @@ class Llm:
         )
         if self.attention == "mla":
             positive("model", latent_dim=self.latent_dim)
+        not_negative("model", rope_dim=self.rope_dim, experts_per_token=self.experts_per_token)
+        if self.experts and not 0 < self.experts_per_token < self.experts:
+            raise ValueError(
+                f"model.experts_per_token must be >= 1 and < experts={self.experts}, got {self.experts_per_token}"
+            )
         fitting = [name for name, size in DTYPES.items() if size == self.dtype_bytes]
         if self.kv_dtype and self.kv_dtype not in fitting:
             raise ValueError(
