@@ -6,8 +6,8 @@
     python -m benchmarks.live_validation page                     # the table and the figure of docs/validation.md
 
 A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads, one
-after the other on one deployment, as the campaign does.  FILE gets it with its hash.  FOLDER names the campaign whose
-slice of a trace is predicted too; LOADS are those that parameters were fitted to, so that errors of the others are held
+after the other on one deployment, as the campaign does.  FILE gets it with its hash.  FOLDER names a campaign, whose
+requests are predicted in its order; LOADS are those that parameters were fitted to, so that errors of the others are held
 out.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
 """
 
@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.live_campaign import GPUS, LENGTHS, LOADS, SINGLE_OUTPUT, scaled
-from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
+from experiments.validate_live.parts import APART, WARMUP, Parts, predicted, single_requests
 from pdsim.cli.run import compose
 from pdsim.results.environment import commit
 from pdsim.results.record import Table
@@ -60,22 +60,25 @@ SECONDS = 20.0
 REPEAT = 7
 """Single requests of each length, as the campaign's."""
 
-TRACE = "trace-50"
 DATA = Path(__file__).resolve().parent.parent / "data" / "live"
 PAGE = DATA.parent.parent / "docs" / "validation.md"
 FIGURE = PAGE.parent / "live.svg"
 
 
 def parts_of(base: Sequence[str], like: Path | None) -> Parts:
-    """Return the campaign's parts for the configuration *base*; the slice of a trace is that of *like*, a campaign."""
+    """Return the campaign's parts for the configuration *base*, or those of the campaign in *like*, in its order."""
+    found: dict[str, list[Request]] = {}
+    if like is not None:
+        for row in requests_of(like):
+            own = found.setdefault(row["load"], [])
+            alone = row["load"].startswith((SINGLE, WARMUP))
+            own.append(Request(len(own) * APART if alone else row["arrival"], row["input"], row["output"], None))
+        return found
     context = compose(["hw=2xh200", *base]).model.context
-    found: dict[str, list[Request]] = single_requests(LENGTHS, SINGLE_OUTPUT, REPEAT, context)
+    found |= single_requests(LENGTHS, SINGLE_OUTPUT, REPEAT, context)
     for name, words in scaled(",".join(LOADS), SECONDS, 1.0):
         config = compose(["hw=2xh200", *base, *words])
         found[name] = drawn(config.workload, config.seed, config.model.context)
-    if like is not None:
-        rows = [row for row in requests_of(like) if row["load"] == TRACE]
-        found[TRACE] = [Request(row["arrival"], row["input"], row["output"], None) for row in rows]
     return found
 
 
@@ -285,7 +288,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("predict", "compare", "floor", "page"))
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--like", type=Path, help="a campaign, whose slice of a trace is predicted")
+    parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
     parser.add_argument("--fitted", default="", help="names of loads that parameters were fitted to, with commas")
     asked = parser.parse_args(words)
     if asked.what == "page":

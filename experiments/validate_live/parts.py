@@ -11,7 +11,7 @@ from pdsim.fabric.job import Model
 from pdsim.serving.workload import Request
 from pdsim.validation.serving import SINGLE
 
-__all__ = ["REST", "WARMUP", "Parts", "in_turn", "predicted", "single_requests"]
+__all__ = ["APART", "REST", "WARMUP", "Parts", "in_turn", "predicted", "single_requests"]
 
 Parts = Mapping[str, Sequence[Request]]
 """Requests by the name of their part, each part from time 0 on."""
