@@ -6,9 +6,9 @@
     python -m benchmarks.live_validation page                     # the table and the figure of docs/validation.md
 
 A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads, one
-after the other on one deployment, as the campaign does.  FILE gets it with its hash.  FOLDER names a campaign, whose
-requests are predicted in its order; LOADS are those that parameters were fitted to, so that errors of the others are held
-out.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
+after the other on one deployment, as the campaign does; those of FOLDER, a campaign, if one is named.  FILE gets
+what the model says, with its hash.  LOADS are those that parameters were fitted to, so that errors of the others are
+held out.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
 """
 
 from __future__ import annotations

@@ -34,6 +34,9 @@ __all__ = ["TARGETS", "Options", "run"]
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
 
+REQUESTS, OBSERVED = "requests.parquet", "observed"
+"""The file of a run whose requests are one load, and the name of that."""
+
 _CONTENTS = 1_000_000
 """First block number of prompts, beyond those that traces have."""
 
@@ -53,7 +56,7 @@ class Options(ExperimentOptions):
     runs: int = 2  # of every load: their difference is the floor
     predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
     expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
-    stored: str = ""  # a folder of an earlier run whose measurements are compared instead
+    stored: str = ""  # a folder of an earlier run, or of target=live or observe, which is compared instead
     router: str = "least_tokens"  # among servers of one role
     bounds: Mapping[str, float] = field(default_factory=dict)  # of mean errors by metric, beyond which the run fails
 
@@ -143,6 +146,9 @@ def _adopt(config: Config, options: Options, folder: Path) -> None:
 def _take(config: Config, options: Options, folder: Path, progress: Progress) -> None:
     """Take what is stored to *folder*, and predict it anew if that is asked for."""
     source = Path(options.stored)
+    if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
+        _take_run(config, source, folder, progress)
+        return
     for name in (EXPECTED, MEASURED):
         if not (source / name).is_file():
             raise ConfigError(f"experiment.stored={source} has no {name}; name the folder of a run that measured")
@@ -152,6 +158,20 @@ def _take(config: Config, options: Options, folder: Path, progress: Progress) ->
         requests = read(source / EXPECTED)["requests"]
         parts = {name: [Request(*one) for one in own] for name, own in requests.items()}
         _expect(config, parts, folder, progress)
+
+
+def _take_run(config: Config, source: Path, folder: Path, progress: Progress) -> None:
+    """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(source / REQUESTS).to_pylist()
+    names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
+    _expect(
+        config, {OBSERVED: [Request(row["arrival"], row["input"], row["output"]) for row in rows]}, folder, progress
+    )
+    run = {OBSERVED: [{name: row[name] for name in names} for row in rows]}
+    content = {"expectations": read(folder / EXPECTED)["sha256"], "servers": {}, "runs": [run]}
+    keep(folder / MEASURED, seal(content))
 
 
 def _measure(config: Config, options: Options, target: Deployment, folder: Path, progress: Progress) -> list[str]:

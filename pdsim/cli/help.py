@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
     "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
+    "observe": "make a workload and a measured run of what a deployment has logged",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
 }
@@ -115,6 +116,19 @@ It is pdsim run experiment=validate (target=live: validate_live), and takes what
   experiment.repeat, jobs, limit     how much is measured
   experiment.bounds.pair=0.05        the median error that is asked for, or the run fails: exit status 1"""
 
+_OBSERVE = """\
+usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
+
+  pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
+  pdsim observe profile_export.jsonl hw=8xh200                      of aiperf
+
+Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare, whose KEY=VALUE describe the deployment; the
+same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it.
+
+Options:
+  --format NAME     vllm-bench, aiperf or sglang, if FILE does not show it
+  --to DIR          where the trace is written (default: here)"""
+
 _CALIBRATE = """\
 usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
 
@@ -178,6 +192,7 @@ def of(command: str) -> str:
         "compare": _COMPARE,
         "refit": _REFIT,
         "validate": _VALIDATE,
+        "observe": _OBSERVE,
         "doctor": _DOCTOR,
     }
     texts |= {"best": _BEST, "explain": _EXPLAIN}

@@ -220,6 +220,13 @@ def _validate(words: Sequence[str]) -> int:
     return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
 
 
+def _observe(words: Sequence[str]) -> int:
+    from pdsim.cli.observe import observe
+
+    begun()
+    return observe(words)
+
+
 def _list(words: Sequence[str]) -> int:
     line = overrides.read(words, "list")
     own = line.folders
@@ -264,6 +271,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "calibrate": _calibrate,
     "refit": _refit,
     "validate": _validate,
+    "observe": _observe,
     "list": _list,
     "doctor": _doctor,
 }
