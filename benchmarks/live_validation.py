@@ -60,6 +60,7 @@ SECONDS = 20.0
 REPEAT = 7
 """Single requests of each length, as the campaign's."""
 
+FIRST = "vllm-2xh200"
 DATA = Path(__file__).resolve().parent.parent / "data" / "live"
 PAGE = DATA.parent.parent / "docs" / "validation.md"
 FIGURE = PAGE.parent / "live.svg"
@@ -229,11 +230,15 @@ def page() -> Iterator[str]:
         yield _row(f"{label}, fitted loads", means(today, folder, FITTED))
         yield _row(f"**{label}, held-out loads**", means(today, folder, held))
         yield _row(f"{label}, held-out loads by `engine={other}`", means(swapped, folder, held))
-    first, again = (
-        json.loads((DATA / name / "summary.json").read_text()) for name in ("vllm-2xh200", "vllm-2xh200-again")
-    )
-    found = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
-    yield _row("four of vLLM's loads, measured again on another host", means(found, DATA / "vllm-2xh200"))
+    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
+    repeat = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
+    yield _row("four of vLLM's loads again on another host, against the first", means(repeat, DATA / FIRST))
+    for what, label in (
+        ("again", "vLLM on that host, no load fitted"),
+        ("page64", "vLLM with blocks of 64, no load fitted"),
+    ):
+        made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
+        yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
     yield ""
     yield "![Predicted and measured latencies over load](live.svg)"
 
@@ -289,7 +294,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("predict", "compare", "floor", "page"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
-    parser.add_argument("--fitted", default="", help="names of loads that parameters were fitted to, with commas")
+    parser.add_argument("--fitted", default="none", help="names of loads that parameters were fitted to, with commas")
     asked = parser.parse_args(words)
     if asked.what == "page":
         FIGURE.write_text(figure(), encoding="utf-8")
@@ -301,7 +306,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.what == "predict":
         if first not in SYSTEMS:
             parser.error(f"predict needs one of {', '.join(SYSTEMS)}, got {first}")
-        fitted = [name for name in asked.fitted.split(",") if name]
+        fitted = [name for name in asked.fitted.split(",") if name != "none"]
         path = Path(rest[0])
         content = predict(first, rest[1:], asked.like, fitted)
         path.parent.mkdir(parents=True, exist_ok=True)
