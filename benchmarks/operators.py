@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pdsim.calibration.operators import LayerShape, Operators, read
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
+from pdsim.serving.compute.operators import LayerShape, Operators, read
 from pdsim.serving.compute.roofline import forward_time
 
 MODELS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdsim import plugins
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make
@@ -18,7 +19,6 @@ def observe(words: Sequence[str]) -> int:
     Raise a `ConfigError` for a file that is no such log, and for overrides that cannot be composed.
     """
     from backends.live import observed
-    from experiments.serve import live
     from pdsim.cli.compose import compose
 
     path, kind, to, overrides = _asked(words)
@@ -27,9 +27,9 @@ def observe(words: Sequence[str]) -> int:
     trace.write_text(observed.trace(found), encoding="utf-8")
     own = ["experiment=serve", "target=live", "live.url=http://observed", f"workload.trace={trace}"]
     config = compose([*overrides, *own])
-    requests, served = observed.served(found, path.name)
+    measured = plugins.resolve(plugins.EXPERIMENTS, "serve").observed(config, found, path.name)
     with Run(config, command=["pdsim", "observe", path.name, *overrides], overrides=[*overrides, *own]) as run:
-        folder = run.finish(live.result(config, requests, served))
+        folder = run.finish(measured)
     terminal.show(folder)
     print(f"workload: {trace}")  # noqa: T201
     return 0

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.calibration.operators import FILES, LayerShape, read
 from pdsim.errors import ConfigError
+from pdsim.serving.compute.operators import FILES, LayerShape, read
 from pdsim.serving.settings import Llm
 
 DENSE = Llm(name="d", parameters=1e9, active=1e9, layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16)
