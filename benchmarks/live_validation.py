@@ -30,8 +30,8 @@ from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 from pdsim.serving.workload import Request
 from pdsim.serving.workload import load as drawn
-from pdsim.validation.compare import seal, unseal
-from pdsim.validation.serving import BOUNDS, SINGLE, quantiles
+from pdsim.validation.load_errors import BOUNDS, SINGLE, quantiles
+from pdsim.validation.verdicts import seal, unseal
 
 MEMORY = "scheduler.memory_fraction=0.6"
 """Of the 141 GB of the model's H200, what 0.55 is of the 150 that the servers count."""

@@ -77,7 +77,7 @@ def trace(found: list[Observed]) -> str:
 
 
 def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
-    """Return the requests and what became of them, as `backends.live.deployment.Deployment.serve` does."""
+    """Return the requests and what became of them, as `backends.live.deployment.LiveDeployment.serve` does."""
     start = found[0].arrival
     requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in found]
     rows = [

@@ -90,9 +90,9 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
 def observed(config: Config, found: Any, source: str) -> Result:
     """Return what `backends.live.observed.read` has *found* in the log *source* as the result of a live run."""
     from backends.live.observed import served
-    from experiments.serve import live
+    from experiments.serve import live_run
 
-    return live.result(config, *served(found, source))
+    return live_run.result(config, *served(found, source))
 
 
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.serve import live
-from experiments.validate.files import EXPECTED, MEASURED, keep, read
+from experiments.serve import live_run
+from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
 from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
@@ -23,11 +23,11 @@ from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
 from pdsim.results.store import as_written
 from pdsim.serving.workload import Request, draw
-from pdsim.validation.compare import seal
-from pdsim.validation.serving import BOUNDS, LATENCIES, SINGLE, Judged, errors, judged, quantiles, tables
+from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, judged, quantiles, tables
+from pdsim.validation.verdicts import seal
 
 if TYPE_CHECKING:
-    from backends.live.deployment import Deployment
+    from backends.live.deployment import LiveDeployment
 
 __all__ = ["TARGETS", "Options", "run"]
 
@@ -79,8 +79,8 @@ class Options(ExperimentOptions):
 def run(config: Config, target: Any, progress: Progress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    *target* is a `backends.live.deployment.Deployment` where ``config.target`` is live, else it is not used.  Raise a
-    `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
+    *target* is a `backends.live.deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
+    Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
     requests.
     """
     options = Options.of(config)
@@ -174,7 +174,7 @@ def _take_run(config: Config, source: Path, folder: Path, progress: Progress) ->
     keep(folder / MEASURED, seal(content))
 
 
-def _measure(config: Config, options: Options, target: Deployment, folder: Path, progress: Progress) -> list[str]:
+def _measure(config: Config, options: Options, target: LiveDeployment, folder: Path, progress: Progress) -> list[str]:
     """Send the requests of every part to *target*, write what became of each, and return what failed.
 
     The file is written anew after each part, so that a run that is ended early leaves what it had.
@@ -187,7 +187,7 @@ def _measure(config: Config, options: Options, target: Deployment, folder: Path,
     def serve(requests: Sequence[Request]) -> list[dict[str, Any]]:
         served = target.serve(requests, lambda *_: None, policy=options.router)
         servers.update(served.servers)
-        result = live.result(config, requests, served)
+        result = live_run.result(config, requests, served)
         failures.extend(result.failures)
         names = [name for name in ("status", "input", "output", *LATENCIES) if name in result.requests]
         return [{name: result.requests[name][number] for name in names} for number in range(len(requests))]

@@ -9,7 +9,7 @@ from experiments.serve import Options, check_fits, job, result, specs
 from pdsim.config import Config
 from pdsim.fabric.job import Model
 from pdsim.serving.workload import Request
-from pdsim.validation.serving import SINGLE
+from pdsim.validation.load_errors import SINGLE
 
 __all__ = ["APART", "REST", "WARMUP", "Parts", "in_turn", "predicted", "single_requests"]
 

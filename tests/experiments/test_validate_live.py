@@ -11,7 +11,7 @@ from experiments.validate_live import Options
 from experiments.validate_live.parts import REST, in_turn, single_requests
 from pdsim.cli.main import main
 from pdsim.serving.workload import Request
-from pdsim.validation.serving import Judged, errors, floors, judged, quantiles, tables
+from pdsim.validation.load_errors import Judged, errors, floors, judged, quantiles, tables
 from tests.backends.live.conftest import llama  # noqa: F401 a fixture
 
 WORDS = [
