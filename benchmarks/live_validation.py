@@ -1,11 +1,14 @@
-"""Predict what `benchmarks.live_campaign` measures, before it does, and say how far off the predictions were.
+"""Predict what `benchmarks.live_campaign` measures, and say how far off the predictions are.
 
-    python -m benchmarks.live_validation predict vllm FILE [--trace TRACE] [KEY=VALUE ...]   # seals FILE with its hash
+    python -m benchmarks.live_validation predict vllm FILE [--like FOLDER] [--fitted LOADS] [KEY=VALUE ...]
     python -m benchmarks.live_validation compare FILE FOLDER      # FOLDER is what live_campaign wrote
     python -m benchmarks.live_validation floor FOLDER FOLDER ...  # how far repeats and hosts are from one another
+    python -m benchmarks.live_validation page                     # the table and the figure of docs/validation.md
 
-A prediction runs the very overrides of the campaign with ``target=model``: the loads, and single requests of each
-length far apart from one another.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
+A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads, one
+after the other on one deployment, as the campaign does; those of FOLDER, a campaign, if one is named.  FILE gets
+what the model says, with its hash.  LOADS are those that parameters were fitted to, so that errors of the others are
+held out.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
 """
 
 from __future__ import annotations
@@ -13,89 +16,101 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.live_campaign import CAPACITY, GPUS, LENGTHS, LOADS, SINGLE_OUTPUT, scaled, trace_load
-from experiments import serve
+from benchmarks.live_campaign import GPUS, LENGTHS, LOADS, SINGLE_OUTPUT, scaled
+from experiments.validate_live.parts import APART, WARMUP, Parts, predicted, single_requests
 from pdsim.cli.run import compose
-from pdsim.fabric.job import Model
 from pdsim.results.environment import commit
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
+from pdsim.serving.workload import Request
+from pdsim.serving.workload import load as drawn
+from pdsim.validation.load_errors import BOUNDS, SINGLE, quantiles
 from pdsim.validation.verdicts import seal, unseal
 
+MEMORY = "scheduler.memory_fraction=0.6"
+"""Of the 141 GB of the model's H200, what 0.55 is of the 150 that the servers count."""
+
 SYSTEMS = {
-    "vllm": ["engine=vllm", "backend=nixl_vllm", "kv.page_size=16"],
-    "sglang": ["engine=sglang", "backend=mooncake_nvlink", "kv.page_size=1", "compute.attention_share=0.29"],
-}
+    "vllm": ["engine=vllm", "backend=nixl_vllm", "compute=h200_fa3", "kv.page_size=16", "kv.pool=65017479168B", MEMORY],
+    "sglang": [
+        "engine=sglang", "backend=mooncake_nvlink", "compute=h200_triton", "kv.page_size=1", "kv.pool=65722466304B",
+        MEMORY,
+    ],
+}  # fmt: skip
 """What the model is told of each engine beside `GPUS`: the campaign's own words, with the engine in place of `live`.
 
-SGLang runs Triton's attention there, half as fast as FlashAttention from 8,192 tokens on.
+The pools are those of the servers' logs: 440,928 and 445,709 tokens.
 """
 
-METRICS = {
-    "ttft_p50_s": 0.10,
-    "ttft_p90_s": 0.15,
-    "ttft_p99_s": 0.15,
-    "tpot_p50_s": 0.05,
-    "tpot_p99_s": 0.15,
-    "e2e_p50_s": 0.05,
-}
+FITTED = ("fixed-20", "fixed-60", "fixed-90", "mixed-60", "long-60", "trace-50")
+"""Every other load of the campaign, beside single requests: what parameters of today were fitted to."""
+
+METRICS = {f"{name}_s": bound for name, bound in BOUNDS.items()}
 """What is compared of each load, and the relative error that is asked for."""
 
 SECONDS = 20.0
 """Length of a generated load, as the campaign's."""
 
-APART = 30.0
-"""Seconds between two single requests of the model: none finds another under way."""
+REPEAT = 7
+"""Single requests of each length, as the campaign's."""
+
+FIRST = "vllm-2xh200"
+DATA = Path(__file__).resolve().parent.parent / "data" / "live"
+PAGE = DATA.parent.parent / "docs" / "validation.md"
+FIGURE = PAGE.parent / "live.svg"
 
 
-def _run(words: Sequence[str]) -> Mapping[str, Any]:
-    config = compose(["hw=2xh200", *words])
-    target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
-    found = serve.run(config, target, lambda _share, _text: None)
-    return {"metrics": {m.name: m.value for m in found.summary}, "rows": found.requests, "failures": found.failures}
+def parts_of(base: Sequence[str], like: Path | None) -> Parts:
+    """Return the campaign's parts for the configuration *base*, or those of the campaign in *like*, in its order."""
+    found: dict[str, list[Request]] = {}
+    if like is not None:
+        for row in requests_of(like):
+            own = found.setdefault(row["load"], [])
+            alone = row["load"].startswith((SINGLE, WARMUP))
+            own.append(Request(len(own) * APART if alone else row["arrival"], row["input"], row["output"], None))
+        return found
+    context = compose(["hw=2xh200", *base]).model.context
+    found |= single_requests(LENGTHS, SINGLE_OUTPUT, REPEAT, context)
+    for name, words in scaled(",".join(LOADS), SECONDS, 1.0):
+        config = compose(["hw=2xh200", *base, *words])
+        found[name] = drawn(config.workload, config.seed, config.model.context)
+    return found
 
 
-def predict(engine: str, extra: Sequence[str], trace: Path | None) -> dict[str, Any]:
+def requests_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of all requests of the campaign in *folder*."""
+    import pyarrow.parquet as pq
+
+    return list(pq.read_table(folder / "requests.parquet").to_pylist())
+
+
+def predict(engine: str, extra: Sequence[str], like: Path | None, fitted: Sequence[str]) -> dict[str, Any]:
     """Return what the model says of every load and of single requests, with the words that it was asked by."""
     base = [*GPUS[1:], *SYSTEMS[engine], *extra]
-    loads = dict(scaled(",".join(LOADS), SECONDS, 1.0))
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        if trace is not None:
-            context = compose(["hw=2xh200", *base]).model.context
-            loads["trace-50"] = trace_load(trace, folder, 60, context, CAPACITY)
-        for name, words in loads.items():
-            done = _run([*base, *words])
-            kept = {key: done["metrics"].get(key) for key in METRICS}
-            found[name] = {"words": [w for w in words if "trace=" not in w], "metrics": kept}
-            print(name, {key: value and round(value, 5) for key, value in kept.items()}, flush=True)
-        rows: list[dict[str, Any]] = [
-            {"timestamp": round(n * APART * 1e3), "input_length": n_in, "output_length": SINGLE_OUTPUT, "hash_ids": []}
-            for n, n_in in enumerate(LENGTHS)
-        ]
-        context = compose(["hw=2xh200", *base]).model.context
-        kept_rows = [row for row in rows if row["input_length"] + SINGLE_OUTPUT <= context]
-        (folder / "singles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept_rows), encoding="utf-8")
-        done = _run([*base, f"workload.trace={folder / 'singles.jsonl'}"])
-    columns = done["rows"]
+    rows = predicted(compose(["hw=2xh200", *base]), parts_of(base, like))
+    loads = {
+        name: {"metrics": {f"{metric}_s": value for metric, value in quantiles(own).items()}}
+        for name, own in rows.items()
+        if not name.startswith((SINGLE, WARMUP))
+    }
     singles = {
-        str(row["input_length"]): {key: columns[key][n] for key in ("ttft", "tpot", "handoff") if key in columns}
-        for n, row in enumerate(kept_rows)
+        name.removeprefix(SINGLE): {key: median(row[key] for row in own) for key in ("ttft", "tpot")}
+        for name, own in rows.items()
+        if name.startswith(SINGLE)
     }
     return {
         "engine": engine,
         "words": base,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "loads": found,
+        "fitted": ["single requests", *fitted] if fitted else [],
+        "loads": loads,
         "singles": singles,
     }
 
@@ -176,28 +191,132 @@ def floor(folders: Sequence[Path]) -> Iterator[Table]:
     yield _table(f"Against {first[0]}", ("metric", "run", "loads", "median %", "worst %"), rows)
 
 
+def means(expected: Mapping[str, Any], folder: Path, loads: Sequence[str] = ()) -> dict[str, float]:
+    """Return the mean absolute error of each metric in per cent, over *loads* or over all that both have."""
+    measured = json.loads((folder / "summary.json").read_text())
+    found: dict[str, float] = {}
+    for name in METRICS:
+        wrong = [
+            abs(made["metrics"][name] / measured[load]["metrics"][name] - 1.0)
+            for load, made in expected["loads"].items()
+            if load in measured and (not loads or load in loads)
+            if made["metrics"].get(name) and measured[load]["metrics"].get(name)
+        ]
+        if wrong:
+            found[name] = 100 * mean(wrong)
+    return found
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of docs/validation.md between this command's comments."""
+    heads = [
+        "",
+        *(
+            name.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
+            for name in METRICS
+        ),
+    ]
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    yield _row("asked", {name: 100 * bound for name, bound in METRICS.items()})
+    for engine, label, other in (("vllm", "vLLM", "sglang"), ("sglang", "SGLang", "vllm")):
+        folder = DATA / f"{engine}-2xh200"
+        first, today, swapped = (
+            unseal((DATA / f"{name}-2xh200.json").read_bytes(), name)
+            for name in (f"expected-{engine}", f"fitted-{engine}", f"fitted-{engine}-as-{other}")
+        )
+        held = [load for load in LOADS if load not in today["fitted"]]
+        yield _row(f"{label}, predicted before measuring, all loads", means(first, folder))
+        yield _row(f"{label}, fitted loads", means(today, folder, FITTED))
+        yield _row(f"**{label}, held-out loads**", means(today, folder, held))
+        yield _row(f"{label}, held-out loads by `engine={other}`", means(swapped, folder, held))
+    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
+    repeat = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
+    yield _row("four of vLLM's loads again on another host, against the first", means(repeat, DATA / FIRST))
+    for what, label in (
+        ("again", "vLLM on that host, no load fitted"),
+        ("page64", "vLLM with blocks of 64, no load fitted"),
+    ):
+        made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
+        yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
+    yield ""
+    yield "![Predicted and measured latencies over load](live.svg)"
+
+
+def _row(label: str, values: Mapping[str, float]) -> str:
+    cells = (f"{values[name]:.0f}" if name in values else "-" for name in METRICS)
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def figure() -> str:
+    """Return docs/live.svg: TTFT and TPOT, predicted and measured, over the loads of fixed lengths, of both engines."""
+    import io
+
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "pdsim"
+    picture = Figure(figsize=(9.0, 3.2), layout="constrained")
+    axes = picture.subplots(1, 2)
+    loads = [name for name in LOADS if name.startswith("fixed")]
+    shares = [int(name.partition("-")[2]) for name in loads]
+    for color, engine, label in (("tab:blue", "vllm", "vLLM"), ("tab:orange", "sglang", "SGLang")):
+        measured = json.loads((DATA / f"{engine}-2xh200" / "summary.json").read_text())
+        made = unseal((DATA / f"fitted-{engine}-2xh200.json").read_bytes(), engine)["loads"]
+        for axis, metric in zip(axes, ("ttft_p50_s", "tpot_p50_s"), strict=True):
+            line = [made[load]["metrics"][metric] * 1e3 for load in loads]
+            points = [measured[load]["metrics"][metric] * 1e3 for load in loads]
+            axis.plot(shares, line, color=color, label=f"{label}, predicted")
+            for share, load, point in zip(shares, loads, points, strict=True):
+                axis.plot(share, point, "o", color=color, fillstyle="none" if load in FITTED else "full")
+            axis.plot([], [], "o", color=color, label=f"{label}, measured")
+    for axis, name in zip(axes, ("TTFT", "TPOT"), strict=True):
+        axis.set(xlabel="load, % of the prefill GPU (open points: fitted)", ylabel=f"median {name}, ms", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    out = io.StringIO()
+    picture.savefig(out, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def rewritten() -> str:
+    """Return docs/validation.md with `page` in it.  Raise a `ValueError` if it lacks the comments around it."""
+    begin, end = "<!-- generated: python -m benchmarks.live_validation page -->", "<!-- end of the live validation -->"
+    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{PAGE.name} lacks the comments {begin} and {end}; put them where the table is to be")
+    return before + begin + "\n\n" + "\n".join(page()) + "\n\n" + end + after
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Do what *words* say; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("predict", "compare", "floor"))
-    parser.add_argument("first")
+    parser.add_argument("what", choices=("predict", "compare", "floor", "page"))
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
+    parser.add_argument("--fitted", default="none", help="names of loads that parameters were fitted to, with commas")
     asked = parser.parse_args(words)
+    if asked.what == "page":
+        FIGURE.write_text(figure(), encoding="utf-8")
+        PAGE.write_text(rewritten(), encoding="utf-8")
+        return 0
+    if len(asked.rest) < (2 if asked.what != "floor" else 1):
+        parser.error(f"{asked.what} needs more than {asked.rest}; see the top of this file")
+    first, *rest = asked.rest
     if asked.what == "predict":
-        if asked.first not in SYSTEMS or not asked.rest:
-            parser.error(f"predict needs one of {', '.join(SYSTEMS)} and a file, got {asked.first} {asked.rest}")
-        path = Path(asked.rest[0])
-        content = predict(asked.first, asked.rest[1:], asked.trace)
+        if first not in SYSTEMS:
+            parser.error(f"predict needs one of {', '.join(SYSTEMS)}, got {first}")
+        fitted = [name for name in asked.fitted.split(",") if name != "none"]
+        path = Path(rest[0])
+        content = predict(first, rest[1:], asked.like, fitted)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(seal(content))
         print(f"sealed: {path}")
         return 0
     if asked.what == "compare":
-        expected = unseal(Path(asked.first).read_bytes(), asked.first)
-        tables = compare(expected, Path(asked.rest[0]))
+        tables = compare(unseal(Path(first).read_bytes(), first), Path(rest[0]))
     else:
-        tables = floor([Path(asked.first), *map(Path, asked.rest)])
+        tables = floor([Path(first), *map(Path, rest)])
     for table in tables:
         show_table(table)
     return 0

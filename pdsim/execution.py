@@ -23,7 +23,7 @@ from pdsim.units import format_time
 
 __all__ = ["execute", "simulated"]
 
-_OWN_FILES = ("validate",)
+_OWN_FILES = ("validate", "validate_live")
 """The experiments that keep files of their own beside those of every run."""
 
 

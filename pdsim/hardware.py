@@ -74,6 +74,7 @@ class Gpu:
     memory: Size
     memory_rate: Rate  # of its memory, reads and writes together
     compute: Flops  # dense bf16
+    compute_fp8: Flops = 0.0  # of matrices of 8-bit elements; 0: none, they run as bf16
     pcie: Rate  # to the host or a NIC, each direction
     copies: Copies = field(default_factory=Copies)
     idle_after: Seconds = 0.0  # without a transfer, after which its copy engines sleep

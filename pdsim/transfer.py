@@ -270,6 +270,9 @@ class Transfer(Event):
     *settled* is a second event: it succeeds once the engine has proven that no byte of this transfer moves any more.
     After success both are triggered together.  After a time-out or a lost peer it may come later, or never: until
     then the memory on **both** sides is in quarantine, and whoever owns it must not hand it out again.
+
+    *posting* is for how many more seconds posting it keeps the calling thread on a virtual clock.  On the wall clock
+    those are over when the call returns, and it is 0.
     """
 
     def __init__(self, clock: Clock, batch: Batch, label: str = "") -> None:
@@ -278,6 +281,7 @@ class Transfer(Event):
         self._defused = True
         self.batch = batch
         self.label = label
+        self.posting = 0.0
         self._settled: Event | None = None  # made when it is asked for, which is seldom
         self._at_rest = False
 

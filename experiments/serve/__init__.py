@@ -25,7 +25,7 @@ from pdsim.serving.settings import Parallel, Side, Workload
 from pdsim.serving.workload import Request, draw
 from pdsim.units import Seconds
 
-__all__ = ["TARGETS", "Options", "check_fits", "job", "run", "specs"]
+__all__ = ["TARGETS", "Options", "check_fits", "job", "observed", "run", "specs"]
 
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
@@ -85,6 +85,14 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     progress(1.0, "")
     found = result(config, what, requests, outcome)
     return replace(found, notes=[*first, *found.notes])
+
+
+def observed(config: Config, found: Any, source: str) -> Result:
+    """Return what `backends.live.observed.read` has *found* in the log *source* as the result of a live run."""
+    from backends.live.observed import served
+    from experiments.serve import live_run
+
+    return live_run.result(config, *served(found, source))
 
 
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:

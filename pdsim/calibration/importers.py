@@ -1,6 +1,6 @@
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
-These are nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth and
+These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth and
 nccl-tests.  Each reader returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it,
 whatever the tool calls latency.  Means stand for medians: these tools print nothing else.
 """
@@ -193,6 +193,18 @@ def _nccl(text: str) -> Rows:
             yield _sample(float(cells[5]) * 1e-6, pattern=pattern, blocks=1, size=int(cells[0]))
 
 
+def _vllm(text: str) -> Rows:
+    """Yield a row for each line of vLLM's log on KV transfers: the means of some seconds, reads of blocks of one size.
+
+    Its MB is 2**20 bytes.  A line of fewer than one descriptor or byte says nothing.
+    """
+    rule = r"Avg xfer time \(ms\)=([\d.]+).*?Avg MB per transfer=([\d.]+).*?Avg number of descriptors=([\d.]+)"
+    for time, size, descriptors in re.findall(rule, text):
+        blocks, nbytes = round(float(descriptors)), float(size) * 2**20
+        if blocks and nbytes >= blocks:
+            yield _sample(float(time) * 1e-3, blocks=blocks, size=round(nbytes / blocks), operation="read")
+
+
 def _published(text: str) -> Rows:
     """Yield the rows of a table of published numbers, whose first line says source and settings."""
     about = next(line for line in text.splitlines() if line.startswith("#"))
@@ -228,6 +240,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
     "mori": (r"MsgSize ?\(B\)", _mori),
     "perftest": (r"#bytes\s+#iterations", _perftest),
     "nvbandwidth": (r"nvbandwidth Version|GPU\(column\) bandwidth", _nvbandwidth),
+    "vllm": (r"KV Transfer metrics: ", _vllm),
     "nccl-tests": (r"algbw\s+busbw", _nccl),
 }
 """By name: what shows that a text is of this tool, and the reader of its rows."""

@@ -17,6 +17,7 @@ COMMANDS = {
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
     "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
+    "observe": "make a workload and a measured run of what a deployment has logged",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
     "completion": "what the shell evaluates to complete commands, groups and keys",
@@ -134,12 +135,26 @@ usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
   pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare again what an earlier run measured
+  pdsim validate target=live live.prefill=URL live.decode=URL       the same of real servers, at shares of workload.rate
 
-It is pdsim run experiment=validate, and takes what that takes (pdsim run --help, pdsim validate --cfg job):
+It is pdsim run experiment=validate (target=live: validate_live), and takes what that takes (pdsim validate --cfg job):
   experiment.classes=[pair,serve]    what is compared; of pair, read, contention, handoff, allgather, serve
   experiment.predict=now             of what is stored: with the model of today
   experiment.repeat, jobs, limit     how much is measured
   experiment.bounds.pair=0.05        the median error that is asked for, or the run fails: exit status 1"""
+
+_OBSERVE = """\
+usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
+
+  pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
+  pdsim observe profile_export.jsonl hw=8xh200                      of aiperf
+
+Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare, whose KEY=VALUE describe the deployment; the
+same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it.
+
+Options:
+  --format NAME     vllm-bench, aiperf or sglang, if FILE does not show it
+  --to DIR          where the trace is written (default: here)"""
 
 _CALIBRATE = """\
 usage: pdsim calibrate [KEY=VALUE ...] [OPTION ...]
@@ -204,6 +219,7 @@ def of(command: str) -> str:
         "compare": _COMPARE,
         "refit": _REFIT,
         "validate": _VALIDATE,
+        "observe": _OBSERVE,
         "doctor": _DOCTOR,
     }
     texts |= {"explain": _EXPLAIN, "completion": _COMPLETION}

@@ -236,7 +236,15 @@ def _refit(words: Sequence[str]) -> int:
 def _validate(words: Sequence[str]) -> int:
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
-    return _run(["experiment=validate", *words])
+    live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
+    return _run([f"experiment={'validate_live' if live else 'validate'}", *words])
+
+
+def _observe(words: Sequence[str]) -> int:
+    from pdsim.cli.observe import observe
+
+    begun()
+    return observe(words)
 
 
 def _list(words: Sequence[str]) -> int:
@@ -291,6 +299,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "calibrate": _calibrate,
     "refit": _refit,
     "validate": _validate,
+    "observe": _observe,
     "list": _list,
     "doctor": _doctor,
     "completion": _completion,

@@ -298,6 +298,7 @@ class SimEndpoint:
             except SendQueueFull as error:
                 self._refuse(number, flight, error)
                 return transfer
+            transfer.posting = max(0.0, self._poster.free - now)
         self._posted.time_out_at(now + limit, number)
         return transfer
 

@@ -3,11 +3,67 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
 
-__all__ = ["PagePool", "Pages", "SlotPool", "after"]
+__all__ = ["ORDERS", "FreeQueue", "PagePool", "Pages", "Pool", "SlotPool", "after", "page_pool"]
 
 Pages = tuple[tuple[int, int], ...]
-"""First page and count of each run, in ascending order."""
+"""First page and count of each run, in the order of their tokens."""
+
+ORDERS = ("best_fit", "queue")
+"""How free pages are given out: see `page_pool`."""
+
+
+class Pool(Protocol):
+    """The pages of one instance, all ranks of which use the same numbers: who owns which."""
+
+    pages: int
+    peak: int  # most pages that had an owner at one time
+
+    @property
+    def free(self) -> int:
+        """Pages without an owner."""
+
+    def __len__(self) -> int:
+        """Return the number of owners."""
+
+    @property
+    def used(self) -> int:
+        """Pages that have an owner."""
+
+    def owned(self, owner: int) -> Pages:
+        """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
+
+    def allocate(self, owner: int, count: int) -> Pages | None:
+        """Give *count* pages to *owner* and return their runs, or None if fewer are free.
+
+        Raise a `ValueError` if *count* is not positive or *owner* has pages already.
+        """
+
+    def extend(self, owner: int, count: int) -> bool:
+        """Give *count* more pages to *owner*; return False, and give none, if fewer are free.
+
+        Raise a `ValueError` if *count* is not positive and a `KeyError` if *owner* has no pages.
+        """
+
+    def count(self, owner: int) -> int:
+        """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
+
+    def release(self, owner: int) -> None:
+        """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""
+
+
+def page_pool(order: str, pages: int) -> Pool:
+    """Return a pool of so many *pages*, all free, that gives them out in *order*.
+
+    ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out what
+    was freed longest ago (`FreeQueue`, as vLLM does).  Raise a `ValueError` if there is no such order.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
+    return PagePool(pages) if order == "best_fit" else FreeQueue(pages)
 
 
 def after(pages: Pages, skip: int) -> Pages:
@@ -32,7 +88,7 @@ class PagePool:
         if pages < 1:
             raise ValueError(f"pages must be >= 1, got {pages}")
         self.pages = pages
-        self.free = pages
+        self._free = pages
         self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
@@ -43,9 +99,14 @@ class PagePool:
         return len(self._owned)
 
     @property
+    def free(self) -> int:
+        """Pages without an owner."""
+        return self._free
+
+    @property
     def used(self) -> int:
         """Pages that have an owner."""
-        return self.pages - self.free
+        return self.pages - self._free
 
     def owned(self, owner: int) -> Pages:
         """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
@@ -60,7 +121,7 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner in self._owned:
             raise ValueError(f"owner {owner} has pages already: release them first")
-        if count > self.free:
+        if count > self._free:
             return None
         pages = self._owned[owner] = self._take(count)
         return pages
@@ -74,7 +135,7 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner not in self._owned:
             raise KeyError(f"owner {owner} has no pages to extend")
-        if count > self.free:
+        if count > self._free:
             return False
         self._owned[owner] = tuple(sorted((*self._owned[owner], *self._take(count))))
         return True
@@ -85,7 +146,7 @@ class PagePool:
 
     def _take(self, count: int) -> Pages:
         """Take *count* pages out, which are free."""
-        self.free -= count
+        self._free -= count
         self.peak = max(self.peak, self.used)
         taken: list[tuple[int, int]] = []
         while count:
@@ -102,7 +163,7 @@ class PagePool:
             raise KeyError(f"owner {owner} has no pages to release")
         for start, count in self._owned.pop(owner):
             self._insert(start, count)
-            self.free += count
+            self._free += count
 
     def _choose(self, count: int) -> int:
         counts = self._counts
@@ -128,6 +189,97 @@ class PagePool:
         if index and starts[index - 1] + counts[index - 1] == start:  # joins its left neighbour
             counts[index - 1] += counts[index]
             del starts[index], counts[index]
+
+
+class FreeQueue:
+    """The pages of one instance, given out in the order in which they were freed, those of an owner last one first.
+
+    So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives the
+    blocks of a request back in reverse, for its last ones to be evicted first).  A new pool gives out ascending
+    neighbours.  Once every page has been used, requests get descending ones, which no descriptor covers together, then
+    ascending ones again, and later a mixture.
+
+    >>> pool = FreeQueue(4)
+    >>> pool.allocate(1, 4)
+    ((0, 4),)
+    >>> pool.release(1)
+    >>> pool.allocate(2, 2)
+    ((3, 1), (2, 1))
+    """
+
+    def __init__(self, pages: int) -> None:
+        if pages < 1:
+            raise ValueError(f"pages must be >= 1, got {pages}")
+        self.pages = pages
+        self.peak = 0
+        self._queue = deque(range(pages))
+        self._owned: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of owners."""
+        return len(self._owned)
+
+    @property
+    def free(self) -> int:
+        """Pages without an owner."""
+        return len(self._queue)
+
+    @property
+    def used(self) -> int:
+        """Pages that have an owner."""
+        return self.pages - len(self._queue)
+
+    def owned(self, owner: int) -> Pages:
+        """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
+        return _runs(self._owned[owner])
+
+    def allocate(self, owner: int, count: int) -> Pages | None:
+        """As `Pool.allocate`: the pages that were freed longest ago."""
+        if count < 1:
+            raise ValueError(f"count must be >= 1, got {count}")
+        if owner in self._owned:
+            raise ValueError(f"owner {owner} has pages already: release them first")
+        if count > len(self._queue):
+            return None
+        taken = self._owned[owner] = self._take(count)
+        return _runs(taken)
+
+    def extend(self, owner: int, count: int) -> bool:
+        """As `Pool.extend`: its new pages come last."""
+        if count < 1:
+            raise ValueError(f"count must be >= 1, got {count}")
+        if owner not in self._owned:
+            raise KeyError(f"owner {owner} has no pages to extend")
+        if count > len(self._queue):
+            return False
+        self._owned[owner] += self._take(count)
+        return True
+
+    def count(self, owner: int) -> int:
+        """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
+        return len(self._owned[owner])
+
+    def release(self, owner: int) -> None:
+        """As `Pool.release`: the last page of *owner* is the first of its pages to be given out again."""
+        if owner not in self._owned:
+            raise KeyError(f"owner {owner} has no pages to release")
+        self._queue.extend(reversed(self._owned.pop(owner)))
+
+    def _take(self, count: int) -> list[int]:
+        taken = [self._queue.popleft() for _ in range(count)]
+        self.peak = max(self.peak, self.used)
+        return taken
+
+
+def _runs(pages: Iterable[int]) -> Pages:
+    """Return the runs of ascending neighbours in *pages*."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and page == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return tuple(runs)
 
 
 class SlotPool:

@@ -81,6 +81,7 @@ class KvReader:
         self._sources: dict[str, dict[int, _Source]] = {}  # by life of a prefill instance, then by its rank's index
         self._under_way = 0  # reads that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
+        self.posted = 0.0  # when all reads are posted that this rank has begun, on its clock
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         self._region = rank.endpoint.register(self._buffer, REGION)
         self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
@@ -128,7 +129,10 @@ class KvReader:
         self._sources[message.instance][message.index] = source
 
     def read(self, message: Fetch) -> None:
-        """Read a room into its pages.  `Sent` follows; with a reason, at once, if its prefill instance is gone."""
+        """Read a room into its pages.  `Sent` follows; with a reason, at once, if its prefill instance is gone.
+
+        `posted` is then when the last of its reads is posted, of which the caller may have to await the end.
+        """
         room = self._rooms[message.room] = _ReadRoom(message)
         if not self.connected(message.prefill):
             self._fail(room, PeerLost(f"{message.prefill} is gone"), message.prefill)
@@ -162,6 +166,7 @@ class KvReader:
         batch = plan.batch(rows, None, state).over(source.peer.regions[REGION], self._region)
         path = "grouped" if source.part.heads is None else "sliced"
         transfer = self._rank.endpoint.read(source.peer, batch, label=f"{room.fetch.room}/0/{path}")
+        self.posted = max(self.posted, self._rank.clock.now + transfer.posting)
         room.missing += 1
         room.moving += 1
         self._under_way += 1

@@ -38,9 +38,16 @@ class Host:
         """Return the seconds for which preparing a request of *tokens* holds the scheduler's loop up."""
         return self._drawn(self.costs.admit + tokens * self.costs.admit_token)
 
-    def answer(self) -> float:
-        """Return the seconds from the end of a step to the answer leaving the server."""
-        return self._drawn(self.costs.answer)
+    def answer(self, tokens: int = 0) -> float:
+        """Return the seconds from the end of a step to the answer leaving the server.
+
+        A request's first answer has the *tokens* of its prompt to see to.
+        """
+        return self._drawn(self.costs.answer + tokens * self.costs.answer_token)
+
+    def send(self) -> float:
+        """Return the seconds from the end of a forward to the post of its KV."""
+        return self._drawn(self.costs.send)
 
     def step(self) -> float:
         """Return the seconds of one iteration."""

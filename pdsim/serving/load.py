@@ -162,7 +162,8 @@ class _Decoding:
     def step(self, job: Deployment, batch: int) -> float:
         """Return the seconds of an iteration of *batch* requests of mean context."""
         base = _with_host(job.decode_time.step(batch), job.engine.decode, job.engine.overlap)
-        return base + job.decode_time.context * batch * self.tokens / self.steps
+        context = self.tokens / self.steps
+        return base + max(job.decode_time.context * batch * context, job.decode_time.sequence * context)
 
     def batch(self, job: Deployment) -> int:
         """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.

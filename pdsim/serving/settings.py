@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdsim.guards import not_negative, one_of, positive
+from pdsim.kv.pages import ORDERS
 from pdsim.units import Count, Rate, Seconds, Size
 
 __all__ = [
@@ -79,6 +80,9 @@ class Llm:
     latent_dim: int = 0  # elements of that row
     dtype_bytes: int = 2  # of a KV element and of a weight
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
+    rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
+    experts: int = 0  # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
+    experts_per_token: int = 0  # of them, that a token is routed to
     context: int = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
     hf_config: Mapping[str, Any] = field(
@@ -102,6 +106,11 @@ class Llm:
         )
         if self.attention == "mla":
             positive("model", latent_dim=self.latent_dim)
+        not_negative("model", rope_dim=self.rope_dim, experts_per_token=self.experts_per_token)
+        if self.experts and not 0 < self.experts_per_token < self.experts:
+            raise ValueError(
+                f"model.experts_per_token must be >= 1 and < experts={self.experts}, got {self.experts_per_token}"
+            )
         fitting = [name for name, size in DTYPES.items() if size == self.dtype_bytes]
         if self.kv_dtype and self.kv_dtype not in fitting:
             raise ValueError(
@@ -279,7 +288,9 @@ class Compute:
 
     flops_share: float = 0.55  # of the peak, that linear layers reach
     attention_share: float = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
+    prefix_share: float = 0.0  # the same of attention to tokens of earlier chunks; 0 is as *attention_share*
     memory_share: float = 0.8  # of the memory's rate, at which keys and values are read
+    sequence_share: float = 0.0  # of that rate, which one sequence of a decode batch reaches at most; 0 is no limit
     weight_share: float = 0.0  # the same of weights; 0 is as *memory_share*
     blend: float = 0.0  # the norm of the two roofs, 1 adds them; 0: the higher one counts alone
     allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
@@ -293,7 +304,7 @@ class Compute:
         for name in ("flops_share", "memory_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}")
-        for name in ("attention_share", "weight_share"):
+        for name in ("attention_share", "prefix_share", "sequence_share", "weight_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"compute.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
         if self.blend and not 1.0 <= self.blend <= 64.0:
@@ -319,6 +330,8 @@ class HostCosts:
     launch: Seconds = 0.0  # the least that each layer of a forward takes which is launched kernel by kernel
     idle: Seconds = 0.0  # of decode: an iteration with nothing to run, after which it looks again; 0 looks at once
     answer: Seconds = 0.0  # from the end of a step to its token, or the answer, leaving the server
+    answer_token: Seconds = 0.0  # of a first token's answer, each token of its prompt; later tokens do not wait for it
+    send: Seconds = 0.0  # of prefill that pushes: from the end of a forward to the post of its KV
 
     def __post_init__(self) -> None:
         not_negative("engine", **asdict(self))
@@ -342,7 +355,10 @@ class ServingEngine:
     preemption: str = "recompute"  # of a request without pages: "recompute" its KV, or "retract" it to host memory
     retract_rate: Rate = 20e9  # bytes/s to host memory and back; all ranks of an instance at once
     step_tokens: int = 0  # of a step, prefill and decode together; 0 is `Scheduler.chunk`
-    overlap: bool = False  # the next step is prepared while one runs, so what comes in joins one step later
+    overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
+    pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the step that computes with it
+    posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
+    pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
     lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
     heartbeat: Seconds = 5.0  # between two of the reader's renewals of the lease
@@ -355,6 +371,7 @@ class ServingEngine:
     def __post_init__(self) -> None:
         one_of("engine", ("reserve", "grow"), memory=self.memory)
         one_of("engine", ("recompute", "retract"), preemption=self.preemption)
+        one_of("engine", ORDERS, pages=self.pages)
         if self.recompute not in (0, 1):
             raise ValueError(f"engine.recompute must be 0 or 1, the last token of the prompt, got {self.recompute}")
         positive("engine", retract_rate=self.retract_rate, heartbeat=self.heartbeat)
@@ -362,6 +379,7 @@ class ServingEngine:
             "engine",
             reserved_tokens=self.reserved_tokens,
             step_tokens=self.step_tokens,
+            pipeline=self.pipeline,
             proxy=self.proxy,
             lease=self.lease,
             variation=self.variation,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import validation
+from benchmarks import live_validation, validation
 from tests.experiments.test_validate_ahead import predict
 
 
@@ -56,3 +56,8 @@ def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypat
     monkeypatch.setattr(validation, "read", kept.__getitem__)
     row = "| sliced → staged | fast | toy | 2 | 1.5 to 3 | 1.25 to 2.5 |"
     assert list(validation.gains([Path("a")]))[6:-1] == [row]
+
+
+def test_the_table_of_serving_engines_is_what_the_sealed_files_say():
+    assert live_validation.rewritten() == live_validation.PAGE.read_text(encoding="utf-8")
+    assert live_validation.FIGURE.is_file()

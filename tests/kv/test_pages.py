@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdsim.kv.pages import PagePool, SlotPool
+from pdsim.kv.pages import ORDERS, FreeQueue, PagePool, SlotPool, page_pool
 
 
 def test_pages_are_handed_out_from_the_lowest():
@@ -116,3 +116,60 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAnyHistory = Pool.TestCase
+
+
+# --- the free queue -----------------------------------------------------------------------------------------------
+
+
+def test_a_queue_gives_out_what_was_freed_longest_ago():
+    pool = FreeQueue(6)
+    assert [pool.allocate(owner, 2) for owner in range(3)] == [((0, 2),), ((2, 2),), ((4, 2),)]
+    for owner in (1, 0, 2):
+        pool.release(owner)
+    assert pool.allocate(9, 5) == ((3, 1), (2, 1), (1, 1), (0, 1), (5, 1))
+
+
+def test_pages_of_a_queue_ascend_again_when_all_have_been_used_twice():
+    pool = FreeQueue(4)
+    for runs in (((0, 4),), ((3, 1), (2, 1), (1, 1), (0, 1)), ((0, 4),)):
+        assert pool.allocate(1, 4) == runs
+        pool.release(1)
+
+
+def test_what_a_queue_adds_to_an_owner_comes_last():
+    pool = FreeQueue(8)
+    pool.allocate(1, 2)
+    pool.allocate(2, 2)
+    assert pool.extend(1, 2)
+    assert (pool.owned(1), pool.count(1), pool.free, pool.used, pool.peak, len(pool)) == (
+        ((0, 2), (4, 2)),
+        4,
+        2,
+        6,
+        6,
+        2,
+    )
+
+
+@pytest.mark.parametrize("pool", [PagePool(4), FreeQueue(4)], ids=ORDERS)
+def test_every_order_refuses_the_same(pool: PagePool | FreeQueue):
+    assert pool.allocate(1, 5) is None
+    pool.allocate(1, 2)
+    assert not pool.extend(1, 3)
+    for wrong, error in (
+        (lambda: pool.allocate(1, 1), ValueError),
+        (lambda: pool.allocate(2, 0), ValueError),
+        (lambda: pool.extend(1, 0), ValueError),
+        (lambda: pool.extend(2, 1), KeyError),
+        (lambda: pool.release(2), KeyError),
+    ):
+        with pytest.raises(error):
+            wrong()
+    pool.release(1)
+    assert (pool.free, pool.used) == (4, 0)
+
+
+def test_an_unknown_order_is_refused_with_those_that_there_are():
+    assert [type(page_pool(order, 4)) for order in ORDERS] == [PagePool, FreeQueue]
+    with pytest.raises(ValueError, match="one of best_fit, queue, got 'random'"):
+        page_pool("random", 4)

@@ -8,6 +8,7 @@ import pytest
 
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.serving.decode.steps import RunningBatch
 from pdsim.serving.settings import Compute, Llm
 
 MACHINE = Machine(
@@ -67,10 +68,76 @@ def test_a_mixture_of_experts_reads_no_more_weights_than_its_tokens_use():
     assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
 
 
+MOE = replace(MODEL, active=2e9, experts=100, experts_per_token=20)
+"""8e9 parameters are of the 80 experts that a token does not use; so all 100 have 1e10 and the rest is nothing."""
+
+
+def test_tokens_read_the_experts_that_they_hit():
+    found = forward_time(MOE, MACHINE, PLAIN, tp=1)
+    read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 2, 16)]
+    # two bytes a parameter, and all parameters here are routed experts'
+    assert read == pytest.approx([2e10 * (1 - 0.8**n) for n in (1, 2, 16)])
+    half = forward_time(replace(MOE, parameters=1.6e10, active=8e9), MACHINE, PLAIN, tp=1)
+    assert (half.step(1) - 1e-3) * 0.5e12 == pytest.approx(2 * (6e9 + 1e10 * 0.2))
+
+
+def test_the_tokens_of_all_attention_groups_read_the_experts_together():
+    one, four = (forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), tp=4, dp=dp) for dp in (1, 4))
+    assert one.weight_bytes == four.weight_bytes
+    assert one._weights(16) == four._weights(4) == pytest.approx(5e9 * (1 - 0.8**16))
+    assert one.token_flops * 16 == four.token_flops * 4
+
+
+def test_latent_attention_multiplies_more_in_decode_than_in_prefill():
+    latent = replace(MODEL, attention="mla", latent_dim=576, rope_dim=64, heads=128, head_dim=128)
+    found = forward_time(latent, MACHINE, PLAIN, tp=8)
+    assert found.pair_flops == 2 * (128 + 64 + 128) * 10 * 128 / 8
+    assert found.decode_pair_flops == 2 * (576 + 512) * 10 * 128 / 8
+    plain = forward_time(replace(MODEL, heads=128, head_dim=128, kv_heads=8), MACHINE, PLAIN, tp=8)
+    assert plain.pair_flops == plain.decode_pair_flops == found.decode_pair_flops / 4.25
+
+
+def test_eight_bit_weights_are_multiplied_at_the_peak_of_fp8():
+    assert MACHINE.gpu is not None
+    fast = replace(MACHINE, gpu=replace(MACHINE.gpu, compute_fp8=2e15))
+    wide, narrow = (forward_time(replace(MODEL, dtype_bytes=size), fast, PLAIN, tp=1) for size in (2, 1))
+    assert (wide.flops, narrow.flops) == (0.5e15, 1e15)
+    assert wide.attention_flops == narrow.attention_flops == 0.5e15
+    assert forward_time(replace(MODEL, dtype_bytes=1), MACHINE, PLAIN, tp=1).flops == 0.5e15
+
+
+@pytest.mark.parametrize("k", [0, 8, 9])
+def test_experts_that_cannot_be_are_refused(k: int):
+    with pytest.raises(ValueError, match=f"model.experts_per_token must be >= 1 and < experts=8, got {k}"):
+        replace(MODEL, experts=8, experts_per_token=k)
+
+
 def test_a_latent_cache_is_read_whole_on_every_rank():
     latent = replace(MODEL, attention="mla", latent_dim=500)
     one, four = (forward_time(latent, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
     assert one.kv_bytes == four.kv_bytes == 10 * 500 * 2
+
+
+def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), tp=1)
+    linear = 2 * 1e10 * 4000 / 0.5e15
+    own, before = 4000 * 4001 / 2, 4000 * 1000
+    attention = 4 * 10 * 10 * 100 * (own / 0.5e15 + before / 0.25e15)
+    assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
+    plain = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    assert found.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
+
+
+def test_one_sequence_reaches_its_share_of_the_memory_rate_and_the_longest_is_awaited():
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), tp=1)
+    assert found.sequence == pytest.approx(10 * found.context)
+    assert forward_time(MODEL, MACHINE, PLAIN, tp=1).sequence == 0.0
+    for contexts, tokens in (((50,), 500), ((50, 10), 500), ((50,) * 20, 1000)):
+        batch = RunningBatch(found, limit=32)
+        for number, context in enumerate(contexts):
+            batch.join(number, context, 5)
+        batch.begin(0.0)
+        assert batch.first_step() == pytest.approx(found.step(len(contexts)) + tokens * found.context)
 
 
 def test_scale_shortens_everything():

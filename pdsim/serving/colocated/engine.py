@@ -16,7 +16,7 @@ from simpy.events import AnyOf, Event
 from pdsim.clock import Clock
 from pdsim.errors import ConfigError
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import PagePool
+from pdsim.kv.pages import page_pool
 from pdsim.serving.decode.steps import RunningBatch
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.seams import scheduler_of
@@ -45,7 +45,7 @@ class ColocatedEngine:
     def __init__(self, clock: Clock, job: Deployment, finished: Callable[[ColocatedRequest], None]) -> None:
         self.clock = clock
         self.job = job
-        self.pages = PagePool(job.decode_pages)
+        self.pages = page_pool(job.engine.pages, job.decode_pages)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
         self._finished = finished

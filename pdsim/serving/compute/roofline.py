@@ -6,6 +6,7 @@ formulas and says what they leave out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,13 +38,19 @@ class ForwardTime:
     """The coefficients of a rank's forward."""
 
     token_flops: float  # linear layers, a token
-    pair_flops: float  # attention, a query and a key
+    pair_flops: float  # attention of prefill, a query and a key
+    decode_pair_flops: float  # the same of decode; more with MLA, whose queries meet latent rows there
     weight_bytes: float  # of the rank
     token_weight_bytes: float  # that one token uses; fewer than all in a mixture of experts
+    expert_bytes: float  # of *weight_bytes*, routed experts; 0 if there are none, or nothing is known of them
+    expert_share: float  # of routed experts, that one token uses
+    groups: int  # attention groups, whose tokens read the experts together
     kv_bytes: float  # of a token
     flops: float  # a second, of linear layers
     attention_flops: float  # a second
+    prefix_flops: float  # a second, of attention to tokens of earlier iterations
     memory_rate: float  # bytes a second, of keys and values
+    sequence_rate: float  # bytes a second, of those of one sequence in a decode step; infinity: as *memory_rate*
     weight_rate: float  # bytes a second
     blend: float  # the norm of compute and memory; 0: the longer one counts alone
     token_allreduce: float  # seconds a token, all layers
@@ -53,12 +60,17 @@ class ForwardTime:
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
-        tokens = context = pairs = 0
+        tokens = context = pairs = prefix = 0
         for before, new in pieces:
             tokens += new
             context += before
-            pairs += new * before + new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+            prefix += new * before
+            pairs += new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+        if self.prefix_flops == self.attention_flops:
+            pairs, prefix = pairs + prefix, 0
         compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
+        if prefix:
+            compute += prefix * self.pair_flops / self.prefix_flops
         kv = (context + tokens) * self.kv_bytes
         memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
         return self.scale * (
@@ -73,7 +85,16 @@ class ForwardTime:
     @property
     def context(self) -> float:
         """Seconds that a token of context adds to a decode iteration: its keys and values are read once."""
-        return self.scale * max(self.kv_bytes / self.memory_rate, self.pair_flops / self.attention_flops)
+        return self.scale * max(self.kv_bytes / self.memory_rate, self.decode_pair_flops / self.attention_flops)
+
+    @property
+    def sequence(self) -> float:
+        """Seconds that a token of the longest context alone keeps a decode iteration; 0 without a limit of its own.
+
+        A decode kernel splits a sequence among a bounded number of thread blocks (Triton's in SGLang: 8 a head).
+        So a few sequences leave most of the memory's rate unused, and the iteration waits for the longest of them.
+        """
+        return self.scale * self.kv_bytes / self.sequence_rate
 
     @staticmethod
     def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
@@ -86,7 +107,15 @@ class ForwardTime:
         return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
 
     def _weights(self, tokens: int) -> float:
-        return min(self.weight_bytes, tokens * self.token_weight_bytes)
+        """Return the bytes of weights that an iteration of *tokens* a group reads.
+
+        Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean: each
+        token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of them.
+        """
+        if not self.expert_bytes:
+            return min(self.weight_bytes, tokens * self.token_weight_bytes)
+        hit = 1.0 - (1.0 - self.expert_share) ** (tokens * self.groups)
+        return self.weight_bytes - self.expert_bytes * (1.0 - hit)
 
 
 def forward_time(
@@ -95,10 +124,17 @@ def forward_time(
     """Return the coefficients of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
 
     Stages and context-parallel ranks just divide the work.  The groups are taken to be loaded alike, so that each has
-    its share of the engine's arithmetic; weights are read once for all of them.
+    its share of the engine's arithmetic; weights are read once for the tokens of all of them.
+
+    Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
     """
     shape, share = kv_shape(model), pp * cp
     peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
+    linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
+    pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
+    if model.attention == "mla":
+        pairs = _mla_pairs(model)
+    expert_bytes = _expert_parameters(model) * model.dtype_bytes / tp / pp
     memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
     token_allreduce = allreduce = 0.0
     if tp > 1:
@@ -108,13 +144,19 @@ def forward_time(
         allreduce = 2 * model.layers * compute.allreduce_latency / pp
     return ForwardTime(
         token_flops=2 * model.active / (tp // dp) / share,
-        pair_flops=4 * shape.attention_layers * model.heads * model.head_dim / (tp // dp) / share,
+        pair_flops=pairs[0] * shape.attention_layers * model.heads / (tp // dp) / share,
+        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / (tp // dp) / share,
         weight_bytes=model.parameters * model.dtype_bytes / tp / pp,
         token_weight_bytes=model.active * model.dtype_bytes / tp / pp,
+        expert_bytes=expert_bytes,
+        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
+        groups=dp,
         kv_bytes=shape.token_bytes(tp // dp) / share,
-        flops=peak * compute.flops_share,
+        flops=linear * compute.flops_share,
         attention_flops=peak * (compute.attention_share or compute.flops_share),
+        prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
         memory_rate=memory * compute.memory_share,
+        sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
         weight_rate=memory * (compute.weight_share or compute.memory_share),
         blend=compute.blend,
         token_allreduce=token_allreduce,
@@ -122,3 +164,25 @@ def forward_time(
         overhead=compute.overhead,
         scale=compute.scale,
     )
+
+
+def _mla_pairs(model: Llm) -> tuple[int, int]:
+    """Return the FLOPs of a head for a query and a key, in prefill and in decode.
+
+    Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
+    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of values
+    is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and 2,176
+    with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
+    """
+    prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
+    return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)
+
+
+def _expert_parameters(model: Llm) -> float:
+    """Return how many of the parameters are routed experts'.
+
+    Of E experts a token uses k, and all the rest: ``parameters - active`` are those of E - k experts of each layer.
+    """
+    if not model.experts:
+        return 0.0
+    return (model.parameters - model.active) * model.experts / (model.experts - model.experts_per_token)

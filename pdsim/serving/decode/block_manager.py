@@ -20,7 +20,7 @@ from pdsim.kv.messages import (
     Stop,
     Submit,
 )
-from pdsim.kv.pages import PagePool, Pages, SlotPool
+from pdsim.kv.pages import Pages, SlotPool, page_pool
 from pdsim.kv.rooms import Timers
 from pdsim.kv.status import Status
 from pdsim.serving.decode.worker import DecodeWorker
@@ -43,6 +43,7 @@ class DecodeRequest:
     arrived: float = 0.0
     polled: float = 0.0
     joined: float = 0.0
+    lag: int = 0  # of a noticed one: steps before the next that it can be in
     left: bool = False  # nobody wants its tokens any more
     released: bool = False  # nothing of it is written any more
     quiet: int = 0  # ranks that have forgotten it
@@ -69,7 +70,7 @@ class BlockManager(DecodeWorker, ABC):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
-        self.pages = PagePool(job.decode_pages)
+        self.pages = page_pool(job.engine.pages, job.decode_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pdsim.kv.pages import PagePool
+from pdsim.kv.pages import Pool
 from pdsim.serving.decode.steps import Member, RunningBatch, steps_that_fit
 from pdsim.serving.deployment import Deployment
 
@@ -18,7 +18,7 @@ class GrowingMemory:
     again is known in closed form.
     """
 
-    def __init__(self, job: Deployment, pool: PagePool, batch: RunningBatch) -> None:
+    def __init__(self, job: Deployment, pool: Pool, batch: RunningBatch) -> None:
         self._job = job
         self._pool = pool
         self._batch = batch

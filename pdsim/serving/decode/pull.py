@@ -144,6 +144,10 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         """Return True: no metadata comes."""
         return True
 
+    def posted(self) -> float:
+        """Return when this rank has posted the reads that it has begun."""
+        return float(self.receiver.posted)
+
     def release_slot(self, room: DecodeRequest) -> None:
         """Do nothing: there is none."""
 

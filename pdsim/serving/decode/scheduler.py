@@ -179,8 +179,7 @@ class DecodeScheduler(BlockManager):
             self._computed_again()
         for number in self._batch.finished():
             self._done(self._rooms[number])
-        self._waiting += self._late
-        self._late.clear()
+        self._ripen()
         self._poll()
         if self._left:
             self._leave()
@@ -190,9 +189,16 @@ class DecodeScheduler(BlockManager):
         self._admit()
         self._begin()
 
+    def _ripen(self) -> None:
+        """Have those wait for a place in the batch that were noticed as many steps ago as the pipeline is deep."""
+        for room in self._late:
+            room.lag -= 1
+        self._waiting += [room for room in self._late if not room.lag]
+        self._late = [room for room in self._late if room.lag]
+
     def _poll(self) -> None:
         """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them."""
-        overlapped = self.job.engine.overlap and self._batch.runs
+        room_lag = self.job.engine.pipeline if self._batch.runs else 0
         for room in self._complete:
             room.polled = self.clock.now
             self.release_slot(room)
@@ -200,8 +206,9 @@ class DecodeScheduler(BlockManager):
                 self._reject(room)
                 continue
             self._held_up += self.host.admit(room.request.input)
-            room.first = room.polled + self._held_up + self.host.answer()
-            if overlapped:
+            room.first = room.polled + self._held_up + self.host.answer(room.request.input)
+            if room_lag:
+                room.lag = room_lag
                 self._late.append(room)
             else:
                 self._waiting.append(room)
@@ -243,6 +250,8 @@ class DecodeScheduler(BlockManager):
     def _begin(self) -> None:
         """Begin the next step, and say how long it is before anything can change by itself."""
         start = self.clock.now + self._held_up
+        if self.job.engine.posting_holds:
+            start = self._batch.held(self.clock.now, max(start, self.posted()))
         if pieces := self._pieces():
             self._set(self._batch.begin_mixed(start, pieces))
         else:
@@ -253,7 +262,7 @@ class DecodeScheduler(BlockManager):
             if not self._batch.runs and self._late:
                 self._set(start)
         for room in self._joined:
-            room.first = self._batch.first_step() + self.host.answer()
+            room.first = self._batch.first_step() + self.host.answer(room.request.input)
         self._joined.clear()
 
     def _admit(self) -> None:
@@ -283,6 +292,10 @@ class DecodeScheduler(BlockManager):
 
     def unadmitted(self, number: int) -> None:
         """See to what is left of a room that was given up before it had pages: nothing."""
+
+    def posted(self) -> float:
+        """Return when this rank has posted what it reads: never, for others write."""
+        return 0.0
 
     def has_slot(self) -> bool:
         """Return whether there is a row for the metadata of one more room."""
@@ -397,7 +410,7 @@ class DecodeScheduler(BlockManager):
             self._recomputing.remove(room)
             context, steps = room.context + 1, room.steps - 1
             if self.job.engine.recompute and room.steps == room.request.output:
-                room.first = self.clock.now + self.host.answer()
+                room.first = self.clock.now + self.host.answer(room.request.input)
             room.context = room.recomputed = 0
             if steps:
                 self._batch.join(room.request.room, context, steps)

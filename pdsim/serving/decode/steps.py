@@ -102,6 +102,7 @@ class RunningBatch:
         self._variation = variation
         self._bases = [0.0] + [self._iteration(time.step(batch)) for batch in range(1, limit + 1)]
         self._cost = time.context
+        self._sequence = time.sequence
         self._members: list[tuple[int, int, int]] = []  # a heap: step after which it is done, number, tokens at the end
         self._context = 0  # tokens that the next step reads
         self._step = 0  # steps since the start
@@ -172,23 +173,44 @@ class RunningBatch:
         if not batch:
             self._span, self._idle_since = None, now
             return math.inf
-        self._span = DecodeSpan(now, self._bases[batch], self._cost, batch, self._context, self._variation, self._step)
+        self._span = self._spanned(now, self._bases[batch])
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
         """Begin one step at *now* that also computes *pieces* of prompts (context, new tokens); return when it ends."""
         batch = len(self._members)
         forward = self._time.prefill([*pieces, (0, batch)] if batch else pieces)
-        self._span = DecodeSpan(
-            now, self._iteration(forward), self._cost, batch, self._context, self._variation, self._step
-        )
+        self._span = self._spanned(now, self._iteration(forward))
         return self._span.end(1)
+
+    def held(self, start: float, until: float) -> float:
+        """Return when the step that could begin at *start* does if the host is busy *until* then.
+
+        With *overlap*, and while steps are under way, the device has it already and its tokens wait for the host: what
+        follows is late by what the host takes longer.  A device that waits for work begins when the host is done.
+        """
+        if not self._overlap or not self._members or self._span is None:
+            return max(start, until)
+        end = self._spanned(start, self._bases[len(self._members)]).end(1)
+        return start + max(0.0, until - end)
 
     def first_step(self) -> float:
         """Return when the first step since `begin` ends.  Raise a `ValueError` if there is none."""
         if self._span is None:
             raise ValueError("no step is under way: begin one first")
         return self._span.end(1)
+
+    def _spanned(self, start: float, base: float) -> DecodeSpan:
+        """Return the steps from *start* on, as the members are.
+
+        Attention reads the context of all, or waits for the longest alone: which of both is known when members change.
+        """
+        cost, batch, context = self._cost, len(self._members), self._context
+        if self._sequence:
+            longest = max((tokens - (end - self._step) for end, _, tokens in self._members), default=0)
+            if self._sequence * longest > cost * context:
+                cost, batch, context = self._sequence, 1, longest
+        return DecodeSpan(start, base, cost, batch, context, self._variation, self._step)
 
     def _iteration(self, forward: float) -> float:
         forward = max(forward, self._host.launch)

@@ -29,7 +29,7 @@ from pdsim.kv.messages import (
     Submit,
     Took,
 )
-from pdsim.kv.pages import PagePool, Pages, SlotPool, after
+from pdsim.kv.pages import Pages, SlotPool, after, page_pool
 from pdsim.kv.plan import Runs, cut, pair
 from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers
 from pdsim.kv.status import Status
@@ -84,7 +84,7 @@ class PrefillScheduler(PrefillWorker):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
-        self.pages = PagePool(job.prefill_pages)
+        self.pages = page_pool(job.engine.pages, job.prefill_pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}
@@ -362,6 +362,16 @@ class PrefillScheduler(PrefillWorker):
                 partial.append(room)
         self._queue.extendleft(reversed(partial))
         return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
+
+    def launching(self, forward: float) -> float:
+        """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
+
+        With an overlap loop it begins to if a request waits when it has launched this one, and looks at results after.
+        So where forwards are bound by their launch a result is late by another launch.
+        """
+        if not self.job.engine.overlap or not self._queue:
+            return 0.0
+        return max(0.0, 2 * self.host.costs.launch - forward)
 
     def _seconds(self, pieces: list[tuple[int, int]]) -> float:
         """Return how long an iteration over *pieces* takes, the host's share included."""

@@ -23,6 +23,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.sender import KvSender
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.host import Host
 from pdsim.serving.rank_process import EngineProcess
 
 __all__ = ["PrefillWorker"]
@@ -37,6 +38,8 @@ class PrefillWorker(EngineProcess):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = self.make_sender()
+        self._host = Host(job.engine.prefill, job.engine.variation, job.seed, f"{instance}.{index}.send")
+        self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self.handlers |= {
@@ -82,8 +85,24 @@ class PrefillWorker(EngineProcess):
         self.sender.expect(message.chunks)
         forward = self.rank.device.compute(message.seconds)
         assert forward.callbacks is not None
-        forward.callbacks.append(lambda _: self.guard(self._write, message))
+        forward.callbacks.append(lambda _: self.guard(self._computed, message))
         return forward
+
+    def _computed(self, message: Forward) -> None:
+        seconds = self._host.send() + self.launching(message.seconds)
+        if not seconds:
+            self._write(message)
+            return
+        self._sends = max(self._sends, self.clock.now + seconds)  # chunks do not overtake one another
+        self.clock.call_at(self._sends, self._sending, message)
+
+    def launching(self, forward: float) -> float:  # noqa: ARG002 for ranks that schedule
+        """Return for how long the end of a *forward* is not seen to, as the host is busy with the next: not at all."""
+        return 0.0
+
+    def _sending(self, message: Forward) -> None:
+        if not self.ended.triggered:
+            self.guard(self._write, message)
 
     def _write(self, message: Forward) -> None:
         for chunk in message.chunks:

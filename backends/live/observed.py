@@ -1,0 +1,168 @@
+"""What a deployment has logged of its requests, as rows like those that pdsim's own client measures.
+
+==============  ============================================================================================
+``vllm-bench``  the JSON that ``vllm bench serve --save-result --save-detailed`` writes
+``aiperf``      ``profile_export.jsonl`` of aiperf: a record a request
+``sglang``      a JSON record a line with the times of a request, as ``meta_info`` of SGLang's answers has them
+==============  ============================================================================================
+
+Only what a request needs is read: when it arrived, its tokens, its first and its last token, and why it failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from backends.live.deployment import Served
+from backends.live.routes import RequestRow
+from pdsim.errors import ConfigError
+from pdsim.serving.workload import Request
+
+__all__ = ["FORMATS", "Observed", "read", "served", "trace"]
+
+
+class Observed(NamedTuple):
+    """A request that somebody else measured; times are seconds on the clock of its log."""
+
+    arrival: float
+    input: int  # tokens
+    output: int  # tokens that came
+    first: float | None  # token at the client; None of a request that failed
+    last: float | None
+    gaps: tuple[float, ...] = ()  # between tokens, where the log has them
+    status: str = "ok"
+    prefilled: float | None = None  # when prefill had answered
+    reported: Mapping[str, Any] | None = None  # what else the log says
+
+
+def read(path: Path, kind: str = "") -> list[Observed]:
+    """Return the requests in *path*, a log of *kind*, by default the one that it shows to be, in order of arrival.
+
+    Raise a `ConfigError` that says what is missing if it is no such log, or has no request.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}; name a file that a client or a server has written") from error
+    kind = kind or next((name for name, (sign, _) in FORMATS.items() if sign in text), "")
+    if kind not in FORMATS:
+        what = f"--format {kind} is none of these" if kind else f"{path} does not show which of these it is"
+        raise ConfigError(f"{what}: {', '.join(FORMATS)}")
+    try:
+        found = sorted(FORMATS[kind][1](text))
+    except (LookupError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path}: not what {kind} writes ({what}); give the whole of its output") from error
+    if not found:
+        raise ConfigError(f"{path}: no request of {kind} in it; give the whole of its output")
+    return found
+
+
+def trace(found: list[Observed]) -> str:
+    """Return the requests as a trace in Mooncake's format, for ``workload.trace``: arrivals count from the first."""
+    start = found[0].arrival
+    rows = (
+        {
+            "timestamp": round((one.arrival - start) * 1e3, 3),
+            "input_length": one.input,
+            "output_length": max(1, one.output),
+            "hash_ids": [],
+        }
+        for one in found
+    )
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
+    """Return the requests and what became of them, as `backends.live.deployment.LiveDeployment.serve` does."""
+    start = found[0].arrival
+    requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in found]
+    rows = [
+        RequestRow(
+            prefill=source,
+            decode=source,
+            status=one.status,
+            sent=one.arrival,
+            prefilled=one.prefilled,
+            first=one.first,
+            last=one.last,
+            tokens=one.output,
+            gaps=list(one.gaps),
+            reported=dict(one.reported or {}),
+        )
+        for one in found
+    ]
+    return requests, Served(start, rows, {source: f"observed:{source}"}, {}, notes=[f"observed, not run: {source}"])
+
+
+# --- one reader a log -----------------------------------------------------------------------------------------------
+
+
+def _vllm_bench(text: str) -> Iterator[Observed]:
+    log = json.loads(text)
+    if "start_times" not in log:
+        raise ValueError("no start_times, without which arrivals are unknown: save it with --save-detailed")
+    errors = log.get("errors") or [""] * len(log["ttfts"])
+    columns = zip(
+        log["start_times"], log["input_lens"], log["output_lens"], log["ttfts"], log["itls"], errors, strict=True
+    )
+    for start, given, came, ttft, gaps, error in columns:
+        if error or not came:
+            yield Observed(start, given, came, None, None, status=f"Error: {error or 'no tokens'}")
+        else:
+            first = start + ttft
+            yield Observed(start, given, came, first, first + sum(gaps), tuple(gaps))
+
+
+def _aiperf(text: str) -> Iterator[Observed]:
+    for line in filter(None, text.splitlines()):
+        record = json.loads(line)
+        about, metrics = record["metadata"], record.get("metrics") or {}
+        if about.get("benchmark_phase") == "warmup":
+            continue
+        start = about["request_start_ns"] * 1e-9
+        given = int(_value(metrics, "input_sequence_length") or 0)
+        if record.get("error") or about.get("was_cancelled"):
+            why = (record.get("error") or {}).get("message", "cancelled")
+            yield Observed(start, given, 0, None, None, status=f"Error: {why}")
+            continue
+        first = start + _seconds(metrics, "time_to_first_token")
+        came = int(_value(metrics, "output_sequence_length") or 1)
+        yield Observed(start, given, came, first, start + _seconds(metrics, "request_latency"))
+
+
+def _value(metrics: Mapping[str, Any], name: str) -> float | None:
+    return float(metrics[name]["value"]) if name in metrics else None
+
+
+def _seconds(metrics: Mapping[str, Any], name: str) -> float:
+    scale = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "sec": 1.0, "s": 1.0}[metrics[name]["unit"]]
+    return float(metrics[name]["value"]) * scale
+
+
+def _sglang(text: str) -> Iterator[Observed]:
+    for line in filter(None, text.splitlines()):
+        record = json.loads(line)
+        record = record.get("meta_info", record)
+        start = min(record[key] for key in ("request_received_ts", "prefill_request_received_ts") if key in record)
+        prefilled = record.get("prefill_request_finished_ts")
+        yield Observed(
+            start,
+            int(record["prompt_tokens"]),
+            int(record["completion_tokens"]),
+            record["response_sent_to_client_ts"],
+            record["request_finished_ts"],
+            prefilled=prefilled,
+            reported=record,
+        )
+
+
+FORMATS: Mapping[str, tuple[str, Callable[[str], Iterator[Observed]]]] = {
+    "vllm-bench": ('"ttfts"', _vllm_bench),
+    "aiperf": ('"request_start_ns"', _aiperf),
+    "sglang": ('"request_received_ts"', _sglang),
+}
+"""By name: what shows that a text is of this kind, and the reader of its requests."""

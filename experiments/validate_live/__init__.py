@@ -1,0 +1,252 @@
+"""Predict what real serving engines do, then measure them, then compare: ``pdsim validate target=live``.
+
+Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs as are asked for,
+so that errors stand beside what repeats differ by.  The files, in the run's folder: ``expectations.json``, the
+predictions of every part and the requests of each, written with its hash before the first request is sent;
+``measurements.json``, every measured row.  Predictions may be made long before, and elsewhere, as those of
+`experiments.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.serve import live_run
+from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
+from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
+from pdsim.config import Config, ExperimentOptions
+from pdsim.errors import ConfigError
+from pdsim.results.environment import commit
+from pdsim.results.record import Metric, Result
+from pdsim.results.store import as_written
+from pdsim.serving.workload import Request, draw
+from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, judged, quantiles, tables
+from pdsim.validation.verdicts import seal
+
+if TYPE_CHECKING:
+    from backends.live.deployment import LiveDeployment
+
+__all__ = ["TARGETS", "Options", "run"]
+
+TARGETS = ("model", "live")
+"""Where the experiment can run; on the model it predicts, or compares what is stored."""
+
+REQUESTS, OBSERVED = "requests.parquet", "observed"
+"""The file of a run whose requests are one load, and the name of that."""
+
+_CONTENTS = 1_000_000
+"""First block number of prompts, beyond those that traces have."""
+
+Progress = Callable[[float, str], None]
+Quantiles = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ExperimentOptions):
+    """What is run, and how far off it may be."""
+
+    name: str = "validate_live"
+    lengths: tuple[int, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
+    single_output: int = 16  # tokens that a single request generates
+    singles: int = 5  # requests of each length
+    loads: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)  # shares of the workload's rate
+    runs: int = 2  # of every load: their difference is the floor
+    predict: str = "before"  # or "only": nothing is measured; or "now": what is stored is predicted anew
+    expected: str = ""  # predictions that an earlier run made, instead of new ones: its expectations.json
+    stored: str = ""  # a folder of an earlier run, or of target=live or observe, which is compared instead
+    router: str = "least_tokens"  # among servers of one role
+    bounds: Mapping[str, float] = field(default_factory=dict)  # of mean errors by metric, beyond which the run fails
+
+    def __post_init__(self) -> None:
+        if self.predict not in ("before", "only", "now"):
+            raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
+        if not self.loads or min(self.loads) <= 0:
+            raise ValueError(f"experiment.loads must be shares > 0 of the workload's rate, got {list(self.loads)}")
+        if min(self.runs, self.singles, self.single_output, *self.lengths) < 1:
+            raise ValueError(
+                f"experiment.runs, singles, single_output and lengths must be >= 1, got {self.runs}, {self.singles}, "
+                f"{self.single_output} and {list(self.lengths)}"
+            )
+        if unknown := sorted(set(self.bounds) - set(BOUNDS)):
+            raise ValueError(f"experiment.bounds must be of {', '.join(BOUNDS)}, got {unknown[0]!r}")
+        if self.stored and self.expected:
+            raise ValueError(f"experiment.expected must be left out with experiment.stored, got {self.expected!r}")
+
+
+def run(config: Config, target: Any, progress: Progress, folder: Path) -> Result:
+    """Predict, measure and compare; the files go to *folder*.
+
+    *target* is a `backends.live.deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
+    Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
+    requests.
+    """
+    options = Options.of(config)
+    if config.target != "live" and options.predict != "only" and not options.stored:
+        raise ConfigError(
+            "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, or "
+            "experiment.predict=only for predictions alone"
+        )
+    if options.stored:
+        _take(config, options, folder, progress)
+    elif options.expected:
+        _adopt(config, options, folder)
+    else:
+        _expect(config, _parts(config, options), folder, progress)
+    if options.predict == "only":
+        return _foretold(folder)
+    failures = [] if options.stored else _measure(config, options, target, folder, progress)
+    return _compared(options, folder, failures)
+
+
+def _parts(config: Config, options: Options) -> Parts:
+    """Return the parts that *options* ask for, warm-ups included."""
+    context = config.model.context
+    found: dict[str, Sequence[Request]] = dict(
+        single_requests(options.lengths, options.single_output, options.singles, context)
+    )
+    drawn = draw(config.workload, config.seed, context).requests
+    for share in options.loads:
+        found[f"load-{share:g}"] = [Request(one.arrival / share, *one[1:]) for one in drawn]
+    return found
+
+
+def _expect(config: Config, parts: Parts, folder: Path, progress: Progress) -> None:
+    """Write what the model of today says of *parts*, with its hash."""
+    rows = predicted(replace(config, target="model"), parts, progress)
+    content = {
+        "kind": "serving",
+        "commit": commit(),
+        "config": as_written(config),
+        "requests": {name: [[one.arrival, one.input, one.output] for one in own] for name, own in parts.items()},
+        "predicted": {name: quantiles(own) for name, own in rows.items() if not name.startswith(WARMUP)},
+    }
+    keep(folder / EXPECTED, seal(content))
+
+
+def _adopt(config: Config, options: Options, folder: Path) -> None:
+    """Take predictions made before to *folder*.  Raise a `ConfigError` if they are of other requests."""
+    source = Path(options.expected)
+    if not source.is_file():
+        raise ConfigError(
+            f"experiment.expected={source} is no file; name the expectations.json of a run that predicted"
+        )
+    made = read(source)
+    now = {name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()}
+    if made.get("requests") != now:
+        raise ConfigError(
+            f"experiment.expected={source} has predictions of other requests than these; give the workload, seed, "
+            "experiment.lengths, singles and loads that it was made with"
+        )
+    keep(folder / EXPECTED, source.read_bytes())
+
+
+def _take(config: Config, options: Options, folder: Path, progress: Progress) -> None:
+    """Take what is stored to *folder*, and predict it anew if that is asked for."""
+    source = Path(options.stored)
+    if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
+        _take_run(config, source, folder, progress)
+        return
+    for name in (EXPECTED, MEASURED):
+        if not (source / name).is_file():
+            raise ConfigError(f"experiment.stored={source} has no {name}; name the folder of a run that measured")
+        read(source / name)  # refuses what was changed
+        keep(folder / name, (source / name).read_bytes())
+    if options.predict == "now":
+        requests = read(source / EXPECTED)["requests"]
+        parts = {name: [Request(*one) for one in own] for name, own in requests.items()}
+        _expect(config, parts, folder, progress)
+
+
+def _take_run(config: Config, source: Path, folder: Path, progress: Progress) -> None:
+    """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(source / REQUESTS).to_pylist()
+    names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
+    _expect(
+        config, {OBSERVED: [Request(row["arrival"], row["input"], row["output"]) for row in rows]}, folder, progress
+    )
+    run = {OBSERVED: [{name: row[name] for name in names} for row in rows]}
+    content = {"expectations": read(folder / EXPECTED)["sha256"], "servers": {}, "runs": [run]}
+    keep(folder / MEASURED, seal(content))
+
+
+def _measure(config: Config, options: Options, target: LiveDeployment, folder: Path, progress: Progress) -> list[str]:
+    """Send the requests of every part to *target*, write what became of each, and return what failed.
+
+    The file is written anew after each part, so that a run that is ended early leaves what it had.
+    """
+    expected = read(folder / EXPECTED)
+    runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
+    failures: list[str] = []
+    servers: dict[str, str] = {}
+
+    def serve(requests: Sequence[Request]) -> list[dict[str, Any]]:
+        served = target.serve(requests, lambda *_: None, policy=options.router)
+        servers.update(served.servers)
+        result = live_run.result(config, requests, served)
+        failures.extend(result.failures)
+        names = [name for name in ("status", "input", "output", *LATENCIES) if name in result.requests]
+        return [{name: result.requests[name][number] for name in names} for number in range(len(requests))]
+
+    turns = [
+        (number, name)
+        for number in range(options.runs)
+        for name in expected["requests"]
+        if not (number and name.startswith((SINGLE, WARMUP)))
+    ]
+    sent = 0
+    for done, (number, name) in enumerate(turns):
+        progress(done / len(turns), name)
+        first, sent = sent, sent + len(expected["requests"][name])
+        # contents of their own, for a server may keep those of an earlier run
+        rows = enumerate(expected["requests"][name], _CONTENTS)
+        requests = [Request(at, given, wanted, None, (first + n,)) for n, (at, given, wanted) in rows]
+        alone = name.startswith((SINGLE, WARMUP))
+        groups = [[Request(0.0, *one[1:])] for one in requests] if alone else [requests]
+        runs[number][name] = [row for group in groups for row in serve(group)]
+        keep(folder / MEASURED, seal({"expectations": expected["sha256"], "servers": servers, "runs": runs}))
+    return failures
+
+
+def _foretold(folder: Path) -> Result:
+    made: Quantiles = read(folder / EXPECTED)["predicted"]
+    found = [
+        Judged(part, metric, value, (value,)) for part, metrics in made.items() for metric, value in metrics.items()
+    ]
+    shown = replace(tables(found)[0], title="Predicted")
+    keeps = [name for name in shown.columns if name in ("load", "metric", "predicted ms")]
+    shown = replace(shown, columns={name: shown.columns[name] for name in keeps}, rows=[row[:3] for row in shown.rows])
+    return Result(summary=(Metric("parts", len(made), "loads, and lengths of single requests"),), tables=[shown])
+
+
+def _compared(options: Options, folder: Path, failures: Sequence[str]) -> Result:
+    """Return the errors of what is in *folder*; a metric beyond its bound, and beyond twice its floor, is a failure."""
+    expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
+    runs = [{name: quantiles(_well(rows)) for name, rows in run.items()} for run in measured["runs"]]
+    found = judged(expected["predicted"], runs)
+    if not found:
+        raise ConfigError("nothing to compare: no request of a part that was predicted has ended well")
+    wrong = errors(found)
+    beyond = [
+        f"{metric}: mean absolute error {100 * wrong[metric]:.0f} %, asked for {100 * bound:g} %"
+        for metric, bound in options.bounds.items()
+        if wrong.get(metric, 0.0) > bound
+        if any(not one.within for one in found if one.metric == metric)
+    ]
+    return Result(
+        summary=tuple(
+            Metric(f"error_{metric}", value, f"mean absolute relative error of {metric} over the loads")
+            for metric, value in wrong.items()
+        ),
+        tables=tables(found),
+        failures=[*failures, *beyond],
+        notes=[f"predictions: SHA-256 {expected['sha256'][:16]}, commit {expected['commit']}"],
+    )
+
+
+def _well(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["status"] == "ok"]

@@ -1,0 +1,56 @@
+"""`pdsim observe`: what a deployment has logged becomes a workload, and a measured run beside those of pdsim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdsim import plugins
+from pdsim.errors import ConfigError
+from pdsim.results import terminal
+from pdsim.results.store import Run, make
+
+__all__ = ["observe"]
+
+
+def observe(words: Sequence[str]) -> int:
+    """Read the log that *words* name, write a trace and a run of it, print what it holds, and return the exit status.
+
+    Raise a `ConfigError` for a file that is no such log, and for overrides that cannot be composed.
+    """
+    from backends.live import observed
+    from pdsim.cli.compose import compose
+
+    path, kind, to, overrides = _asked(words)
+    found = observed.read(path, kind)
+    trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
+    trace.write_text(observed.trace(found), encoding="utf-8")
+    own = ["experiment=serve", "target=live", "live.url=http://observed", f"workload.trace={trace}"]
+    config = compose([*overrides, *own])
+    measured = plugins.resolve(plugins.EXPERIMENTS, "serve").observed(config, found, path.name)
+    with Run(config, command=["pdsim", "observe", path.name, *overrides], overrides=[*overrides, *own]) as run:
+        folder = run.finish(measured)
+    terminal.show(folder)
+    print(f"workload: {trace}")  # noqa: T201
+    return 0
+
+
+def _asked(words: Sequence[str]) -> tuple[Path, str, Path, list[str]]:
+    """Return the log, its kind, the folder for the trace, and the overrides."""
+    options = {"--format": "", "--to": "."}
+    files: list[str] = []
+    overrides: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name in options:
+            options[name] = value if equals else next(left, "")
+            if not options[name]:
+                raise ConfigError(f"{name} needs a value after it; see pdsim observe --help")
+        elif word.startswith("-"):
+            raise ConfigError(f"unknown option {word}; see pdsim observe --help")
+        else:
+            (overrides if equals else files).append(word)
+    if len(files) != 1:
+        raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
+    return Path(files[0]), options["--format"], Path(options["--to"]), overrides

@@ -1,0 +1,136 @@
+"""What deployments log becomes a workload and a measured run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from backends.live import observed
+from pdsim.calibration import importers
+from pdsim.cli.main import main
+from pdsim.errors import ConfigError
+from pdsim.results.store import load
+
+DATA = Path(__file__).resolve().parents[3] / "data" / "live"
+
+BENCH = {
+    "start_times": [100.5, 100.0, 101.0],
+    "input_lens": [20, 10, 30],
+    "output_lens": [3, 2, 0],
+    "ttfts": [0.25, 0.5, 0.0],
+    "itls": [[0.125, 0.125], [0.25], []],
+    "errors": ["", "", "Connection reset"],
+}
+AIPERF = [
+    {
+        "metadata": {"request_start_ns": 2_000_000_000, "benchmark_phase": "profiling"},
+        "metrics": {
+            "input_sequence_length": {"value": 100, "unit": "tokens"},
+            "output_sequence_length": {"value": 5, "unit": "tokens"},
+            "time_to_first_token": {"value": 50.0, "unit": "ms"},
+            "request_latency": {"value": 250.0, "unit": "ms"},
+        },
+    },
+    {"metadata": {"request_start_ns": 1_000_000_000, "benchmark_phase": "warmup"}, "metrics": {}},
+    {"metadata": {"request_start_ns": 3_000_000_000}, "metrics": {}, "error": {"message": "503"}},
+]
+# two lines of a log of vLLM 0.22.1 on 2 x H200
+VLLM = """\
+INFO 11-22 11:28:43 [metrics.py:103] KV Transfer metrics: Num successful transfers=26, Avg xfer time (ms)=142.053, \
+P90 xfer time (ms)=147.35, Avg post time (ms)=122.056, P90 post time (ms)=124.547, Avg MB per transfer=1152.0, \
+Throughput (MB/s)=8109.667, Avg number of descriptors=36864.0
+INFO 11-22 11:28:43 [loggers.py:271] Engine 000: Avg prompt throughput: 0.0 tokens/s, Running: 1 reqs
+INFO 11-22 11:29:03 [metrics.py:103] KV Transfer metrics: Num successful transfers=102, Avg xfer time (ms)=11.252, \
+P90 xfer time (ms)=15.088, Avg post time (ms)=4.338, P90 post time (ms)=5.708, Avg MB per transfer=72.0, \
+Throughput (MB/s)=6398.885, Avg number of descriptors=1277.6
+"""
+
+
+def test_vllms_benchmark_has_arrivals_tokens_and_failures(tmp_path: Path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(BENCH))
+    one, two, three = observed.read(path)
+    assert one[:5] == (100.0, 10, 2, 100.5, 100.75)
+    assert two[:5] == (100.5, 20, 3, 100.75, 101.0)
+    assert (three.first, three.status) == (None, "Error: Connection reset")
+    rows = [json.loads(line) for line in observed.trace([one, two, three]).splitlines()]
+    assert [(row["timestamp"], row["input_length"], row["output_length"]) for row in rows] == [
+        (0.0, 10, 2),
+        (500.0, 20, 3),
+        (1000.0, 30, 1),
+    ]
+
+
+def test_aiperf_has_a_record_a_request_and_warms_up(tmp_path: Path):
+    path = tmp_path / "profile_export.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in AIPERF))
+    one, two = observed.read(path)
+    assert one[:5] == (2.0, 100, 5, pytest.approx(2.05), pytest.approx(2.25))
+    assert (two.arrival, two.status) == (3.0, "Error: 503")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("hello", "", "does not show which of these it is: vllm-bench, aiperf, sglang"),
+        ("hello", "genai", "--format genai is none of these"),
+        (json.dumps({"ttfts": [1.0]}), "", "no start_times, without which arrivals are unknown"),
+        (json.dumps(BENCH | {"itls": []}), "", "not what vllm-bench writes"),
+        ('{"request_received_ts": 1.0}', "", "no 'prompt_tokens'"),
+        ("", "aiperf", "no request of aiperf in it"),
+    ],
+)
+def test_other_files_are_refused_with_the_reason(tmp_path: Path, text: str, kind: str, message: str):
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        observed.read(tmp_path / "log", kind)
+
+
+def test_vllms_log_has_samples_of_its_reads(tmp_path: Path):
+    path = tmp_path / "decode.log"
+    path.write_text(VLLM)
+    long, short = importers.read(path).rows
+    assert (long.blocks, long.size, long.operation, long.seconds) == (36864, 32768, "read", 0.142053)
+    assert (short.blocks, short.size) == (1278, round(72 * 2**20 / 1278))
+
+
+def test_what_sglang_reported_is_a_run_like_that_of_the_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = pq.read_table(DATA / "sglang-2xh200" / "requests.parquet").to_pylist()
+    rows = [row for row in rows if row["load"] == "fixed-40"]
+    log = tmp_path / "meta.jsonl"
+    log.write_text("".join(row["reported"] + "\n" for row in rows))
+    words = [
+        str(log),
+        "hw=2xh200",
+        "model=qwen3-8b",
+        "parallel=tp1",
+        f"output={tmp_path}/results",
+        "--to",
+        str(tmp_path),
+    ]
+    assert main(["observe", *words]) == 0
+    (folder,) = (tmp_path / "results").iterdir()
+    metrics = load(folder)["metrics"]
+    assert metrics["requests_ok"]["value"] == len(rows) == 152
+    # the server does not see the client's part of 20 ms and more
+    ttft = sorted(row["ttft"] for row in rows)[len(rows) // 2]
+    assert 0.6 * ttft < metrics["ttft_p50_s"]["value"] < ttft
+    # the trace is a workload that the model can serve
+    trace = tmp_path / "meta.trace.jsonl"
+    again = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", f"workload.trace={trace}", f"output={tmp_path}/model"]
+    assert main(["run", *again, "workload.count=20"]) == 0
+    assert "20 of 20 requests" in capsys.readouterr().out
+    # and validate predicts it and compares
+    words = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", f"experiment.stored={folder}", "experiment.loads=[1.0]"]
+    assert main(["validate", *words, f"output={tmp_path}/compared", "-v"]) == 0
+    (compared,) = (tmp_path / "compared").iterdir()
+    assert 0 < load(compared)["metrics"]["error_e2e_p50"]["value"] < 0.2
+
+
+@pytest.mark.parametrize("words", [[], ["a", "b"], ["a", "--what"], ["a", "--to"]])
+def test_observe_says_what_it_takes(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(["observe", *words]) == 2
+    assert "see pdsim observe --help" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Validation of serving: predicted with a hash, measured on a real server on the processor, compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.validate_live import Options
+from experiments.validate_live.parts import REST, in_turn, single_requests
+from pdsim.cli.main import main
+from pdsim.serving.workload import Request
+from pdsim.validation.load_errors import Judged, errors, floors, judged, quantiles, tables
+from tests.backends.live.conftest import llama  # noqa: F401 a fixture
+
+WORDS = [
+    "hw=loopback",
+    "model=tiny",
+    "engine=generic",
+    "workload.count=12",
+    "workload.rate=20",
+    "workload.input_mean=60",
+    "workload.output_mean=6",
+    "experiment.lengths=[20]",
+    "experiment.single_output=4",
+    "experiment.singles=1",
+    "experiment.loads=[0.5,1.0]",
+]
+
+
+# --- what is compared -----------------------------------------------------------------------------------------------
+
+
+def test_quantiles_leave_out_what_too_few_requests_cannot_give():
+    rows = [{"ttft": 0.01 * number, "tpot": None, "e2e": 1.0} for number in range(1, 12)]
+    found = quantiles(rows)
+    assert found == pytest.approx({"ttft_p50": 0.06, "ttft_p90": 0.1, "e2e_p50": 1.0})
+
+
+def test_an_error_is_judged_by_its_bound_or_twice_the_floor():
+    near, far = Judged("a", "e2e_p50", 1.04, (1.0,)), Judged("a", "e2e_p50", 1.07, (1.0,))
+    noisy = Judged("a", "e2e_p50", 1.07, (0.96, 1.0, 1.04))
+    assert [one.within for one in (near, far, noisy)] == [True, False, True]
+    assert (near.floor, noisy.floor, noisy.error) == (None, pytest.approx(0.04), pytest.approx(0.07))
+
+
+def test_mean_errors_are_of_loads_and_floors_of_repeats():
+    predicted = {"load-1": {"ttft_p50": 1.2, "e2e_p50": 2.0}, "single-128": {"ttft_p50": 9.0}, "load-2": {}}
+    runs = [{"load-1": {"ttft_p50": 1.0}, "single-128": {"ttft_p50": 1.0}}, {"load-1": {"ttft_p50": 1.1}}]
+    found = judged(predicted, runs)
+    assert [(one.part, one.metric, one.measured) for one in found] == [
+        ("load-1", "ttft_p50", (1.0, 1.1)),
+        ("single-128", "ttft_p50", (1.0,)),
+    ]
+    assert errors(found) == {"ttft_p50": pytest.approx(1.2 / 1.05 - 1)}
+    assert errors(found, lambda part: part != "load-1") == {}
+    assert floors(runs[0], runs[1:]) == {"ttft_p50": pytest.approx(0.1)}
+    assert [len(table.rows) for table in tables(found)] == [2, 1]
+
+
+def test_parts_follow_one_another_on_one_deployment():
+    singles = single_requests([10, 99], 4, 2, context=50)
+    assert list(singles) == ["warmup-10", "single-10"]
+    requests = in_turn(singles | {"load-1": [Request(0.5, 7, 3)]})
+    assert [one.arrival for one in requests] == [0.0, REST, REST + 5.0, 2 * REST + 5.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"predict": "never"}, "must be one of before, only, now, got 'never'"),
+        ({"loads": (0.0,)}, "must be shares > 0 of the workload's rate"),
+        ({"runs": 0}, "must be >= 1, got 0"),
+        ({"bounds": {"ttft": 0.1}}, "must be of ttft_p50, .*, got 'ttft'"),
+        ({"stored": "a", "expected": "b"}, "must be left out with experiment.stored"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def folder_of(output: Path) -> Path:
+    (found,) = output.iterdir()
+    return found
+
+
+def test_predictions_alone_need_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = [*WORDS, "experiment.predict=only", f"output={tmp_path}/made"]
+    assert main(["validate", *words, "-v"]) == 0
+    made = json.loads((folder_of(tmp_path / "made") / "expectations.json").read_text())
+    assert set(made["predicted"]) == {"single-20", "load-0.5", "load-1"}
+    assert len(made["requests"]["load-1"]) == 12
+    assert made["requests"]["load-0.5"][-1][0] == pytest.approx(2 * made["requests"]["load-1"][-1][0])
+    assert "Predicted" in capsys.readouterr().out
+
+
+def test_without_a_server_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["validate", *WORDS, f"output={tmp_path}"]) == 2
+    assert "set target=live, or experiment.stored=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.live
+def test_a_server_is_predicted_measured_and_compared(llama, tmp_path: Path, capfd: pytest.CaptureFixture[str]):  # noqa: F811
+    live = ["target=live", f"live.url={llama.url}", "live.vocabulary=512", "live.warmup=0"]
+    live.append("live.request={cache_prompt: false}")
+    made = tmp_path / "made"
+    assert main(["validate", *WORDS, "experiment.predict=only", f"output={made}"]) == 0
+    expected = folder_of(made) / "expectations.json"
+
+    # predicted elsewhere, measured here
+    assert main(["validate", *WORDS, *live, f"experiment.expected={expected}", f"output={tmp_path}/ran"]) == 0
+    ran = folder_of(tmp_path / "ran")
+    measured = json.loads((ran / "measurements.json").read_text())
+    assert measured["expectations"] == json.loads(expected.read_text())["sha256"]
+    assert [set(run) for run in measured["runs"]] == [
+        {"warmup-20", "single-20", "load-0.5", "load-1"},
+        {"load-0.5", "load-1"},
+    ]
+    assert {row["status"] for run in measured["runs"] for rows in run.values() for row in rows} == {"ok"}
+
+    # other requests than those that were predicted are refused
+    other = [*WORDS, *live, f"experiment.expected={expected}", "seed=1", f"output={tmp_path}/other"]
+    assert main(["validate", *other]) == 2
+    assert "predictions of other requests" in capfd.readouterr().err
+
+    capfd.readouterr()
+    # compared again
+    again = ["hw=loopback", "model=tiny", f"experiment.stored={ran}", "experiment.loads=[1.0]"]
+    assert main(["validate", *again, f"output={tmp_path}/again", "--json"]) == 0
+    summary = json.loads(capfd.readouterr().out)["metrics"]
+    assert summary["error_e2e_p50"]["value"] > 0
+    (ran / "measurements.json").write_text((ran / "measurements.json").read_text().replace('"ok"', '"no"', 1))
+    assert main(["validate", *again, f"output={tmp_path}/changed"]) == 2
+    assert "was changed after it was written" in capfd.readouterr().err
