@@ -13,7 +13,7 @@ from pdsim.transfer import TransferRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = ["INSTANTS", "LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
 
 VERSION = 1
 
@@ -71,6 +71,18 @@ REQUESTS = (
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
+INSTANTS = (
+    Column("reserved_at", "float64", "s", "when decode had reserved its pages, from the start of the workload"),
+    Column("noticed_at", "float64", "s", "when the prefill scheduler had the numbers of those pages"),
+    Column("started_at", "float64", "s", "when its first prefill forward began"),
+    Column("prefilled_at", "float64", "s", "when its last prefill forward ended"),
+    Column("asked_at", "float64", "s", "when decode heard of it; null where it hears at once"),
+    Column("arrived_at", "float64", "s", "when all its KV and metadata were at decode"),
+    Column("polled_at", "float64", "s", "when the decode scheduler looked"),
+    Column("joined_at", "float64", "s", "when it joined the decode batch"),
+)
+"""Columns of requests that only a run of our own schedulers has: what a timeline is drawn from."""
+
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
     Column("tokens", "int64", "tokens", "output tokens that the client got"),
@@ -127,13 +139,13 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `LIVE` follow if they are given.
+    Columns of `INSTANTS` and `LIVE` follow if they are given.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *LIVE)})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *INSTANTS, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -143,7 +155,8 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    schema = _schema((*REQUESTS, *(column for column in LIVE if column.name in requests)))
+    given = (column for column in (*INSTANTS, *LIVE) if column.name in requests)
+    schema = _schema((*REQUESTS, *given))
     arrays = []
     for field in schema:
         try:

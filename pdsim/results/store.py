@@ -141,6 +141,7 @@ def summary(result: Result) -> dict[str, Any]:
         "notes": [*result.notes, *refusals(outcome)],
         "ranks": {name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks},
         "seconds": outcome.seconds if outcome else None,
+        "start": result.start,
         "events": outcome.events if outcome else None,
         "links": dict(outcome.links) if outcome else {},
         "pools": dict(outcome.pools) if outcome else {},
