@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdsim.job import SampleRow
 from pdsim.transfer import TransferRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["INSTANTS", "LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = [
+    *("INSTANTS", "LIVE", "REQUESTS", "SAMPLES", "TRANSFERS"),
+    *("VERSION", "Column", "requests_table", "samples_table", "transfers_table"),
+]
 
 VERSION = 1
 
@@ -97,6 +101,15 @@ LIVE = (
 """Columns of requests that only a run with `target=live` has."""
 
 
+SAMPLES = (
+    Column("kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"),
+    Column("name", "string", "", "which of them"),
+    Column("time", "float64", "s", "since the start of the job; `start` in summary.json is that of the workload"),
+    Column("value", "float64", "", "share in use, 0 to 1; of a link the mean since the sample before"),
+)
+"""Columns of ``samples.parquet``, which only a modelled run with ``samples`` has."""
+
+
 def _schema(columns: Sequence[Column]) -> pa.Schema:
     import pyarrow as pa
 
@@ -134,6 +147,15 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
         }
     schema = _schema(TRANSFERS)
     return pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
+
+
+def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
+    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given."""
+    import pyarrow as pa
+
+    columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
+    schema = _schema(SAMPLES)
+    return pa.table([pa.array(values, type=f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
 
 
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:

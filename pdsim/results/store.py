@@ -6,6 +6,7 @@
 ``requests.parquet``   one row a request
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
+``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
 =====================  ===============================================================================================
 
 The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any moment
@@ -100,6 +101,8 @@ class Run:
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
         _write_parquet(self.folder / "requests.parquet", schema.requests_table(result.requests))
         _write_parquet(self.folder / "transfers.parquet", schema.transfers_table(result.transfers))
+        if result.outcome is not None and result.outcome.samples:
+            _write_parquet(self.folder / "samples.parquet", schema.samples_table(result.outcome.samples))
         _write(self.folder / "summary.json", _json(summary(result)))
         self._write_about()
         _sync_folder(self.folder)

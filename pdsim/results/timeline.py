@@ -11,9 +11,10 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.errors import ConfigError
 from pdsim.results.kept import KeptRun
@@ -99,8 +100,7 @@ def trace(folders: Sequence[Path], path: Path) -> int:
         drawn.append((_title(run), found))
     count = 0
     try:
-        opened: Any = gzip.GzipFile(path, "wb", mtime=0) if path.suffix == ".gz" else path.open("wb")
-        with opened as file:
+        with path.open("wb") as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
             file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
             for count, event in enumerate(events(drawn), 1):
                 comma = b",\n" if count > 1 else b""
@@ -109,6 +109,11 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with -o") from error
     return count
+
+
+def _packed(file: IO[bytes]) -> IO[bytes]:
+    """Return what compresses into *file*: the same bytes whatever its name and whenever."""
+    return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]
 
 
 def _title(run: KeptRun) -> str:

@@ -41,7 +41,8 @@ class Content:
     """What a report says, from top to bottom.
 
     *facts* stand under the title, by name; *lines* are what a reader must know first, the verdict first; *tables* are
-    folded; *evidence* has rows of kind, what, source; *provenance* says how to get it again.
+    folded; *evidence* has rows of kind, what, source; *provenance* and *configuration* say how to get it
+    again.
     """
 
     over: str
@@ -55,6 +56,7 @@ class Content:
     shown: int = 0  # of *tables*, so many are not folded
     evidence: Sequence[tuple[str, str, str]] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    configuration: Mapping[str, str] = field(default_factory=dict)
 
 
 def page(content: Content) -> str:
@@ -67,7 +69,7 @@ def page(content: Content) -> str:
         parts.append(("tables", "Tables", _tables(content)))
     if content.evidence:
         parts.append(("evidence", "Evidence", _evidence(content.evidence)))
-    parts.append(("provenance", "How to get it again", _facts(content.provenance)))
+    parts.append(("provenance", "How to get it again", _provenance(content)))
     links = "".join(f'<a href="#{name}">{name.capitalize()}</a>' for name, _, _ in parts)
     body = "".join(f'<section id="{name}"><h2>{_text(title)}</h2>{inner}</section>' for name, title, inner in parts)
     data = json.dumps(panels, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("</", "<\\/")
@@ -167,6 +169,12 @@ def _evidence(rows: Iterable[tuple[str, str, str]]) -> str:
     reading = "A number is no better than the weakest source it rests on: the weakest kinds stand first."
     heads = "<th>kind</th><th>of what</th><th>source</th>"
     return f'<p class="reading">{reading}</p><div class="wide"><table><tr>{heads}</tr>{body}</table></div>'
+
+
+def _provenance(content: Content) -> str:
+    keys = content.configuration
+    folded = f"<details><summary>Configuration, {len(keys)} keys</summary>{_facts(keys)}</details>" if keys else ""
+    return _facts(content.provenance) + folded
 
 
 def _facts(facts: Mapping[str, str]) -> str:

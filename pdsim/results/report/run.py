@@ -73,7 +73,8 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
         tables=_tables(run) if proven else (),
         shown=0 if served else 1,
         evidence=proofs(about["evidence"]["sources"]),
-        provenance=_provenance(run),
+        provenance=dict(_origin(about)),
+        configuration={key: str(value) for key, value in run.config.items() if not key.startswith("hydra")},
     )
 
 
@@ -107,12 +108,6 @@ def _tables(run: KeptRun) -> list[Table]:
         *found,
         Table("Every metric", {"metric": "", "value": "SI units unless the name says another", "is": ""}, rows),
     ]
-
-
-def _provenance(run: KeptRun) -> dict[str, str]:
-    return dict(_origin(run.about)) | {
-        f"configuration: {key}": str(value) for key, value in run.config.items() if not key.startswith("hydra")
-    }
 
 
 def _origin(about: Any) -> Iterator[tuple[str, str]]:
