@@ -14,7 +14,11 @@ import pytest
 from pdsim.cli.main import main
 from pdsim.results.drawing import interactive, static
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, prefixed, ticks
+from pdsim.results.kept import KeptRun
+from pdsim.results.report import run as of_run
 from pdsim.results.report.requests import mean_level
+from pdsim.sweep import figures as of_sweep
+from pdsim.validation import figures as of_validation
 from tests.support.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,14 +134,15 @@ def test_a_reproduced_report_has_simulated_beside_measured_points():
     assert len(others) == 2
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 class TestInChromium:
-    @pytest.fixture(scope="class")
-    def browser(self, tmp_path_factory):
-        browser = Browser(tmp_path_factory.mktemp("profile"))
-        yield browser
-        browser.close()
-
     @pytest.mark.parametrize("name", FIGURES)
     def test_all_is_drawn_without_a_complaint_and_without_the_network(self, browser, pages, name):
         browser.open(pages[name])
@@ -171,12 +176,18 @@ def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
     assert path.read_bytes().startswith(begin)
 
 
-def test_every_figure_is_a_file_the_same_each_time(folders, tmp_path):
-    for name, figures in FIGURES.items():
-        for figure in figures:
-            words = ["report", str(folders[name]), "--figure", figure, "-o"]
-            assert main([*words, str(tmp_path / "a.svg")]) == main([*words, str(tmp_path / "b.svg")]) == 0
-            assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+def test_every_figure_is_a_file_the_same_each_time(folders):
+    drawn = [of_run.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
+    drawn += [
+        of_sweep.figures(folders["sweep"]),
+        of_validation.figures(of_validation.found_in(folders["validation"])[2]),
+    ]
+    assert [{figure.name for figure in figures} for figures in drawn] == [
+        FIGURES[name] for name in ("run", "pulled", "transfer", "sweep", "validation")
+    ]
+    for figures in drawn:
+        assert all(static.drawn(figure, "svg").startswith(b"<?xml") for figure in figures)
+        assert static.drawn(figures[0], "svg") == static.drawn(figures[0], "svg")
 
 
 def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
