@@ -9,12 +9,12 @@ from pdsim.errors import ConfigError
 from pdsim.guards import instead
 from pdsim.results.drawing.figure import Figure
 from pdsim.results.report.page import Content
-from pdsim.sweep.best import Slo
+from pdsim.sweep.best import SloLimits
 
 __all__ = ["is_sweep", "report", "timeline", "written"]
 
 
-def report(folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: Slo | None = None) -> Path:
+def report(folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: SloLimits | None = None) -> Path:
     """Write the page about *folder*, or only its *figure* as a file of *form*, to *output* and return its path.
 
     By default the page is ``report.html`` in *folder*, and a figure ``NAME.svg`` here.  *slo* is for sweeps.
@@ -49,7 +49,7 @@ def written(path: Path, content: bytes) -> Path:
     return path
 
 
-def _content(folder: Path, slo: Slo | None) -> Content:
+def _content(folder: Path, slo: SloLimits | None) -> Content:
     if is_sweep(folder):
         from pdsim.sweep import figures
 
@@ -63,7 +63,7 @@ def _content(folder: Path, slo: Slo | None) -> Content:
     return run.content(folder)
 
 
-def _figures(folder: Path, slo: Slo | None) -> Sequence[Figure]:
+def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
     if is_sweep(folder):
         from pdsim.sweep import figures
 

@@ -10,7 +10,7 @@ from pdsim.errors import ConfigError
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale
 from pdsim.results.report.page import Content, Tile
 from pdsim.sweep import best, collect
-from pdsim.sweep.best import Ranked, Slo
+from pdsim.sweep.best import Ranked, SloLimits
 from pdsim.units import format_time
 
 __all__ = ["content", "figures"]
@@ -19,7 +19,7 @@ _AXES = 8
 """Panels of the figure of swept keys, at most."""
 
 
-def figures(folder: Path, slo: Slo | None = None) -> list[Figure]:
+def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
     """Return the figures of the sweep in *folder* under *slo*, by default that of each point."""
     try:
         ranked = best.rank(folder, slo)
@@ -28,7 +28,7 @@ def figures(folder: Path, slo: Slo | None = None) -> list[Figure]:
     return [figure for figure in (_pareto(ranked), _keys(ranked)) if figure.panels]
 
 
-def content(folder: Path, slo: Slo | None = None) -> Content:
+def content(folder: Path, slo: SloLimits | None = None) -> Content:
     """Return what the report of the sweep in *folder* says.  Raise a `ConfigError` if nothing can be read there."""
     rows = collect.points(folder)
     states = rows["status"].to_pylist()

@@ -5,7 +5,7 @@ import pytest
 from pdsim.fabric.job import Model
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
-from tests.fabric.machines import engine, machine
+from tests.support.machines import engine, machine
 
 HERE = "tests.fabric.test_sampling"
 

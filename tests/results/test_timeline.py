@@ -15,7 +15,7 @@ from pdsim.cli.main import main
 from pdsim.results import store
 from pdsim.results.record import Result
 from pdsim.results.timeline import trace
-from tests.results.conftest import make_config
+from tests.support.configs import make_config
 
 PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl"]
 STAGED = ["hw=8xh200", "workload.count=12", "parallel.decode.tp=2", "kv.staging=true", "samples=50"]
