@@ -12,7 +12,7 @@ from pathlib import Path
 from experiments.validate.sealed import read
 from pdsim.results.drawing import static
 from pdsim.results.drawing.figure import Figure
-from pdsim.validation.figures import EXPECTED, MEASURED, agreement
+from pdsim.validation.agreement import EXPECTED, MEASURED, agreement
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"

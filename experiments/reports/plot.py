@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.results.drawing import static
-from pdsim.results.report import claims as drawing
+from pdsim.results.report import before_after as drawing
 from pdsim.results.store import load
 
 __all__ = ["draw"]

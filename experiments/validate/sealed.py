@@ -20,7 +20,7 @@ from pdsim.errors import ConfigError
 from pdsim.results.record import Result
 from pdsim.results.store import plain
 from pdsim.transfer import TransferRecord
-from pdsim.validation.figures import EXPECTED, MEASURED
+from pdsim.validation.agreement import EXPECTED, MEASURED
 from pdsim.validation.verdicts import seal, unseal
 
 __all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take", "written"]

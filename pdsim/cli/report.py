@@ -51,21 +51,21 @@ def written(path: Path, content: bytes) -> Path:
 
 def _content(folder: Path, slo: SloLimits | None) -> Content:
     if is_sweep(folder):
-        from pdsim.sweep import figures
+        from pdsim.sweep import pareto as figures
 
         return figures.content(folder, slo)
     if _is_validation(folder):
-        from pdsim.validation import figures as of_validation
+        from pdsim.validation import agreement as of_validation
 
         return of_validation.content(folder)
-    from pdsim.results.report import run
+    from pdsim.results.report import of_run as run
 
     return run.content(folder)
 
 
 def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
     if is_sweep(folder):
-        from pdsim.sweep import figures
+        from pdsim.sweep import pareto as figures
 
         return figures.figures(folder, slo)
     return _content(folder, slo).figures
@@ -80,7 +80,7 @@ def is_sweep(folder: Path) -> bool:
 
 
 def _is_validation(folder: Path) -> bool:
-    from pdsim.validation.figures import EXPECTED, MEASURED
+    from pdsim.validation.agreement import EXPECTED, MEASURED
 
     return (folder / EXPECTED).is_file() and (folder / MEASURED).is_file()
 

@@ -15,10 +15,10 @@ from pdsim.cli.main import main
 from pdsim.results.drawing import interactive, static
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, prefixed, ticks
 from pdsim.results.kept import KeptRun
-from pdsim.results.report import run as of_run
+from pdsim.results.report import of_run
 from pdsim.results.report.requests import mean_level
-from pdsim.sweep import figures as of_sweep
-from pdsim.validation import figures as of_validation
+from pdsim.sweep import pareto as of_sweep
+from pdsim.validation import agreement as of_validation
 from tests.support.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_what_plotly_is_given_is_what_it_knows(pages, name):
 
 
 def test_a_reproduced_report_has_simulated_beside_measured_points():
-    from pdsim.results.report.claims import figure
+    from pdsim.results.report.before_after import figure
 
     rows = [("handoff", "toy", "model", "1to2", 4.0, 0.5), ("handoff", "toy", "real", "1to2", 3.0, 0.25)]
     rows += [("handoff", "toy", "model", "8to8", 8.0, 2.0), ("ttft", "toy", "model", "2to1", 5.0, None)]

@@ -12,7 +12,7 @@ import numpy as np
 from pdsim.errors import ConfigError
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
-from pdsim.results.report import run as of_run
+from pdsim.results.report import of_run
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
 from pdsim.units import format_rate, format_size, format_time
