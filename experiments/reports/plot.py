@@ -1,6 +1,7 @@
 """Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...``, the folders of runs.
 
-Every claim is a row: simulated at the left, measured at the right, before and after the change.
+Every claim is a row: simulated at the left, measured at the right, before and after the change.  What a line and a
+mark mean: `pdsim.results.report.before_after`.
 """
 
 from __future__ import annotations
@@ -34,4 +35,6 @@ def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        raise SystemExit("usage: python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...")
     draw(Path(sys.argv[1]), sys.argv[2].split(","), [Path(folder) for folder in sys.argv[3:]])
