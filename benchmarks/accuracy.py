@@ -6,17 +6,20 @@ handoffs and of what `serve` reports, predicted before they were measured.  Need
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from experiments.validate.sealed import EXPECTED, MEASURED, read
+from experiments.validate.sealed import read
+from pdsim.results.drawing import static
+from pdsim.results.drawing.figure import Figure
+from pdsim.validation.agreement import EXPECTED, MEASURED, agreement
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "data" / "validation"
 FIGURE = ROOT / "docs" / "accuracy.svg"
-ENGINES = {"nvlink": "#0969da", "mooncake_nvlink": "#b5651d", "nixl": "#1a7f37"}
+ENGINES = ("nvlink", "mooncake_nvlink", "nixl")
 KINDS = {"transfers": ("pair", "bidirectional"), "handoffs": ("handoff", "metadata"), "serving": ("serve",)}
-MARKS = {"transfers": "o", "handoffs": "s", "serving": "^"}
+ENDS = (8e-6, 2.0)
 
 
 def points(engine: str, kind: str) -> list[tuple[float, float]]:
@@ -35,28 +38,11 @@ def points(engine: str, kind: str) -> list[tuple[float, float]]:
 
 def draw(path: Path) -> None:
     """Write the figure to *path* as SVG, the same bytes each time."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams |= {"svg.hashsalt": "pdsim", "svg.fonttype": "none", "font.size": 9}
-    whole = Figure(figsize=(8.6, 3.6), layout="constrained")
-    whole.patch.set_facecolor("white")
-    ends = (8e-6, 2.0)
-    for axis, (engine, colour) in zip(whole.subplots(1, len(ENGINES), sharey=True), ENGINES.items(), strict=True):
-        _panel(axis, engine, colour, ends)
-    whole.axes[0].set_ylabel("simulated, seconds")
-    whole.savefig(path, format="svg", metadata={"Date": None})
-
-
-def _panel(axis: Any, engine: str, colour: str, ends: tuple[float, float]) -> None:
-    axis.plot(ends, ends, color="#999", linewidth=1.0, zorder=1)
-    axis.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#ddd", zorder=0, label="±10 %")
-    for kind, mark in MARKS.items():
-        found = points(engine, kind)
-        axis.scatter(*zip(*found, strict=True), s=18, marker=mark, color=colour, alpha=0.7, zorder=2, label=kind)
-    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, seconds", title=engine)
-    axis.grid(visible=True, color="#eee", zorder=-1)
-    axis.legend(loc="upper left", frameon=False, fontsize=8)
+    panels = []
+    for engine in ENGINES:
+        found = {kind: [(measured, simulated, "") for measured, simulated in points(engine, kind)] for kind in KINDS}
+        panels.append(replace(agreement(found, engine, "s", ENDS), height=330))
+    path.write_bytes(static.drawn(Figure("accuracy", "", "", panels, columns=3), "svg", titled=False))
 
 
 if __name__ == "__main__":

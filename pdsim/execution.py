@@ -133,6 +133,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
             progress=meter.at,
             collective=config.collective,
             jitter=config.jitter,
+            samples=config.samples,
         )
         return
     if config.target == "live":

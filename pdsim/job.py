@@ -16,7 +16,12 @@ from pdsim.errors import BackendUnavailable
 from pdsim.group import Group
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
 
-__all__ = ["Outcome", "Place", "Rank", "RankResult", "RankSpec", "Target"]
+__all__ = ["Gauge", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
+
+
+Gauge = Callable[[str, str, Callable[[], float]], None]
+SampleRow = tuple[str, str, float, float]
+"""Kind, name, seconds since the start of the job, and a share from 0 to 1."""
 
 
 @dataclass
@@ -43,6 +48,12 @@ class Rank:
     peers: tuple[str, ...]  # the names of all other ranks
     observer: Any = None  # on the model, `pdsim.fabric.faults.Observer` if the job is watched
     groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
+    sampler: Gauge | None = None  # on the model, if samples are kept
+
+    def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
+        """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""
+        if self.sampler is not None:
+            self.sampler(kind, name, read)
 
     def group(self, names: Sequence[str]) -> Group:
         """Return the group of the ranks *names*, this one among them; for the same names the same group.
@@ -109,6 +120,7 @@ class Outcome:
     links: Mapping[str, float] = field(default_factory=dict)  # model only: mean utilisation of each link, 0 to 1
     pools: Mapping[str, float] = field(default_factory=dict)  # peak use of each device's pools, 0 to 1
     events: int = 0  # SimPy events processed
+    samples: Sequence[SampleRow] = ()  # model only, if asked for: `Model.samples`
 
 
 class Target(Protocol):

@@ -112,9 +112,9 @@ REFUSALS = [
     (("serve",), "'serve' is no command; did you mean pdsim run experiment=serve?"),
     (("hw=8xh20", "seed=1"), "did you mean pdsim run hw=8xh20 seed=1?"),
     (("run", "--shell-completion"), "unknown option --shell-completion; see pdsim run --help"),
-    (("report",), "report needs the folder of a run, such as one in results; see pdsim report --help"),
-    (("report", "nowhere"), "nowhere is no folder; name the folder of a run"),
-    (("report", "."), ". has no config.yaml, "),
+    (("show",), "show needs the folder of a run, such as one in results; see pdsim show --help"),
+    (("show", "nowhere"), "nowhere is no folder; name the folder of a run"),
+    (("show", "."), ". has no config.yaml, "),
     (("compare", "."), "compare takes 2 to 26 folders of runs, got 1"),
     (("list", "modell"), "no group 'modell'; did you mean model? There are backend,"),
     (("doctor", "now"), "doctor takes no arguments but --host and --config-dir, got 'now'"),
@@ -256,7 +256,7 @@ def test_a_folder_that_hides_a_package_of_ours_is_named(tmp_path, package):
 
 
 def test_each_command_has_help_of_its_own(pdsim_says):
-    for command in ("run", "report", "compare", "calibrate", "validate", "list", "doctor"):
+    for command in ("run", "show", "report", "timeline", "compare", "calibrate", "validate", "list", "doctor"):
         status, out, _ = pdsim_says(command, "--help")
         assert status == 0
         assert out.startswith(f"usage: pdsim {command}")
@@ -266,8 +266,8 @@ def test_a_kept_run_is_reported_as_it_was_at_its_end_and_two_are_compared(pdsim_
     _, first, _ = pdsim_says("run", *QUICK, "output=a")
     pdsim_says("run", *QUICK, "output=b", "experiment.repeat=3")
     a, b = (str(folder.relative_to(tmp_path)) for folder in sorted(tmp_path.glob("[ab]/*")))
-    assert pdsim_says("report", a) == (0, first, "")
-    assert json.loads(pdsim_says("report", "--json", a)[1])["folder"] == a
+    assert pdsim_says("show", a) == (0, first, "")
+    assert json.loads(pdsim_says("show", "--json", a)[1])["folder"] == a
     _, out, _ = pdsim_says("compare", a, b)
     assert re.search(r"^experiment.repeat +2 +3 *$", out, re.MULTILINE)
     assert re.search(r"^transfers +2 +3 +1.500 ", out, re.MULTILINE)

@@ -198,7 +198,7 @@ def test_folders_may_have_any_name(capfd, tmp_path, name):
         assert main(["run", *QUICK, f"output='{name}'"]) == 0
     assert name in capfd.readouterr().out
     folders = [str(folder) for folder in sorted((tmp_path / name).iterdir())]
-    assert main(["report", folders[0]]) == 0
+    assert main(["show", folders[0]]) == 0
     assert main(["compare", *folders]) == 0
     assert name in capfd.readouterr().out
 

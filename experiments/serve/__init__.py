@@ -260,6 +260,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
         notes=tables.notes(columns, config.workload, what, outcome) + notes(outcome),
         outcome=outcome,
         offered_load=None if offered is None else offered.plain(config.workload),
+        start=value["start"],
     )
 
 

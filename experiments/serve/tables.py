@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pdsim.job import Outcome
 from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
+from pdsim.results.schema import INSTANTS
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import OfferedLoad
@@ -61,7 +62,7 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
     """Return one row a request, in columns, from the router's *value*; times of a failed request are None."""
     start = value["start"]
     names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
-    found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES)}
+    found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES, *_INSTANTS)}
     for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
         prefill, decode, nbytes, status, *times = row
         found["id"].append(number)
@@ -70,6 +71,10 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
         durations = _durations(start + request.arrival, request.output, times) if times[0] is not None else {}
         for name in LATENCIES_AND_PHASES:
             found[name].append(durations.get(name))
+        instants = dict(zip(_TIMES, times, strict=False))
+        for name in _INSTANTS:
+            instant = instants.get(name)
+            found[name].append(None if instant is None else instant - start)
     return found
 
 
@@ -79,6 +84,13 @@ def left(status: str, patience: float | None) -> bool:
 
 
 LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
+
+_INSTANTS = tuple(column.name for column in INSTANTS)
+_TIMES = (
+    *("reserved_at", "noticed_at", "started_at", "prefilled_at", "arrived_at", "polled_at", "joined_at"),
+    *("finished_at", "first_at", "asked_at"),
+)
+"""What the router reports of a request, in its order; of the last two, those that differ from others."""
 
 
 def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:

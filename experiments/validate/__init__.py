@@ -2,7 +2,7 @@
 
 The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``, the
 predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
-``validation.parquet``, both side by side; ``validation.html``, for people.  Predictions may be made long before, and
+``validation.parquet``, both side by side.  ``pdsim report`` draws them.  Predictions may be made long before, and
 elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
 """
 
@@ -25,7 +25,6 @@ from pdsim.job import Target
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.units import Seconds, Size
-from pdsim.validation.page import page
 from pdsim.validation.verdicts import (
     Bound,
     Class,
@@ -42,7 +41,7 @@ from pdsim.validation.verdicts import (
 
 __all__ = ["Bounds", "Options", "bounds", "run"]
 
-TABLE, PAGE = "validation.parquet", "validation.html"
+TABLE = "validation.parquet"
 Progress = Callable[[float, str], None]
 
 
@@ -235,20 +234,13 @@ def _compared(config: Config, options: Options, folder: Path, notes: list[str], 
     missing = len(expected["expected"]) - len(found)
     notes += [f"{missing} predictions have no measurement beside them"] if missing else []
     _write_parquet(folder / TABLE, found)
-    kept = ("hw", "backend", "calibration", "seed", "written", "commit", "sha256")
-    facts = [(key, str(expected[key])) for key in kept if key in expected]
-    facts += [("measured from", measured["began"]), ("by", ", ".join(measured["engines"]))]
-    when = f"yes, by {ahead(expected, measured['began'])}" if before else "no"
-    facts += [("predicted before the first transfer", when)]
-    title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
-    keep(folder / PAGE, page(title, facts, shown, found).encode())
     beyond = [each for each in classes if each.beyond]
     failures += [f"{each.name}: error beyond its bound, median {_judged(each)}{_left(each)}" for each in beyond]
     return Result(
         summary=metrics(found, classes),
         tables=shown,
         failures=failures,
-        notes=[*notes, f"pictures and every point: {PAGE}; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+        notes=[*notes, f"pictures and every point: pdsim report; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
     )
 
 

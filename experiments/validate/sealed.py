@@ -20,11 +20,12 @@ from pdsim.errors import ConfigError
 from pdsim.results.record import Result
 from pdsim.results.store import plain
 from pdsim.transfer import TransferRecord
+from pdsim.validation.agreement import EXPECTED, MEASURED
 from pdsim.validation.verdicts import seal, unseal
 
 __all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take", "written"]
 
-EXPECTED, MEASURED, TRANSFERS = "expectations.json", "measurements.json", "transfers.parquet"
+TRANSFERS = "transfers.parquet"
 
 
 def keep(path: Path, content: bytes) -> None:

@@ -12,7 +12,9 @@ COMMANDS = {
     "sweep": "run every combination of values, on all cores, Ray or Slurm; the same command goes on where it ended",
     "best": "rank the points of a sweep under an SLO, by goodput for each GPU",
     "explain": "what bounded a run and what a twofold relief would bring, or which cause makes two runs differ",
-    "report": "print the results that a run or a sweep left behind",
+    "report": "write one HTML page with the figures of a run, a sweep or a validation; or a figure as SVG, PDF, PNG",
+    "timeline": "write what happened when in one run, or several side by side, for ui.perfetto.dev",
+    "show": "print the results that a run or a sweep left behind",
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
@@ -119,7 +121,22 @@ Print what bash or zsh evaluates to complete pdsim; needs argcomplete (pip insta
   eval "$(pdsim completion)"        # in ~/.bashrc or ~/.zshrc"""
 
 _REPORT = """\
-usage: pdsim report FOLDER [FOLDER ...] [-v] [--json]
+usage: pdsim report FOLDER [-o FILE.html] [--slo ttft=2s,tpot=30ms]
+       pdsim report FOLDER --figure NAME [--format svg|pdf|png] [-o FILE]
+
+Write one HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens without a network.
+--figure writes one of its figures instead, by the name in its link; --slo is that of a sweep's points.
+Pages need plotly and figures matplotlib: pip install 'pdsim[report]'."""
+
+_TIMELINE = """\
+usage: pdsim timeline FOLDER [FOLDER ...] [-o FILE.json[.gz]]
+
+Write the trace events of complete runs, several side by side, by default timeline.json.gz in the first FOLDER: tracks
+of queues, instances, ranks and engines, an arrow from prefill to decode of each request, counters of what is in use.
+Open it at https://ui.perfetto.dev.  A run with samples=500 has counters of links, memories and staging rings too."""
+
+_SHOW = """\
+usage: pdsim show FOLDER [FOLDER ...] [-v] [--json]
 
 Print again what a run, or a sweep, printed at its end; -v prints every number with its definition.
 --json prints one JSON object a run instead."""
@@ -216,6 +233,8 @@ def of(command: str) -> str:
         "sweep": _SWEEP,
         "best": _BEST,
         "report": _REPORT,
+        "timeline": _TIMELINE,
+        "show": _SHOW,
         "compare": _COMPARE,
         "refit": _REFIT,
         "validate": _VALIDATE,

@@ -113,11 +113,12 @@ def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
     return rest, "--json" in words, bool({"--quiet", "-q"} & set(words))
 
 
-def _report(words: Sequence[str]) -> int:
+def _show(words: Sequence[str]) -> int:
+    from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
 
-    for folder in _folders("report", words):
-        if _is_sweep(folder):
+    for folder in _folders("show", words):
+        if is_sweep(folder):
             from pdsim.sweep import collect
 
             collect.show(folder, json="--json" in words, verbose=_is_verbose(words))
@@ -128,15 +129,49 @@ def _report(words: Sequence[str]) -> int:
     return 0
 
 
+def _report(words: Sequence[str]) -> int:
+    from pdsim.cli.report import report
+    from pdsim.sweep import best
+
+    if told := [word for word in words if word in ("--json", *_VERBOSE)]:
+        raise ConfigError(f"report writes a page, and has no {told[0]}; pdsim show prints")
+    options, rest = _options("report", words, "-o", "--figure", "--format", "--slo")
+    folders = _folders("report", rest)
+    if len(folders) > 1:
+        raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
+    slo = best.parse_slo(options["--slo"]) if options["--slo"] else None
+    return _say(str(report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo)))
+
+
+def _timeline(words: Sequence[str]) -> int:
+    from pdsim.cli.report import timeline
+
+    options, rest = _options("timeline", words, "-o")
+    path = timeline(_folders("timeline", rest), options["-o"])
+    return _say(f"{path}\nopen it at https://ui.perfetto.dev, which reads it in the browser and sends it nowhere")
+
+
+def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str, str], list[str]]:
+    """Return the values of *flags*, "" of those that are not there, and the other words."""
+    found, rest = {}, [f"-o={word[9:]}" if word.startswith("--output=") else word for word in words]
+    rest = ["-o" if word == "--output" else word for word in rest]
+    for flag in flags:
+        found[flag], rest = _value(flag, rest, command)
+    if unknown := [word for word in rest if word.startswith("-")]:
+        raise ConfigError(f"{command} has no option {unknown[0]!r}; {instead(unknown[0], flags)}")
+    return found, rest
+
+
 def _best(words: Sequence[str]) -> int:
     from dataclasses import asdict
 
+    from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
     from pdsim.sweep import best
 
     slo, rest = _value("--slo", words, "best")
     folders = _folders("best", rest)
-    if len(folders) > 1 or not _is_sweep(folders[0]):
+    if len(folders) > 1 or not is_sweep(folders[0]):
         raise ConfigError(f"best needs the folder of one sweep, got {' '.join(map(str, folders))}")
     asked = best.parse_slo(slo) if slo else None
     ranked = best.rank(folders[0], asked)
@@ -193,9 +228,11 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
-    if sweeps := [folder for folder in folders if _is_sweep(folder)]:
+    from pdsim.cli.report import is_sweep
+
+    if sweeps := [folder for folder in folders if is_sweep(folder)]:
         points = "two of its points" if command == "compare" else "one or two of its points"
-        raise ConfigError(f"{sweeps[0]} is a sweep; name {points}, or see pdsim report {sweeps[0]}")
+        raise ConfigError(f"{sweeps[0]} is a sweep; name {points}, or see pdsim show {sweeps[0]}")
 
 
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
@@ -207,13 +244,6 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
     if not folders:
         raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
     return folders
-
-
-def _is_sweep(folder: Path) -> bool:
-    from pdsim.sweep.collect import POINTS
-    from pdsim.sweep.ledger import LEDGER
-
-    return any((folder / name).is_file() for name in (POINTS, LEDGER))
 
 
 def _calibrate(words: Sequence[str]) -> int:
@@ -294,7 +324,9 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
     "best": _best,
     "explain": _explained,
+    "show": _show,
     "report": _report,
+    "timeline": _timeline,
     "compare": _compare,
     "calibrate": _calibrate,
     "refit": _refit,

@@ -127,6 +127,7 @@ class Config:
     host_factor: float = 1.0  # of the model: the host's part of a transfer, as a multiple of the calibrated one's
     jitter: Jitter = field(default_factory=Jitter)  # of the model
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
+    samples: int = 0  # of the model: at how many instants, at least, the use of links and memories is kept; 0: never
     seed: int = 0
     output: str = "results"
 
@@ -139,6 +140,8 @@ class Config:
             raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
         if not 0.1 <= self.host_factor <= 10.0:
             raise ValueError(f"host_factor must be 0.1 to 10, got {self.host_factor}")
+        if not 0 <= self.samples <= 100_000:
+            raise ValueError(f"samples must be 0 to 100000, got {self.samples}")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
         if not self.output:

@@ -26,6 +26,7 @@ from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.jitter import Draws
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
+from pdsim.fabric.sampling import Sampling
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
 from pdsim.job import Outcome, Rank, RankResult, RankSpec
@@ -55,6 +56,8 @@ class Model:
     *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names
     them: a rank that waits forever would otherwise not be noticed beside one that never stops to ask whether it is
     there.
+    With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants or
+    up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
     ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
     """
 
@@ -68,6 +71,7 @@ class Model:
     observer: Observer | None = None
     collective: Collective | None = None
     jitter: Jitter | None = None
+    samples: int = 0
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -156,6 +160,7 @@ class _ModelJob:
         ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
         crowded = frozenset(place for place, count in ranks.items() if count > 1)
         self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
+        self._sampling = Sampling(self._clock, self._network, model.samples) if model.samples and not shuffled else None
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
         self._channels: dict[str, SimChannel] = {}
         self._memories: dict[str, DeviceMemory] = {}
@@ -260,6 +265,8 @@ class _ModelJob:
             size = machine.host.memory if site.gpu is None or machine.gpu is None else machine.gpu.memory
             memory = DeviceMemory(site.name, size, tracked=self._model.memory == "tracked")
             self._memories[site.name] = memory
+            if self._sampling is not None:
+                self._sampling.memory(memory)
         return memory
 
     def _start(self, name: str) -> None:
@@ -267,6 +274,8 @@ class _ModelJob:
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
         rank = Rank(name, *parts, peers, self._model.observer)
+        if self._sampling is not None:
+            rank.sampler = self._sampling.gauge
         if (groups := self._groups) is not None:
             rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
@@ -325,7 +334,9 @@ class _ModelJob:
         pools = {
             f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
         }
-        return Outcome({name: self._results[name] for name in self._specs}, seconds, links, pools, self._clock.events)
+        results = {name: self._results[name] for name in self._specs}
+        samples = list(self._sampling.rows()) if self._sampling is not None else []
+        return Outcome(results, seconds, links, pools, self._clock.events, samples)
 
 
 @contextmanager

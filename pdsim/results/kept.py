@@ -69,6 +69,19 @@ class KeptRun:
         """One row a transfer, likewise."""
         return self._table("transfers")
 
+    @cached_property
+    def samples(self) -> pa.Table | None:
+        """Use of links, memories, KV pages and staging rings over time; None unless the run was asked for ``samples``.
+
+        Columns: ``time`` in seconds, ``kind`` (link, pool, pages or ring), ``name``, ``value`` from 0 to 1.
+        """
+        return self._table("samples") if (self.folder / "samples.parquet").is_file() else None
+
+    @property
+    def start(self) -> float:
+        """Seconds on the clock of `transfers` and `samples` at which the times of `requests` begin."""
+        return float(self.about.get("start") or 0.0)
+
     def _table(self, name: str) -> pa.Table:
         import pyarrow.parquet as pq
 

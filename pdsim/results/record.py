@@ -43,3 +43,4 @@ class Result:
     notes: Sequence[str] = ()  # what a reader must know, such as an offered load above capacity
     outcome: Outcome | None = None
     offered_load: Mapping[str, Any] | None = None  # of a serving run: prefill, decode, rate, at_most
+    start: float = 0.0  # seconds on the clock of *transfers* at which the times of *requests* begin

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdsim.job import SampleRow
 from pdsim.transfer import TransferRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = [
+    *("INSTANTS", "LIVE", "REQUESTS", "SAMPLES", "TRANSFERS"),
+    *("VERSION", "Column", "requests_table", "samples_table", "transfers_table"),
+]
 
 VERSION = 1
 
@@ -71,6 +75,18 @@ REQUESTS = (
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
+INSTANTS = (
+    Column("reserved_at", "float64", "s", "when decode had reserved its pages, from the start of the workload"),
+    Column("noticed_at", "float64", "s", "when the prefill scheduler had the numbers of those pages"),
+    Column("started_at", "float64", "s", "when its first prefill forward began"),
+    Column("prefilled_at", "float64", "s", "when its last prefill forward ended"),
+    Column("asked_at", "float64", "s", "when decode heard of it; null where it hears at once"),
+    Column("arrived_at", "float64", "s", "when all its KV and metadata were at decode"),
+    Column("polled_at", "float64", "s", "when the decode scheduler looked"),
+    Column("joined_at", "float64", "s", "when it joined the decode batch"),
+)
+"""Columns of requests that only a run of our own schedulers has: what a timeline is drawn from."""
+
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
     Column("tokens", "int64", "tokens", "output tokens that the client got"),
@@ -83,6 +99,15 @@ LIVE = (
     Column("reported", "string", "", "what the servers reported of it: a JSON object of numbers"),
 )
 """Columns of requests that only a run with `target=live` has."""
+
+
+SAMPLES = (
+    Column("kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"),
+    Column("name", "string", "", "which of them"),
+    Column("time", "float64", "s", "since the start of the job; `start` in summary.json is that of the workload"),
+    Column("value", "float64", "", "share in use, 0 to 1; of a link the mean since the sample before"),
+)
+"""Columns of ``samples.parquet``, which only a modelled run with ``samples`` has."""
 
 
 def _schema(columns: Sequence[Column]) -> pa.Schema:
@@ -124,16 +149,25 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
     return pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
 
 
+def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
+    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given."""
+    import pyarrow as pa
+
+    columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
+    schema = _schema(SAMPLES)
+    return pa.table([pa.array(values, type=f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
+
+
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `LIVE` follow if they are given.
+    Columns of `INSTANTS` and `LIVE` follow if they are given.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *LIVE)})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *INSTANTS, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -143,7 +177,8 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    schema = _schema((*REQUESTS, *(column for column in LIVE if column.name in requests)))
+    given = (column for column in (*INSTANTS, *LIVE) if column.name in requests)
+    schema = _schema((*REQUESTS, *given))
     arrays = []
     for field in schema:
         try:

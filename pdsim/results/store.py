@@ -6,6 +6,7 @@
 ``requests.parquet``   one row a request
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
+``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
 =====================  ===============================================================================================
 
 The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any moment
@@ -112,6 +113,8 @@ class Run:
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
         self._write("requests.parquet", _parquet(schema.requests_table(result.requests)))
         self._write("transfers.parquet", _parquet(schema.transfers_table(result.transfers)))
+        if result.outcome is not None and result.outcome.samples:
+            self._write("samples.parquet", _parquet(schema.samples_table(result.outcome.samples)))
         self._write("summary.json", _json(summary(result)))
         self._write_about()
         self._sync_folder(self.folder)
@@ -170,6 +173,7 @@ def summary(result: Result) -> dict[str, Any]:
         "notes": [*result.notes, *refusals(outcome)],
         "ranks": {name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks},
         "seconds": outcome.seconds if outcome else None,
+        "start": result.start,
         "events": outcome.events if outcome else None,
         "links": dict(outcome.links) if outcome else {},
         "pools": dict(outcome.pools) if outcome else {},

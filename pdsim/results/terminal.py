@@ -1,6 +1,6 @@
 """What a person reads at the end of a run, and what a machine does.
 
-Both come from the files of the run, so that ``pdsim run`` and ``pdsim report`` cannot disagree.  Every number has its
+Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.  Every number has its
 definition beside or below it, and the report says what the numbers rest on; without evidence none are printed.
 """
 

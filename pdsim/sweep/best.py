@@ -78,9 +78,7 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     found = [_ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)]
     ranked = [each for each in found if each is not None]
     if not ranked:
-        raise ConfigError(
-            f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim report {folder}"
-        )
+        raise ConfigError(f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim show {folder}")
     return sorted(ranked, key=lambda each: (-each.value, -each.attainment, each.point))
 
 

@@ -43,7 +43,7 @@ def test_a_sweep_ends_in_one_table_and_one_file_with_its_infeasible_points(pdsim
     ]  # fmt: skip
     assert "4 points in" in out
     assert "backend=mooncake_nvlink runs on nvidia machines, hw=8xmi300x is amd" in points[2]["error"]
-    shown = pdsim_says("report", str(folder.relative_to(tmp_path)))[1]
+    shown = pdsim_says("show", str(folder.relative_to(tmp_path)))[1]
     assert shown == out
     assert f"{folder} is a sweep; name two of its points" in pdsim_says("compare", str(folder), str(folder))[2]
     assert (folder / points[0]["folder"] / "summary.json").is_file()

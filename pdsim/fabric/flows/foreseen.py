@@ -155,6 +155,19 @@ class Foreseen:
         for _ in range(flows):  # one by one: the sum of floats depends on the order
             plan.path._ended += plan.size
 
+    def carried(self) -> dict[Link, float]:
+        """Return the bytes that plans have carried over each link until now, which the paths do not count yet."""
+        now = self._network.clock.now
+        found: dict[Link, float] = {}
+        for plan in self._all:
+            done = int(np.searchsorted(plan.ends, now, side="right"))
+            nbytes = done * plan.size
+            if done < len(plan.begins) and plan.begins[done] < now:
+                nbytes += plan.size * float((now - plan.begins[done]) / (plan.ends[done] - plan.begins[done]))
+            for link in plan.path.links:
+                found[link] = found.get(link, 0.0) + nbytes
+        return found
+
     def meet(self, path: Path, size: float) -> None:
         """Cut the plans that a flow of *size* bytes meets that is about to start over *path*."""
         links, now = path.live, self._network.clock.now

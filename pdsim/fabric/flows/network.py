@@ -167,6 +167,11 @@ class Network:
                 return flow.size
         return 0.0
 
+    def carried(self) -> list[float]:
+        """Return the bytes that each of `links` has carried until now, flows that are foreseen included."""
+        ahead = self.foreseen.carried() if self.foreseen else {}
+        return [link.carried + ahead.get(link, 0.0) for link in self.links]
+
     def alone_on(self, links: Sequence[Link], since: float) -> list[tuple[Path, float]] | None:
         """Return the paths with a flow on *links*, of which each is alone on its own, and when that flow ends.
 

@@ -51,6 +51,7 @@ class StagingReceiver:
         quiet: Callable[[Quiet], None],
     ) -> None:
         self.ring: Ring[_Key] = Ring(staging.ring)
+        rank.gauge("ring", rank.name, lambda: self.ring.used / self.ring.size)
         self.refused = 0  # questions that were answered with no
         self._rank = rank
         self._pool = pool

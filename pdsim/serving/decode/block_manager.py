@@ -70,7 +70,8 @@ class BlockManager(DecodeWorker, ABC):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
-        self.pages = page_pool(job.engine.pages, job.decode_pages)
+        self.pages = pages = page_pool(job.engine.pages, job.decode_pages)
+        rank.gauge("pages", instance, lambda: pages.used / pages.pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}

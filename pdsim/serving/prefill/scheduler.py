@@ -84,7 +84,8 @@ class PrefillScheduler(PrefillWorker):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
-        self.pages = page_pool(job.engine.pages, job.prefill_pages)
+        self.pages = pages = page_pool(job.engine.pages, job.prefill_pages)
+        rank.gauge("pages", instance, lambda: pages.used / pages.pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}

@@ -1,0 +1,101 @@
+"""``pdsim report`` and ``pdsim timeline``: files to look at, of what a run, a sweep or a validation left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdsim.errors import ConfigError
+from pdsim.guards import instead
+from pdsim.results.drawing.figure import Figure
+from pdsim.results.report.page import Content
+from pdsim.sweep.best import SloLimits
+
+__all__ = ["is_sweep", "report", "timeline", "written"]
+
+
+def report(folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: SloLimits | None = None) -> Path:
+    """Write the page about *folder*, or only its *figure* as a file of *form*, to *output* and return its path.
+
+    By default the page is ``report.html`` in *folder*, and a figure ``NAME.svg`` here.  *slo* is for sweeps.
+
+    Raise a `ConfigError` for a folder that is none of the three, a figure that there is not, a missing library, and a
+    file that cannot be written.
+    """
+    if not figure:
+        if form:
+            raise ConfigError("--format is of a figure; name it: --figure latency, or leave --format out")
+        from pdsim.results.drawing.interactive import library
+        from pdsim.results.report.page import page
+
+        library()  # before much is read in vain
+        return written(Path(output) if output else folder / "report.html", page(_content(folder, slo)).encode())
+    from pdsim.results.drawing import static
+
+    ending = Path(output).suffix.lstrip(".")
+    form = form or (ending if ending in static.FORMATS else "svg")
+    found = {each.name: each for each in _figures(folder, slo)}
+    if figure not in found:
+        raise ConfigError(f"{folder} has no figure {figure!r}; {instead(figure, found)}")
+    return written(Path(output or f"{figure}.{form}"), static.drawn(found[figure], form))
+
+
+def written(path: Path, content: bytes) -> Path:
+    """Write *content* to *path* and return it.  Raise a `ConfigError` if that cannot be done."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with -o") from error
+    return path
+
+
+def _content(folder: Path, slo: SloLimits | None) -> Content:
+    if is_sweep(folder):
+        from pdsim.sweep import pareto as figures
+
+        return figures.content(folder, slo)
+    if _is_validation(folder):
+        from pdsim.validation import agreement as of_validation
+
+        return of_validation.content(folder)
+    from pdsim.results.report import of_run as run
+
+    return run.content(folder)
+
+
+def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
+    if is_sweep(folder):
+        from pdsim.sweep import pareto as figures
+
+        return figures.figures(folder, slo)
+    return _content(folder, slo).figures
+
+
+def is_sweep(folder: Path) -> bool:
+    """Return whether *folder* is that of a sweep."""
+    from pdsim.sweep.collect import POINTS
+    from pdsim.sweep.ledger import LEDGER
+
+    return any((folder / name).is_file() for name in (POINTS, LEDGER))
+
+
+def _is_validation(folder: Path) -> bool:
+    from pdsim.validation.agreement import EXPECTED, MEASURED
+
+    return (folder / EXPECTED).is_file() and (folder / MEASURED).is_file()
+
+
+def timeline(folders: Sequence[Path], output: str = "") -> Path:
+    """Write the trace of the runs in *folders* to *output* and return it, by default ``timeline.json.gz`` in the first.
+
+    Raise a `ConfigError` for a sweep, and for what `pdsim.results.timeline.trace` refuses.
+    """
+    from pdsim.results.timeline import trace
+
+    if sweeps := [folder for folder in folders if is_sweep(folder)]:
+        raise ConfigError(f"{sweeps[0]} is a sweep; name some of its points, such as {sweeps[0]}/POINT")
+    path = Path(output) if output else folders[0] / "timeline.json.gz"
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"-o {path}: a trace is a file .json or .json.gz")
+    trace(folders, path)
+    return path

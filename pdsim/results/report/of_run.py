@@ -1,0 +1,126 @@
+"""What the report of one run says: verdict, figures, tables, evidence, and how to get it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+from pdsim.hardware import EVIDENCE
+from pdsim.results import brief
+from pdsim.results.drawing.figure import Figure
+from pdsim.results.evidence import Evidence
+from pdsim.results.kept import KeptRun
+from pdsim.results.record import Table
+from pdsim.results.report import before_after, movement, requests
+from pdsim.results.report.page import Content, Tile
+from pdsim.units import format_time
+
+__all__ = ["content", "figures", "proofs"]
+
+_UNPRINTED = ("results:", "next:", " ", "TTFT ", "TPOT ", "end to end ", "KV transfer ")
+"""How lines of `pdsim.results.brief` begin that a page has no use for: folders, commands, the table of latencies."""
+_PRINTED = ("evidence", "weakest evidence", "failed", "warning", "note", "... and")
+"""How those lines begin, of a run that serves nothing, that are not a table."""
+_TILES = {
+    "ttft_p50_s": "TTFT, median",
+    "ttft_p99_s": "TTFT, p99",
+    "tpot_p50_s": "TPOT, median",
+    "tpot_p99_s": "TPOT, p99",
+    "e2e_p50_s": "end to end, median",
+    "transfer_p50_s": "KV transfer, median",
+}
+
+
+def figures(run: KeptRun) -> list[Figure]:
+    """Return every figure that *run* has something for; none without evidence."""
+    if run.evidence == "none":
+        return []
+    return [*before_after.figures(run), *requests.figures(run), *movement.figures(run)]
+
+
+def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
+    """Return what the report of the run in *folder* says, with the figures *more* before its own.
+
+    Raise a `ConfigError` if *folder* is not a complete run.
+    """
+    run = KeptRun(folder)
+    about = run.about
+    served = "ttft_p50_s" in run.metrics
+    lines = [
+        line
+        for line in brief.lines(about, folder)
+        if (not line.startswith(_UNPRINTED) if served else line.startswith(_PRINTED))
+    ]
+    warned = [line for line in lines if line.startswith(("warning", "failed", "SLO missed"))]
+    notes = [note for note in about["notes"] if note not in lines and not any(note in line for line in lines)]
+    proven = run.evidence != "none"
+    return Content(
+        over=f"pdsim report of a run: {about['target']}",
+        title=f"{about['experiment']} on {about['hw']} with {about['backend']}",
+        facts={
+            "status": about["status"],
+            "bytes moved by": ", ".join(about["engine"]),
+            "seed": str(about["seed"]),
+            "weakest evidence": run.evidence,
+            "run": folder.name,
+        },
+        tiles=_tiles(run) if proven else (),
+        lines=[line for line in lines if line not in warned] + [n for n in notes if not n.startswith("warning")],
+        warnings=[*warned, *(note for note in notes if note.startswith("warning"))],
+        figures=[*more, *figures(run)] if proven else (),
+        tables=_tables(run) if proven else (),
+        shown=0 if served else 1,
+        evidence=proofs(about["evidence"]["sources"]),
+        provenance=dict(_origin(about)),
+        configuration={key: str(value) for key, value in run.config.items() if not key.startswith("hydra")},
+    )
+
+
+def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
+    """Return kind, parameters and text of *sources*, the weakest kinds first."""
+    proof = Evidence(sources)
+    return [
+        (kind, ", ".join(names), text)
+        for kind in reversed(EVIDENCE)
+        for text, names in (proof.texts(kind).items() if kind in proof.kinds else ())
+    ]
+
+
+def _tiles(run: KeptRun) -> list[Tile]:
+    metrics = run.metrics
+    found = []
+    if (met := metrics.get("slo_attainment")) is not None:
+        found.append(Tile("requests within the SLO", brief.share(met), "good" if met >= 0.99 else "bad"))
+    if (good := metrics.get("goodput")) is not None:
+        found.append(Tile("goodput", f"{good:.3g}/s"))
+    for name, title in _TILES.items():
+        if (value := metrics.get(name)) is not None:
+            found.append(Tile(title, format_time(value).replace("us", "µs")))
+    return found
+
+
+def _tables(run: KeptRun) -> list[Table]:
+    found = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
+    rows = [[name, run.metrics[name], text] for name, text in run.definitions.items()]
+    return [
+        *found,
+        Table("Every metric", {"metric": "", "value": "SI units unless the name says another", "is": ""}, rows),
+    ]
+
+
+def _origin(about: Any) -> Iterator[tuple[str, str]]:
+    verb = "validate" if about["experiment"] == "validate" else "run"
+    words = [word for word in about["overrides"] if not word.startswith("output=")]
+    yield "command", f"pdsim {verb} {join(words)}".strip()
+    git = about.get("git") or {}
+    if git.get("commit"):
+        yield "source", f"commit {git['commit']}{', changed' if git.get('dirty') else ''}"
+    yield "pdsim", about["pdsim"]
+    host = about.get("host") or {}
+    yield "host", ", ".join(f"{key} {value}" for key, value in host.items())
+    packages = about.get("packages") or {}
+    yield "packages", ", ".join(f"{key} {value}" for key, value in packages.items())
+    if about.get("started"):
+        yield "started", about["started"]

@@ -1,0 +1,290 @@
+"""What happened when, as trace events for ui.perfetto.dev (the JSON format of Chrome's tracing): `trace`.
+
+A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same tracks: queues and work of
+each instance, posting and wire of each rank and engine, an arrow from the prefill to the decode of each request, and
+counters of what is in use.  Several runs stand side by side, each workload's start at the same instant.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from pdsim.errors import ConfigError
+from pdsim.results.kept import KeptRun
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["events", "trace"]
+
+_NS = 1e9
+_ROOM = re.compile(r"(\d+)/")
+"""How labels of transfers of a handoff begin: with the room, from 1, which grows by the requests for each new try."""
+_SPANS = (
+    # of which instance, name of the track, begin, end; of a run of our own schedulers
+    ("decode", "waiting for pages", "asked_at", "reserved_at"),
+    ("prefill", "waiting for prefill", "noticed_at", "started_at"),
+    ("prefill", "prefill", "started_at", "prefilled_at"),
+    ("decode", "KV under way", "sent_at", "arrived_at"),
+    ("decode", "waiting for the batch", "arrived_at", "joined_at"),
+    ("decode", "decode", "joined_at", "finished_at"),
+)
+_LIVE_SPANS = (
+    ("prefill", "waiting for a connection", "arrival", "sent"),
+    ("prefill", "prefill", "sent", "prefilled_at"),
+    ("decode", "handoff", "prefilled_at", "first_at"),
+    ("decode", "decode", "first_at", "finished_at"),
+)
+_ARROW = ("prefill", "KV under way", "handoff", "decode")
+"""Tracks that the arrow of a request passes, those that there are."""
+
+
+class _Span(NamedTuple):
+    """A slice of a track; times in ns."""
+
+    process: str
+    track: str
+    begin: int
+    end: int
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class _Drawn:
+    """What one run has to show: slices, arrows between them, and changes of counters, all with times in ns."""
+
+    def __init__(self) -> None:
+        self.spans: list[_Span] = []
+        self.arrows: list[list[int]] = []  # indices of spans
+        self.counters: dict[tuple[str, str], list[tuple[int, float]]] = {}  # (process, name): time, value
+
+    def span(self, process: str, track: str, begin: float, end: float, name: str, **arguments: Any) -> int:
+        """Add a slice from *begin* to *end*, in seconds, and return its index."""
+        times = round(begin * _NS), round(end * _NS)
+        self.spans.append(_Span(process, track, times[0], max(times), name, arguments))
+        return len(self.spans) - 1
+
+    def changes(self, process: str, name: str, steps: Sequence[tuple[float, float]]) -> None:
+        """Add a counter that changes by so much at so many seconds."""
+        if not steps:
+            return
+        total, found = 0.0, self.counters.setdefault((process, name), [])
+        merged: dict[int, float] = {}
+        for time, by in steps:
+            merged[round(time * _NS)] = merged.get(round(time * _NS), 0.0) + by
+        biggest = max(abs(by) for _, by in steps)
+        for time in sorted(merged):
+            total += merged[time]
+            found.append((time, 0.0 if abs(total) < 1e-9 * biggest else total))
+
+
+def trace(folders: Sequence[Path], path: Path) -> int:
+    """Write the trace of the complete runs in *folders* to *path*, compressed if that ends in ``.gz``.
+
+    Return the number of events.  Raise a `ConfigError` for a folder that is no complete run, for a run that kept
+    neither requests nor transfers, and for a file that cannot be written.
+    """
+    drawn = []
+    for folder in folders:
+        run = KeptRun(folder)
+        found = _run(run)
+        if not found.spans:
+            raise ConfigError(f"{folder} kept no requests and no transfers that ended, so it has no timeline")
+        drawn.append((_title(run), found))
+    count = 0
+    try:
+        with path.open("wb") as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
+            file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+            for count, event in enumerate(events(drawn), 1):
+                comma = b",\n" if count > 1 else b""
+                file.write(comma + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode())
+            file.write(b"\n]}\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with -o") from error
+    return count
+
+
+def _packed(file: IO[bytes]) -> IO[bytes]:
+    """Return what compresses into *file*: the same bytes whatever its name and whenever."""
+    return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]
+
+
+def _title(run: KeptRun) -> str:
+    about = run.about
+    return f"{about['experiment']} on {about['hw']}, {about['backend']}, {about['target']}"
+
+
+def _run(run: KeptRun) -> _Drawn:
+    drawn = _Drawn()
+    if run.requests.num_rows:
+        _requests(drawn, run.requests)
+    _transfers(drawn, run.transfers, run.start, run.requests.num_rows)
+    if run.samples is not None:
+        for kind, name, time, value in _rows(run.samples, "kind", "name", "time", "value"):
+            key = ("links and memory", f"{kind} {name}, %")
+            drawn.counters.setdefault(key, []).append((round((time - run.start) * _NS), 100.0 * value))
+    return drawn
+
+
+def _rows(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(table[name].to_pylist() for name in names), strict=True)
+
+
+def _requests(drawn: _Drawn, table: pa.Table) -> None:
+    """Add slices, arrows and counters of the requests in *table*."""
+    own = "reserved_at" in table.column_names
+    levels: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in table.to_pylist():
+        times = _times(row, own)
+        arrow = []
+        for side, track, begin, end in _SPANS if own else _LIVE_SPANS:
+            first, last, instance = times.get(begin), times.get(end), row[side]
+            if first is None or last is None or not instance or last < first:
+                continue
+            what = {"input": row["input"], "output": row["output"], "status": row["status"]}
+            index = drawn.span(instance, track, first, last, f"request {row['id']}", **what)
+            levels.setdefault((instance, track), []).extend(((first, 1.0), (last, -1.0)))
+            if track in _ARROW and last > first:
+                arrow.append(index)
+        if len(arrow) > 1:
+            drawn.arrows.append(arrow)
+        held = times.get("reserved_at"), times.get("finished_at")
+        if row["nbytes"] and held[0] is not None and held[1] is not None:
+            key = (row["decode"], "KV of requests, bytes")
+            levels.setdefault(key, []).extend(((held[0], row["nbytes"]), (held[1], -row["nbytes"])))
+    for (instance, name), steps in levels.items():
+        drawn.changes(instance, name if "bytes" in name else f"requests: {name}", steps)
+
+
+def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
+    """Return the instants of a request, in seconds from the start of the workload, None what it did not reach."""
+    arrival = row["arrival"]
+
+    def after(name: str) -> float | None:
+        return None if row.get(name) is None else arrival + row[name]
+
+    found = {name: value for name, value in row.items() if name.endswith("_at") or name in ("arrival", "sent")}
+    found |= {"first_at": after("ttft"), "finished_at": after("e2e")}
+    if not own:
+        return found | {"prefilled_at": after("prefilled")}
+    pulled = row["asked_at"] is not None
+    return found | {
+        "asked_at": row["asked_at"] if pulled else arrival,
+        "sent_at": row["reserved_at"] if pulled else row["prefilled_at"],
+    }
+
+
+def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> None:
+    """Add posting and wire of each transfer, by the rank that posted it, and each rank's rate."""
+    rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    names = ("engine", "operation", "source", "target", "label", "status", "nbytes", "batch_size")
+    stages = ("submitted", "posted", "completed", "seen")
+    for row in _rows(table, *names, *stages):
+        engine, operation, source, target, label, status, nbytes, descriptors, *times = row
+        if any(time is None or time != time for time in times):
+            continue
+        submitted, posted, completed, seen = (time - start for time in times)
+        poster, other = (target, source) if operation == "read" else (source, target)
+        room = _ROOM.match(label)
+        about: dict[str, Any] = {"bytes": nbytes, "descriptors": descriptors, "label": label, "status": status}
+        if room and requests:
+            about["request"] = (int(room[1]) - 1) % requests
+        name = f"{operation} {label}".strip()
+        track = f"{engine} {'from' if operation == 'read' else 'to'} {other}"
+        drawn.span(poster, f"{track}: posting", submitted, posted, name, **about)
+        drawn.span(poster, f"{track}: wire", min(posted, completed), max(posted, completed), name, **about)
+        if seen > completed:
+            drawn.span(poster, f"{track}: polling", completed, seen, name, **about)
+        if status == "ok" and completed > submitted:
+            rate = nbytes / (completed - submitted)
+            for rank, way in ((source, "out"), (target, "in")):
+                rates.setdefault((rank, f"{way}, bytes/s"), []).extend(((submitted, rate), (completed, -rate)))
+    for (rank, name), steps in rates.items():
+        drawn.changes(rank, name, steps)
+
+
+def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of *runs*, each with a title: what tracks are called, then the rest in order of time."""
+    first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
+    first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
+    found: list[tuple[int, int, dict[str, Any]]] = []
+    process, thread, arrow = 0, 0, 0
+    for number, (title, drawn) in enumerate(runs):
+        prefix = f"{chr(ord('A') + number % 26)}: " if len(runs) > 1 else ""
+        known: dict[str, int] = {}
+        for name in sorted({span.process for span in drawn.spans} | {name for name, _ in drawn.counters}, key=_order):
+            process += 1
+            known[name] = process
+            yield _meta("process_name", process, 0, name=f"{prefix}{name}")
+            yield _meta("process_labels", process, 0, labels=title)
+            yield _meta("process_sort_index", process, 0, sort_index=process)
+        tracks: dict[tuple[str, str], list[int]] = {}
+        for index, span in enumerate(drawn.spans):
+            tracks.setdefault((span.process, span.track), []).append(index)
+        places: dict[int, tuple[int, int]] = {}
+        for name, track in sorted(tracks, key=lambda each: (known[each[0]], _track(each[1]))):
+            lanes = _lanes(drawn.spans, tracks[name, track])
+            several = max(lanes.values()) > 0
+            for lane in range(max(lanes.values()) + 1):
+                shown = f"{track} {lane + 1}" if several else track
+                yield _meta("thread_name", known[name], thread + 1 + lane, name=shown)
+                yield _meta("thread_sort_index", known[name], thread + 1 + lane, sort_index=thread + 1 + lane)
+            for index, lane in lanes.items():
+                places[index] = (known[name], thread + 1 + lane)
+            thread += max(lanes.values()) + 1
+        for index, span in enumerate(drawn.spans):
+            pid, tid = places[index]
+            about: dict[str, Any] = {"name": span.name, "cat": span.track, "ph": "X", "pid": pid, "tid": tid}
+            about |= {"ts": (span.begin - first) / 1e3, "dur": (span.end - span.begin) / 1e3}
+            found.append((span.begin, 1, about | {"args": dict(span.arguments)}))
+        for passed in drawn.arrows:
+            arrow += 1
+            for step, index in enumerate(passed):
+                span, (pid, tid) = drawn.spans[index], places[index]
+                at = span.end - 1 if step == 0 else span.begin  # within the slice that it belongs to
+                kind = "s" if step == 0 else "f" if step == len(passed) - 1 else "t"
+                about = {"name": "handoff", "cat": "handoff", "ph": kind, "id": arrow, "pid": pid, "tid": tid}
+                about |= {"ts": (at - first) / 1e3} | ({"bp": "e"} if kind == "f" else {})
+                found.append((at, 2, about))
+        for (name, counter), values in drawn.counters.items():
+            for time, value in values:
+                about = {"name": counter, "ph": "C", "pid": known[name], "ts": (time - first) / 1e3}
+                found.append((time, 0, about | {"args": {"value": round(value, 6)}}))
+    found.sort(key=lambda each: each[:2])
+    yield from (event for _, _, event in found)
+
+
+def _meta(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": arguments}
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    """Return where a process stands: prefill before decode, an instance before its ranks."""
+    side = 0 if name.startswith("prefill") else 1 if name.startswith("decode") else 2
+    return side, name.count("."), name
+
+
+def _track(name: str) -> tuple[int, str]:
+    known = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
+    return (known.index(name) if name in known else len(known), name)
+
+
+def _lanes(spans: Sequence[_Span], indices: Sequence[int]) -> dict[int, int]:
+    """Return a lane for each of *indices*, so that no two slices of a lane overlap: the lowest that is free."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # end, lane
+    found: dict[int, int] = {}
+    for index in sorted(indices, key=lambda index: (spans[index].begin, spans[index].end, index)):
+        while busy and busy[0][0] <= spans[index].begin:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else len(busy)
+        found[index] = lane
+        heappush(busy, (spans[index].end, lane))
+    return found

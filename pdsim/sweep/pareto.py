@@ -1,0 +1,186 @@
+"""Figures of a sweep: throughput against speed with its Pareto front, and what each swept key does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdsim.errors import ConfigError
+from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale
+from pdsim.results.report.page import Content, Tile
+from pdsim.sweep import best, collect
+from pdsim.sweep.best import Ranked, SloLimits
+from pdsim.units import format_time
+
+__all__ = ["content", "figures"]
+
+_AXES = 8
+"""Panels of the figure of swept keys, at most."""
+
+
+def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
+    """Return the figures of the sweep in *folder* under *slo*, by default that of each point."""
+    try:
+        ranked = best.rank(folder, slo)
+    except ConfigError:  # nothing was served: the metrics that there are, over what was swept
+        return [figure for figure in [_metrics(folder)] if figure.panels]
+    return [figure for figure in (_pareto(ranked), _keys(ranked)) if figure.panels]
+
+
+def content(folder: Path, slo: SloLimits | None = None) -> Content:
+    """Return what the report of the sweep in *folder* says.  Raise a `ConfigError` if nothing can be read there."""
+    rows = collect.points(folder)
+    states = rows["status"].to_pylist()
+    counts = {state: states.count(state) for state in dict.fromkeys(states)}
+    tables = [collect.table(folder)]
+    lines: list[str] = []
+    tiles = [Tile("points", str(rows.num_rows))]
+    try:
+        ranked = best.rank(folder, slo)
+    except ConfigError as error:
+        lines.append(str(error))
+    else:
+        first = ranked[0]
+        tables.insert(0, best.table(ranked, f"Best of {len(ranked)} points, {slo or 'the SLO of each'}", count=20))
+        lines.append(f"best: {_choice(first) or first.point}, {first.value:.3g} good requests/s/GPU")
+        tiles += [
+            Tile("best goodput", f"{first.value:.3g}/s/GPU"),
+            Tile("requests within the SLO there", f"{100 * first.attainment:.3g} %"),
+            Tile("points on the Pareto front", str(len(best.front(ranked)))),
+        ]
+    evidence = sorted({str(kind) for kind in rows["evidence"].to_pylist() if kind})
+    errors = [f"{point}: {error}" for point, error in _rows(rows, "point", "error") if error]
+    return Content(
+        over="pdsim report of a sweep",
+        title=f"Sweep of {', '.join(_swept(rows)) or 'one point'}",
+        facts={
+            "points": ", ".join(f"{count} {state}" for state, count in counts.items()),
+            "evidence": ", ".join(evidence),
+            "SLO": str(slo or ""),
+            "sweep": folder.name,
+        },
+        tiles=tiles,
+        lines=lines,
+        warnings=[*errors[:5], *([f"and {len(errors) - 5} more points without numbers"] if len(errors) > 5 else [])],
+        figures=figures(folder, slo),
+        tables=tables,
+        shown=1,
+        provenance={"folder": str(folder), "points": collect.POINTS},
+    )
+
+
+def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
+    return list(zip(*(table[name].to_pylist() for name in names), strict=True))
+
+
+def _swept(rows: Any) -> list[str]:
+    return [
+        f.name
+        for f in rows.schema
+        if f.metadata[b"part"] == b"override" and len(set(map(str, rows[f.name].to_pylist()))) > 1
+    ]
+
+
+def _choice(each: Ranked) -> str:
+    return ", ".join(f"{key}={value}" for key, value in each.choice.items())
+
+
+def _pareto(ranked: Sequence[Ranked]) -> Figure:
+    """Throughput over speed, one colour a value of the first swept key with few values; goodput beside it."""
+    able = [each for each in ranked if each.speed]
+    front = best.front(able)
+    if not able:
+        return Figure("pareto", "Pareto front", "")
+    key = _telling(able)
+    values = list(dict.fromkeys(str(each.choice[key]) for each in able)) if key else [""]
+    panels = []
+    for title, unit, attribute in (
+        ("Throughput against speed", "output tokens/s/GPU", "throughput"),
+        ("Goodput against speed", "good requests/s/GPU", "value"),
+    ):
+        series = []
+        if attribute == "throughput" and len(front) > 1:
+            series.append(_line(front))
+        for colour, value in enumerate(values):
+            mine = [each for each in able if not key or str(each.choice[key]) == value]
+            texts = [_hover(each) for each in mine]
+            name = f"{key}={value}" if key else "points"
+            x, y = [each.speed or 0.0 for each in mine], [getattr(each, attribute) for each in mine]
+            series.append(Marks("points", x, y, name, colour, texts=texts))
+        speed = Scale("tokens/s that the median user sees (1 / TPOT)", low=0)
+        panels.append(Panel(speed, Scale(unit, low=0), series, title, 380))
+    reading = (
+        "Better is up and to the right; no other point beats one on the line in both, and the rest can be left out "
+        "unless the SLO, in the right panel, says otherwise."
+    )
+    return Figure("pareto", "Pareto front", reading, panels)
+
+
+def _line(front: Sequence[Ranked]) -> Marks:
+    return Marks("line", [e.speed or 0.0 for e in front], [e.throughput for e in front], "Pareto front", 7)
+
+
+def _telling(able: Sequence[Ranked]) -> str:
+    """Return the swept key that colours the points: the first of two to eight values, the seed never."""
+    for key in able[0].choice:
+        if key != "seed" and 2 <= len({str(each.choice[key]) for each in able}) <= 8:
+            return key
+    return ""
+
+
+def _hover(each: Ranked) -> str:
+    latencies = [f"{name.replace('_', ' ')} {format_time(v)}" for name, v in each.latencies.items() if v is not None]
+    parts = [f"{key}={value}" for key, value in each.choice.items()]
+    return "<br>".join(
+        [*parts, f"{each.value:.3g} good/s/GPU, {100 * each.attainment:.3g} % in SLO", *latencies, each.point]
+    )
+
+
+def _keys(ranked: Sequence[Ranked]) -> Figure:
+    """One panel a swept key: goodput of every point, and the best at each value."""
+    panels = [
+        _key_panel(key, [(each.choice[key], each.value, _hover(each)) for each in ranked], "good requests/s/GPU")
+        for key in [key for key in ranked[0].choice if key != "seed"][:_AXES]
+    ]
+    reading = "Points at one value differ in the other keys; the line joins the best of each value."
+    return Figure("keys", "What each swept key does", reading, panels, columns=3)
+
+
+def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> Panel:
+    """Return the panel of (value, height, text) over the values of *key*: numbers in order, names side by side."""
+    values = dict.fromkeys(value for value, _, _ in found)
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    order = sorted(values) if numbers else list(values)
+    wide = numbers and min(order) > 0 and max(order) >= 20 * min(order)
+    place: Mapping[Any, float] = {value: value if numbers else number for number, value in enumerate(order)}
+    top = {value: max(height for other, height, _ in found if other == value) for value in order}
+    series = [
+        Marks("points", [place[v] for v, _, _ in found], [h for _, h, _ in found], "", 0, texts=[t for *_, t in found]),
+        Marks("line", [place[v] for v in order], [top[v] for v in order], "best", 1),
+    ]
+    few = [float(value) for value in order] if numbers and len(order) <= 8 and not wide else []
+    x = Scale(key, log=wide, values=few) if numbers else Scale(key, labels=[str(value) for value in order])
+    return Panel(x, Scale(unit, low=0), series, key)
+
+
+def _metrics(folder: Path) -> Figure:
+    """For a sweep that serves nothing: its first metrics that vary, over every swept key."""
+    rows = collect.points(folder)
+    done = [
+        row for row in rows.to_pylist() if row["status"] in ("ok", "partial") and row["evidence"] not in (None, "none")
+    ]
+    names = [f.name for f in rows.schema if f.metadata[b"part"] == b"metric"]
+    varied = [name for name in names if len({row[name] for row in done if row[name] is not None}) > 1][:2]
+    panels = []
+    for key in _swept(rows)[: _AXES // 2]:
+        for name in varied:
+            found = [
+                (row[key], row[name], f"{name} {row[name]:.4g}<br>{row['point']}")
+                for row in done
+                if row[name] is not None
+            ]
+            if found:
+                panels.append(_key_panel(key, found, name))
+    reading = "Points at one value differ in the other keys; the line joins the largest of each value."
+    return Figure("keys", "What each swept key does", reading, panels)

@@ -1,0 +1,190 @@
+"""Figures of a validation, and what its report says: predicted against measured, errors by size and by class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdsim.errors import ConfigError
+from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
+from pdsim.results.record import Table
+from pdsim.results.report import of_run
+from pdsim.results.report.page import Content, Tile
+from pdsim.results.store import FILES
+from pdsim.units import format_rate, format_size, format_time
+from pdsim.validation.verdicts import Compared, Value, by_class, by_decade, compare, tables, unseal
+
+__all__ = ["EXPECTED", "MEASURED", "agreement", "content", "figures", "found_in"]
+
+EXPECTED, MEASURED = "expectations.json", "measurements.json"
+_POINTS = 1500
+_CLOSE = 0.1
+
+
+def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compared]]:
+    """Return the predictions and the measurements of the validation in *folder*, and both side by side.
+
+    Raise a `ConfigError` if a file was changed or is missing, or if they have nothing in common.
+    """
+    if missing := [name for name in (EXPECTED, MEASURED) if not (folder / name).is_file()]:
+        raise ConfigError(
+            f"{folder} has no {missing[0]}: predictions without measurements have no figure; measure them"
+        )
+    expected, measured = (unseal((folder / name).read_bytes(), str(folder / name)) for name in (EXPECTED, MEASURED))
+    both = compare(*([Value(**row) for row in rows] for rows in (expected["expected"], measured["measured"])))
+    return expected, measured, both
+
+
+def figures(found: Sequence[Compared]) -> list[Figure]:
+    """Return the figures of *found*."""
+    return [figure for figure in (_agreement(found), _errors(found)) if figure.panels]
+
+
+def content(folder: Path) -> Content:
+    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone."""
+    expected, measured, found = found_in(folder)
+    before = measured["expectations"] == expected["sha256"]
+    errors = np.abs([each.error for each in found])
+    tiles = [
+        Tile("points", str(len(found))),
+        Tile("median error", f"{100 * float(np.median(errors)):.2g} %"),
+        Tile("95th percentile", f"{100 * float(np.percentile(errors, 95.0)):.3g} %"),
+    ]
+    facts = {
+        "predicted before it was measured": "yes" if before else "no",
+        "measured by": ", ".join(measured["engines"]),
+        "calibration": str(expected.get("calibration") or "none"),
+    }
+    kept = {"predicted": expected["written"], "measured from": measured["began"], "commit": str(expected.get("commit"))}
+    kept |= {"predictions, SHA-256": expected["sha256"], "folder": str(folder)}
+    title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
+    if all((folder / name).is_file() for name in FILES):
+        base = of_run.content(folder, figures(found))
+        facts |= {"status": base.facts["status"]}
+        provenance = {**kept, **base.provenance}
+        page = replace(base, title=title, facts=facts, tiles=tiles, shown=1, provenance=provenance)
+    else:
+        classes = by_class(found, {}, int(expected.get("seed", 0)))
+        shown = tables(classes, by_decade(found, int(expected.get("seed", 0))))
+        lines = [] if before else ["the predictions were made after these measurements"]
+        page = Content(
+            over="", title=title, facts=facts, tiles=tiles, warnings=lines, figures=figures(found), tables=shown
+        )
+        page = replace(page, shown=1, provenance=kept)
+    return replace(page, over="pdsim report of a validation", tables=[*page.tables, _points(found)])
+
+
+def _groups(found: Sequence[Compared]) -> Mapping[str, list[Compared]]:
+    """Return *found* by the first word of their class, so that few colours do."""
+    groups: dict[str, list[Compared]] = {}
+    for each in found:
+        groups.setdefault(each.predicted.group.partition(",")[0].partition(" ")[0], []).append(each)
+    return groups
+
+
+def _agreement(found: Sequence[Compared]) -> Figure:
+    panels = []
+    for quantity, title, unit in (("time", "Times", "s"), ("rate", "Rates", "B/s")):
+        mine = [each for each in found if each.predicted.quantity == quantity]
+        if mine:
+            groups = {
+                name: [(e.measured, e.predicted.value, _hover(e)) for e in each] for name, each in _groups(mine).items()
+            }
+            panels.append(agreement(groups, title, unit))
+    reading = (
+        "On the line, prediction and measurement are the same; points above it were predicted too slow (times) or too "
+        "fast (rates), and within the band they are at most 10 % off."
+    )
+    return Figure("agreement", "Predicted against measured", reading, panels)
+
+
+def agreement(
+    groups: Mapping[str, Sequence[tuple[float, float, str]]],
+    title: str,
+    unit: str,
+    ends: tuple[float, float] | None = None,
+    first: int = 0,
+) -> Panel:
+    """Return the panel of (measured, predicted, hover text) of each of *groups*, both axes alike and logarithmic.
+
+    *first* is the colour of the first group; *ends* are those of both axes, by default with room for all.
+    """
+    values = [value for each in groups.values() for one in each for value in one[:2]]
+    low, high = ends or (min(values) / 1.5, max(values) * 1.5)
+    line = [low, high]
+    series = [
+        Marks("band", line, [0.9 * end for end in line], "±10 %", top=[1.1 * end for end in line]),
+        Marks("line", line, line, plain=True),
+    ]
+    for colour, (name, each) in enumerate(groups.items(), first):
+        chosen = [each[i] for i in thinned(len(each), _POINTS)]
+        series.append(
+            Marks(
+                "points",
+                [m for m, _, _ in chosen],
+                [p for _, p, _ in chosen],
+                name,
+                colour,
+                texts=[t for *_, t in chosen],
+            )
+        )
+    return Panel(
+        Scale("measured", unit, log=True, low=low, high=high),
+        Scale("predicted", unit, log=True, low=low, high=high),
+        series,
+        title,
+        400,
+    )
+
+
+def _errors(found: Sequence[Compared]) -> Figure:
+    by_size, curves = [], []
+    for colour, (name, each) in enumerate(_groups(found).items()):
+        sized = [one for one in each if one.predicted.nbytes > 0]
+        chosen = [sized[i] for i in thinned(len(sized), _POINTS)]
+        if chosen:
+            x, y = [float(one.predicted.nbytes) for one in chosen], [100 * one.error for one in chosen]
+            by_size.append(Marks("points", x, y, name, colour, texts=[_hover(one) for one in chosen]))
+        errors = [abs(one.error) * 100 for one in each]
+        x, y = cumulative([max(error, 1e-2) for error in errors])
+        curves.append(Marks("steps", x, [100 * share for share in y], name, colour))
+    ends = [min(min(s.x) for s in by_size), max(max(s.x) for s in by_size)] if by_size else []
+    if by_size:
+        by_size.insert(0, Marks("line", ends, [0.0, 0.0], plain=True))
+        by_size.insert(0, Marks("band", ends, [-100 * _CLOSE] * 2, "±10 %", top=[100 * _CLOSE] * 2))
+    panels = (
+        [Panel(Scale("bytes", "B", log=True), Scale("error", "%"), by_size, "Signed error by size", 360)]
+        if by_size
+        else []
+    )
+    x_axis, y_axis = Scale("absolute error", "%", log=True), Scale("points not further off", "%", low=0, high=101)
+    panels.append(Panel(x_axis, y_axis, curves, "Share of points within an error", 360))
+    reading = "Above zero the prediction is too high; on the right, the further left a curve, the smaller its errors."
+    return Figure("errors", "Errors by size and by class", reading, panels)
+
+
+def _hover(each: Compared) -> str:
+    value = each.predicted
+    text = format_time if value.quantity == "time" else format_rate
+    size = f", {format_size(value.nbytes)}" if value.nbytes else ""
+    return (
+        f"{value.group}: {value.label}{size}<br>predicted {text(value.value)}, measured {text(each.measured)}, "
+        f"{100 * each.error:+.1f} %"
+    )
+
+
+def _points(found: Sequence[Compared]) -> Table:
+    columns = {"point": "and flow", "class": "", "quantity": "time in us, rate in GB/s"}
+    columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
+    rows = []
+    for each in found:
+        value = each.predicted
+        scale = 1e6 if value.quantity == "time" else 1e-9
+        numbers = (value.value, value.low, value.high, each.measured)
+        scaled = [None if number is None else number * scale for number in numbers]
+        rows.append([value.label, value.group, value.quantity, *scaled, each.error * 100])
+    return Table("Every point", columns, rows)

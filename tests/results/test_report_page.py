@@ -1,0 +1,273 @@
+"""`pdsim report`: pages of runs, sweeps and validations that need nothing beside them, and figures as files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdsim.cli.main import main
+from pdsim.results.drawing import interactive, static
+from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, prefixed, ticks
+from pdsim.results.kept import KeptRun
+from pdsim.results.report import of_run
+from pdsim.results.report.requests import mean_level
+from pdsim.sweep import pareto as of_sweep
+from pdsim.validation import agreement as of_validation
+from tests.support.browser import CHROMIUM, Browser
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["hw=8xh200", "workload.count=12", "--quiet"]
+FIGURES = {
+    "run": {"latency", "phases", "time", "queues", "transfers", "ranks", "utilisation", "use"},
+    "pulled": {"latency", "phases", "time", "queues", "transfers", "ranks", "use"},
+    "sweep": {"pareto", "keys"},
+    "validation": {"agreement", "errors"},
+    "transfer": {"transfers", "ranks", "use"},
+}
+READING = re.compile(r'<p class="reading">([^<]+)</p>')
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of each kind that there is a report of."""
+    output = tmp_path_factory.mktemp("results")
+
+    def made(name, *words):
+        assert main([*words, f"output={output / name}"]) == 0
+        return next((output / name).iterdir())
+
+    swept = ["workload.rate=2,8", "workload=poisson", "executor.workers=1"]
+    staged = ["kv.staging=true", "parallel.decode.tp=2"]
+    pulled = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl", "--quiet"]
+    return {
+        "run": made("run", "run", *SMALL, *staged, "samples=50"),
+        "pulled": made("pulled", "run", *pulled),
+        "sweep": made("sweep", "sweep", *SMALL, *swept),
+        "validation": ROOT / "data" / "validation" / "nixl-2xh200",
+        "transfer": made("transfer", "run", "experiment=transfer", "experiment.patterns=[pair]", "--quiet"),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(folders, tmp_path_factory):
+    target = tmp_path_factory.mktemp("pages")
+    for name, folder in folders.items():
+        assert main(["report", str(folder), "-o", str(target / f"{name}.html")]) == 0
+    return {name: target / f"{name}.html" for name in folders}
+
+
+class Parts(HTMLParser):
+    """What a page is made of: sections by name, addresses that it refers to, and the text of its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.sections, self.addresses, self.scripts, self._script = [], [], [], False
+        self.plots = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.sections += [found["id"]] if tag == "section" else []
+        self.plots += found.get("class") == "plot"
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        self._script = tag == "script"
+        self.scripts += [""] if self._script else []
+
+    def handle_endtag(self, tag):
+        self._script = False
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts[-1] += data
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_page_has_its_figures_and_refers_to_nothing_outside(pages, name):
+    text = pages[name].read_text(encoding="utf-8")
+    parts = Parts(text)
+    panels, library, _ = parts.scripts
+    assert set(parts.sections) - {"summary", "tables", "evidence", "provenance"} == FIGURES[name]
+    assert all(address.startswith(("#", "data:")) for address in parts.addresses)
+    assert "plotly.js v" in library[:200]
+    assert len(text) - len(library) < 600_000
+    assert len(json.loads(panels)) == parts.plots > 0
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_says_how_to_read_it_and_what_its_axes_are(pages, name):
+    text = pages[name].read_text(encoding="utf-8")
+    assert len(READING.findall(text)) >= len(FIGURES[name])
+    for panel in json.loads(Parts(text).scripts[0]):
+        axes = panel["layout"]["xaxis"], panel["layout"]["yaxis"]
+        assert all(axis["title"]["text"] or axis.get("ticktext") for axis in axes)
+        assert all(axis["gridcolor"] == "@grid" for axis in axes)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_what_plotly_is_given_is_what_it_knows(pages, name):
+    """Its own classes refuse a property or a value that it would ignore."""
+    from plotly import graph_objects
+
+    text = Parts(pages[name].read_text(encoding="utf-8")).scripts[0]
+    for panel in json.loads(re.sub(r'"@\w+"', '"#123456"', text)):
+        graph_objects.Figure(panel)
+
+
+def test_a_reproduced_report_has_simulated_beside_measured_points():
+    from pdsim.results.report.before_after import figure
+
+    rows = [("handoff", "toy", "model", "1to2", 4.0, 0.5), ("handoff", "toy", "real", "1to2", 3.0, 0.25)]
+    rows += [("handoff", "toy", "model", "8to8", 8.0, 2.0), ("ttft", "toy", "model", "2to1", 5.0, None)]
+    heads = ("claim", "machine", "target", "at", "before", "after")
+    points = [dict(zip(heads, row, strict=True)) | {"unit": "s"} for row in rows]
+    left, right, *others = figure({"handoff": "faster", "ttft": "sooner"}, points).panels
+    assert (left.title, right.title) == ("faster: simulated", "faster: measured")
+    assert left.y.labels == right.y.labels == ["toy: 1to2", "toy: 8to8"]
+    assert left.x == right.x == Scale("time", "s", log=True, low=0.2, high=10.0)
+    assert [(m.name, m.x, m.y) for m in right.series[1:]] == [("before", [3.0], [0.0]), ("after", [0.25], [0.0])]
+    assert len(others) == 2
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+class TestInChromium:
+    @pytest.mark.parametrize("name", FIGURES)
+    def test_all_is_drawn_without_a_complaint_and_without_the_network(self, browser, pages, name):
+        browser.open(pages[name])
+        assert browser.complaints == []
+        assert browser.requests == []
+
+    def test_it_fits_a_phone(self, browser, pages):
+        browser.open(pages["run"], width=390)
+        assert browser.evaluate("document.documentElement.scrollWidth") == 390
+
+    def test_the_switch_changes_the_theme_and_what_is_drawn(self, browser, pages):
+        shown = "getComputedStyle(document.body).backgroundColor + document.querySelector('.xtick text').style.fill"
+        browser.open(pages["validation"], dark=True)
+        dark = browser.evaluate(shown)
+        browser.evaluate("document.getElementById('theme').click()")  # auto, light
+        browser.wait(f"{shown} !== {json.dumps(dark)}")
+        light = browser.evaluate(shown)
+        browser.evaluate("document.getElementById('theme').click()")
+        browser.wait(f"{shown} === {json.dumps(dark)}")
+        browser.open(pages["validation"])
+        assert browser.evaluate(shown) == light
+
+
+# --- figures as files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "begin"), [("svg", b"<?xml"), ("pdf", b"%PDF-"), ("png", b"\x89PNG")])
+def test_a_figure_is_written_in_three_formats(folders, tmp_path, form, begin):
+    path = tmp_path / f"figure.{form}"
+    assert main(["report", str(folders["run"]), "--figure", "phases", "--format", form, "-o", str(path)]) == 0
+    assert path.read_bytes().startswith(begin)
+
+
+def test_every_figure_is_a_file_the_same_each_time(folders):
+    drawn = [of_run.figures(KeptRun(folders[name])) for name in ("run", "pulled", "transfer")]
+    drawn += [
+        of_sweep.figures(folders["sweep"]),
+        of_validation.figures(of_validation.found_in(folders["validation"])[2]),
+    ]
+    assert [{figure.name for figure in figures} for figures in drawn] == [
+        FIGURES[name] for name in ("run", "pulled", "transfer", "sweep", "validation")
+    ]
+    for figures in drawn:
+        assert all(static.drawn(figure, "svg").startswith(b"<?xml") for figure in figures)
+        assert static.drawn(figures[0], "svg") == static.drawn(figures[0], "svg")
+
+
+def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
+    assert main(["report", str(folders["run"])]) == 0
+    assert (folders["run"] / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "report needs the folder of a run"),
+        (("{run}", "{run}"), "report is about one run, sweep or validation, got 2"),
+        (("{run}", "--figure", "latencey"), "has no figure 'latencey'; did you mean latency?"),
+        (("{run}", "--format", "svg"), "--format is of a figure; name it"),
+        (("{run}", "--figure", "latency", "--format", "gif"), "--format must be one of svg, pdf, png, got 'gif'"),
+        (("{run}", "-o", "/nowhere/at/all.html"), "No such file or directory; name a file that can be written with -o"),
+        (("{run}", "--colour"), "report has no option '--colour'"),
+        (("{run}", "--json"), "report writes a page, and has no --json; pdsim show prints"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(folders, capsys, words, message):
+    assert main(["report", *(word.format(run=folders["run"]) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("library", "words"), [("plotly", ()), ("matplotlib", ("--figure", "latency"))])
+def test_a_missing_library_is_one_line_that_says_what_to_install(folders, capsys, monkeypatch, library, words):
+    monkeypatch.setitem(sys.modules, library, None)
+    real = interactive.find_spec
+    for module in (interactive, static):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == library else real(name))
+    assert main(["report", str(folders["run"]), *words]) == 2
+    assert re.fullmatch(r"pdsim: .*; pip install 'pdsim\[report\]'\n", capsys.readouterr().err)
+
+
+# --- what figures are made of ---------------------------------------------------------------------------------------
+
+
+def test_the_share_that_is_not_above_a_value_is_exact():
+    assert cumulative([3.0, 1.0, 2.0, 2.0]) == ([1.0, 2.0, 2.0, 3.0], [0.25, 0.5, 0.75, 1.0])
+    x, y = cumulative(np.arange(10_000.0), most=5)
+    assert (x[0], x[-1], y[-1], len(x)) == (0.0, 9999.0, 1.0, 5)
+
+
+def test_the_mean_number_under_way_is_exact():
+    edges, level = mean_level(np.array([0.0, 1.0]), np.array([2.0, 4.0]), 4.0, bins=4)
+    assert (edges, level) == ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 1.0, 1.0])
+    _, weighted = mean_level(np.array([0.5]), np.array([1.5]), 2.0, [10.0], bins=2)
+    assert weighted == [5.0, 5.0]
+
+
+def test_ticks_of_a_wide_axis_are_decades_and_of_a_narrow_one_more():
+    assert ticks(1e-3, 2e-3)[0] == [1e-3, 2e-3]
+    values, told = ticks(1e-6, 1.0)
+    assert [value for value, label in zip(values, told, strict=True) if label] == [
+        1e-6,
+        1e-5,
+        1e-4,
+        1e-3,
+        1e-2,
+        0.1,
+        1.0,
+    ]
+
+
+def test_values_have_prefixes_of_ten():
+    assert [prefixed(2e-6, "s"), prefixed(90.0, "s"), prefixed(4e11, "B/s")] == ["2 µs", "90 s", "400 GB/s"]
+
+
+def test_marks_of_unlike_lengths_or_kinds_are_refused():
+    with pytest.raises(ValueError, match="2 x and 1 y"):
+        Marks("line", [1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Marks("pie", [1.0], [1.0])
+
+
+def test_a_value_that_is_not_finite_is_a_gap():
+    panel = Panel(Scale("x"), Scale("y"), [Marks("line", [1.0, float("nan")], [float("inf"), 2.0])])
+    (trace,) = interactive.drawn(panel)["data"]
+    assert (trace["x"], trace["y"]) == ([1.0, None], [None, 2.0])
+    assert static.drawn(Figure("gap", "Gap", "", [panel]), "png")

@@ -1,0 +1,169 @@
+"""`pdsim timeline`: the trace-event format kept to the letter, and what the rows of a run say, nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+import pdsim
+from experiments import serve
+from pdsim.cli.main import main
+from pdsim.results import store
+from pdsim.results.record import Result
+from pdsim.results.timeline import trace
+from tests.support.configs import make_config
+
+PULLED = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl"]
+STAGED = ["hw=8xh200", "workload.count=12", "parallel.decode.tp=2", "kv.staging=true", "samples=50"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    output = tmp_path_factory.mktemp("results")
+    found = {}
+    for name, words in (("pushed", STAGED), ("pulled", PULLED)):
+        assert main(["run", *words, "--quiet", f"output={output / name}"]) == 0
+        (found[name],) = (output / name).iterdir()
+    found["live"] = live(output / "live")
+    return found
+
+
+def live(output):
+    """A run of a live deployment as `experiments.serve.live` keeps it, of two requests, of which one failed."""
+    requests = {
+        "id": [0, 1], "arrival": [0.0, 1.0], "input": [8, 9], "output": [3, 3], "status": ["ok", "Timeout: late"],
+        "prefill": ["p", "p"], "decode": ["d", "d"], "sent": [0.25, 1.0], "ttft": [1.0, None], "e2e": [2.0, None],
+        "prefilled": [0.5, None], "handoff": [0.5, None],
+    }  # fmt: skip
+    with store.Run(make_config(output, target="live", experiment=serve.Options())) as run:
+        return run.finish(Result(summary=[], requests=requests))
+
+
+def drawn(folders, tmp_path, *names):
+    path = tmp_path / "trace.json"
+    assert main(["timeline", *(str(folders[name]) for name in names), "-o", str(path)]) == 0
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def of(events, kind):
+    return [event for event in events if event["ph"] == kind]
+
+
+def names(events, what):
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in of(events, "M") if e["name"] == what}
+
+
+@pytest.mark.parametrize("runs", [("pushed",), ("pulled",), ("live",), ("pushed", "pulled", "live")], ids="+".join)
+class TestTheFormat:
+    def test_every_event_has_what_its_kind_needs(self, folders, tmp_path, runs):
+        events = drawn(folders, tmp_path, *runs)
+        needs = {"M": {"args"}, "X": {"ts", "dur", "tid"}, "C": {"ts", "args"}, "s": {"ts", "id", "tid"}}
+        needs |= {"t": needs["s"], "f": needs["s"] | {"bp"}}
+        assert {event["ph"] for event in events} <= set(needs)
+        assert all({"name", "pid", *needs[event["ph"]]} <= set(event) for event in events)
+        assert all(event["ts"] >= 0 and event.get("dur", 0) >= 0 for event in events if event["ph"] != "M")
+
+    def test_time_does_not_go_back(self, folders, tmp_path, runs):
+        times = [event["ts"] for event in drawn(folders, tmp_path, *runs) if event["ph"] != "M"]
+        assert times == sorted(times)
+
+    def test_slices_of_a_track_do_not_overlap(self, folders, tmp_path, runs):
+        tracks: dict = {}
+        for event in of(drawn(folders, tmp_path, *runs), "X"):
+            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        for spans in tracks.values():
+            assert all(end <= begin + 1e-4 for (_, end), (begin, _) in pairwise(sorted(spans)))
+
+    def test_every_track_and_counter_has_a_name_and_a_process(self, folders, tmp_path, runs):
+        events = drawn(folders, tmp_path, *runs)
+        processes = {pid for pid, _ in names(events, "process_name")}
+        assert {(e["pid"], e["tid"]) for e in of(events, "X")} == set(names(events, "thread_name"))
+        assert {e["pid"] for e in events} == processes
+
+    def test_an_arrow_begins_and_ends_once_within_slices(self, folders, tmp_path, runs):
+        events = drawn(folders, tmp_path, *runs)
+        begins, ends = (Counter(e["id"] for e in of(events, kind)) for kind in "sf")
+        assert begins == ends
+        assert set(begins.values()) == {1}
+        slices: dict = {}
+        for e in of(events, "X"):
+            slices.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+        for e in [*of(events, "s"), *of(events, "t"), *of(events, "f")]:
+            assert any(begin <= e["ts"] <= end for begin, end in slices[e["pid"], e["tid"]])
+
+    def test_counters_never_fall_below_nothing(self, folders, tmp_path, runs):
+        assert all(e["args"]["value"] >= 0 for e in of(drawn(folders, tmp_path, *runs), "C"))
+
+
+@pytest.mark.parametrize("name", ["pushed", "pulled"])
+def test_slices_are_the_instants_of_the_requests(folders, tmp_path, name):
+    run = pdsim.load(folders[name])
+    events = drawn(folders, tmp_path, name)
+    found = {e["name"]: e for e in of(events, "X") if e["cat"] == "prefill"}
+    first = run.requests.to_pylist()[0]
+    begin = found["request 0"]["ts"] - 1e6 * first["started_at"]  # of the workload, on the clock of the trace
+    assert begin >= -0.01
+    for row in run.requests.to_pylist():
+        slice_ = found[f"request {row['id']}"]
+        assert slice_["ts"] - begin == pytest.approx(row["started_at"] * 1e6, abs=0.01)
+        assert slice_["dur"] == pytest.approx((row["prefilled_at"] - row["started_at"]) * 1e6, abs=0.01)
+    assert len(of(events, "s")) == run.requests.num_rows
+
+
+def test_every_transfer_is_posted_and_on_the_wire_by_its_rank(folders, tmp_path):
+    run = pdsim.load(folders["pushed"])
+    events = drawn(folders, tmp_path, "pushed")
+    assert sum(e["cat"].endswith(": wire") for e in of(events, "X")) == run.transfers.num_rows
+    assert {e["args"]["request"] for e in of(events, "X") if e["cat"].endswith(": wire")} == set(range(12))
+
+
+def test_samples_are_counters(folders, tmp_path):
+    found = {event["name"].split()[0] for event in of(drawn(folders, tmp_path, "pushed"), "C")}
+    assert {"link", "pool", "pages", "ring"} <= found
+
+
+def test_runs_side_by_side_are_told_apart(folders, tmp_path):
+    shown = names(drawn(folders, tmp_path, "pushed", "live"), "process_name").values()
+    assert {"A: prefill0", "A: decode0.0", "B: p", "B: d"} <= set(shown)
+
+
+def test_a_live_request_has_its_prefill_its_handoff_and_its_decode(folders, tmp_path):
+    events = of(drawn(folders, tmp_path, "live"), "X")
+    found = [(e["cat"], e["ts"], e["dur"]) for e in events]
+    assert found == [
+        ("waiting for a connection", 0.0, 0.25e6),
+        ("prefill", 0.25e6, 0.25e6),
+        ("handoff", 0.5e6, 0.5e6),
+        ("decode", 1.0e6, 1.0e6),
+        ("waiting for a connection", 1.0e6, 0.0),
+    ]
+
+
+def test_a_trace_is_compressed_by_its_name_and_the_same_each_time(folders, tmp_path):
+    plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
+    assert trace([folders["pulled"]], plain) == trace([folders["pulled"]], packed) > 0
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    assert main(["timeline", str(folders["pulled"])]) == 0
+    assert (folders["pulled"] / "timeline.json.gz").read_bytes() == packed.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "timeline needs the folder of a run"),
+        (("{pushed}", "-o", "a.pftrace"), "-o a.pftrace: a trace is a file .json or .json.gz"),
+        (("{pushed}", "-o", "/nowhere/t.json"), "No such file or directory; name a file that can be written with -o"),
+        (("{empty}",), "kept no requests and no transfers that ended, so it has no timeline"),
+    ],
+)
+def test_what_has_no_timeline_is_refused_in_one_line(folders, tmp_path, capsys, words, message):
+    with store.Run(make_config(tmp_path)) as run:
+        empty = run.finish(Result(summary=[]))
+    assert main(["timeline", *(word.format(pushed=folders["pushed"], empty=empty) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
