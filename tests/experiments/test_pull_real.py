@@ -90,12 +90,20 @@ def test_users_who_leave_while_their_kv_is_read_leave_no_page_behind(name: str):
     assert [account(outcome, rank) for rank in ("prefill0.0", "decode0.0")] == [(0, 0)] * 2
 
 
+def ended_by_ucx(outcome: Outcome, rank: str) -> bool:
+    """Return whether UCX ended *rank* for a reader that had died, as ``backends/engines/nixl.py`` says it may."""
+    died, _, log = outcome.ranks[rank].error.partition("\n")
+    return died in ("killed by signal 6", "killed by signal 11") and "failed: Connection reset by remote peer" in log
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_pages_that_a_killed_reader_was_reading_come_back_with_the_proof_of_its_end(name: str):
     outcome = served(name, REQUESTS, kill={"decode0.0": 0.8}, decode=TWO)
-    found = statuses(outcome)
-    assert set(found) <= {"ok", "PeerLost"}
-    assert set(found[1::2]) == {"ok"}  # on the other instance
+    assert set(statuses(outcome)) <= {"ok", "PeerLost"}
+    if name == "nixl_tcp" and ended_by_ucx(outcome, "prefill0.0"):
+        return  # with the only lender all requests end
+    # which requests those are depends on when the instances were connected: the rows say it
+    assert {row[3] for row in outcome.ranks["router"].value["rows"] if row[1] == "decode1"} == {"ok"}
     assert account(outcome, "prefill0.0") == (0, 0)
 
 
