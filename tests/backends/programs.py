@@ -216,6 +216,20 @@ def settle_after_loss(rank: Rank, to: str) -> Program:
             return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
 
 
+def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
+    """As `settle_after_loss`, where the first *late* questions whether the peer is dead come before it is."""
+    from backends.base import endpoint, process_identity
+
+    known, asked = process_identity.is_dead, []
+
+    def is_dead(identity: str) -> bool:
+        asked.append(identity)
+        return len(asked) > late and known(identity)
+
+    endpoint.is_dead = process_identity.is_dead = is_dead
+    return (yield from settle_after_loss(rank, to))
+
+
 def wait_for_death(rank: Rank, by: str) -> Program:
     rank.endpoint.register(rank.device.allocate(8 << 20), "sink")
     address = (yield rank.channel.receive()).payload
