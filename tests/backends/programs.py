@@ -126,6 +126,17 @@ def burn(rank: Rank, seconds: float) -> Program:
     return (sum(os.times()[:2]) - before) / seconds
 
 
+def gaps(rank: Rank, seconds: float) -> Program:
+    """Look at the clock again and again; return from when to when no look was possible for 0.2 s or longer."""
+    found, last = [], rank.clock.now
+    while last < seconds:
+        yield rank.clock.timeout(0.01)
+        if rank.clock.now - last > 0.2:
+            found.append([last, rank.clock.now])
+        last = rank.clock.now
+    return found
+
+
 def take_memory(rank: Rank, size: int) -> Program:
     rank.device.allocate(size)
     yield rank.clock.timeout(0)
