@@ -5,32 +5,14 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.faults_real.plan import KINDS, Plan, draw
+from benchmarks.faults_real.table import COLUMNS, NUMBERS, STORED, read, table
 from benchmarks.faults_real.trial import CHECKS, Found, attempt
-from pdsim.units import format_size
 
-__all__ = ["main", "table"]
-
-STORED = Path(__file__).resolve().parent.parent.parent / "data" / "benchmarks" / "faults_real.csv"
-NUMBERS = ("ok", "failed", "nbytes", "probes", "quarantined", "suspected", "engine")
-COLUMNS = (
-    "seed",
-    "engine_name",
-    "handoff",
-    "link",
-    "prefill",
-    "decode",
-    *KINDS,
-    "requests",
-    *NUMBERS,
-    *CHECKS,
-    "seconds",
-    "details",
-)
+__all__ = ["main", "run"]
 
 
 def row(plan: Plan, found: Found) -> dict[str, object]:
@@ -42,7 +24,7 @@ def row(plan: Plan, found: Found) -> dict[str, object]:
         "link": int(plan.link),
         "prefill": plan.prefill,
         "decode": plan.decode,
-        **{kind: plan.injected[kind] for kind in KINDS},
+        **{kind: found.injected[kind] for kind in KINDS},
         "requests": len(plan.requests),
         **{name: getattr(found, name) for name in NUMBERS},
         **{check: found.counts[check] for check in CHECKS},
@@ -68,49 +50,8 @@ def run(seeds: range, to: Path) -> int:
             writer.writerow(row(plan, found))
         bad += bool(found.counts)
         said = "; ".join(found.details) or "clean"
-        print(f"seed {seed}: {plan.injected.total()} faults, {found.ok} ok, {found.failed} failed: {said}", flush=True)
+        print(f"seed {seed}: {found.injected.total()} faults, {found.ok} ok, {found.failed} failed: {said}", flush=True)
     return bad
-
-
-def read(files: Sequence[Path]) -> list[dict[str, str]]:
-    """Return the rows of *files*, each seed once, the last row of it."""
-    rows: dict[str, dict[str, str]] = {}
-    for path in files:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows |= {each["seed"]: each for each in csv.DictReader(file)}
-    return list(rows.values())
-
-
-def table(files: Sequence[Path] = (STORED,)) -> Iterator[str]:
-    """Yield the lines of the table of docs/reliability.md: a column for each engine, and what was found in it."""
-    rows = read(files)
-    engines = sorted({each["engine_name"] for each in rows})
-    sums = {name: Counter[str]() for name in engines}
-    for each in rows:
-        for key in (*KINDS, "requests", *NUMBERS, *CHECKS):
-            sums[each["engine_name"]][key] += int(each[key])
-        sums[each["engine_name"]]["jobs"] += 1
-    yield "| | " + " | ".join(f"`{name}`" for name in engines) + " | all |"
-    yield "|---|" + "---|" * (len(engines) + 1)
-    columns = [*sums.values(), sum(sums.values(), Counter[str]())]
-    yield _line("jobs", [each["jobs"] for each in columns])
-    for kind in KINDS:
-        yield _line(kind, [each[kind] for each in columns])
-    yield _line("**faults injected**", [sum(each[kind] for kind in KINDS) for each in columns])
-    yield _line("requests", [each["requests"] for each in columns])
-    yield _line("of them served", [each["ok"] for each in columns])
-    yield _line("bytes of KV compared", [format_size(each["nbytes"]) for each in columns])
-    yield _line("failed, by a fault that explains it", [each["failed"] - each["suspected"] for each in columns])
-    yield _line("by a rank silent for want of a processor", [each["suspected"] for each in columns])
-    yield _line("probes served", [each["probes"] for each in columns])
-    yield _line("pages in quarantine at the end", [each["quarantined"] for each in columns])
-    yield _line("ranks ended by UCX, as known", [each["engine"] for each in columns])
-    for check in CHECKS:
-        yield _line(f"**{check.replace('_', ' ')}**", [each[check] for each in columns])
-
-
-def _line(name: str, values: Sequence[object]) -> str:
-    return f"| {name} | " + " | ".join(map(str, values)) + " |"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -53,16 +53,13 @@ class Plan:
         """The engines' ranks, without the router."""
         return [f"prefill{n}.0" for n in range(self.prefill)] + [f"decode{n}.0" for n in range(self.decode)]
 
-    @property
-    def injected(self) -> Counter[str]:
-        """How often each of `KINDS` is injected."""
-        stops = sum(map(len, self.pause.values()))
-        links = Counter({"cut": "link cut", "stall": "link stalled"}[change.kind] for change in self.changes)
-        return (
-            Counter({"SIGKILL": len(self.kill), "restart": len(self.restart)})
-            + Counter({"SIGSTOP": stops, "SIGCONT": stops})
-            + links
-        )
+    def injected(self, until: float = float("inf")) -> Counter[str]:
+        """How often each of `KINDS` is injected before the time *until*, at which the job may have ended."""
+        moments = [("SIGKILL", at) for at in self.kill.values()] + [("restart", at) for at in self.restart.values()]
+        for start, end in (span for times in self.pause.values() for span in times):
+            moments += [("SIGSTOP", start), ("SIGCONT", end)]
+        moments += [({"cut": "link cut", "stall": "link stalled"}[each.kind], each.start) for each in self.changes]
+        return Counter(kind for kind, at in moments if at <= until)
 
     @property
     def expected(self) -> list[str]:

@@ -17,7 +17,7 @@ from pdsim.cli.run import compose
 from pdsim.job import Outcome, RankResult, RankSpec
 from pdsim.serving.deployment import ROUTER
 
-__all__ = ["CHECKS", "LIMIT", "Found", "attempt"]
+__all__ = ["CHECKS", "LIMIT", "PAGE", "Check", "Found", "attempt"]
 
 LIMIT = 90.0
 """Seconds after which a job that has not ended hangs; the longest is over after 25 on an idle machine."""
@@ -68,6 +68,7 @@ class Found:
     suspected: int
     engine: int
     seconds: float
+    injected: Counter[str]
     counts: Counter[str]
     details: list[str]
 
@@ -88,7 +89,7 @@ def attempt(plan: Plan) -> Found:
     target, specs = _job(plan)
     outcome = target.run(specs, plan.kill, plan.restart, plan.pause)
     seconds = time.monotonic() - began
-    return _Check(plan, outcome).found(seconds, _left(before))
+    return Check(plan, outcome).found(seconds, _left(before))
 
 
 def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
@@ -128,8 +129,8 @@ def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
     return target, [router, *others]
 
 
-class _Check:
-    """The checks of one outcome."""
+class Check:
+    """The checks of one *outcome* of *plan*: `found` makes them, once."""
 
     def __init__(self, plan: Plan, outcome: Outcome) -> None:
         self._plan = plan
@@ -142,6 +143,7 @@ class _Check:
         self._links = [(change.start, change.end + _AFTER) for change in plan.changes]
 
     def found(self, seconds: float, left: list[str]) -> Found:
+        """Return what is found, of a job that took *seconds* and has *left* this on the machine."""
         ranks, value = self._outcome.ranks, self._outcome.ranks[ROUTER].value
         for name, rank in ranks.items():
             self._rank(name, rank)
@@ -169,6 +171,7 @@ class _Check:
             suspected=self._suspected,
             engine=len(self._engine),
             seconds=seconds,
+            injected=self._plan.injected(self._outcome.seconds),
             counts=self._counts,
             details=self._details,
         )
