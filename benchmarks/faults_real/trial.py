@@ -118,8 +118,7 @@ def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
         assert config.hw.link is not None
         link = replace(config.hw.link, rate=60e6, changes=tuple(plan.changes))
         config = replace(config, hw=replace(config.hw, link=link))
-    options = {key: value for key, value in config.experiment.items() if key != "name"}
-    what = serve.job(config, serve.Options(**options))
+    what = serve.job(config, serve.Options.of(config))
     router, *others = serve.specs(config, what, plan.requests)
     program = "experiments.faults.router:program"
     arguments = {"calm": plan.calm, "linger": LINGER, "expected": plan.expected, "patience": RECOVERY}
