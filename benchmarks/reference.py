@@ -4,6 +4,7 @@ What is generated, each between two HTML comments of its page:
 
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
+- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
@@ -26,6 +27,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults_real import table as faults_real
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
@@ -83,6 +85,7 @@ def output() -> Iterator[str]:
 
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "faults-real": ("docs/reliability.md", faults_real.table),
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
     "output": ("README.md", output),

@@ -28,7 +28,7 @@ from backends.base.control import Control, PeerLine, fields
 from backends.base.deadlines import TransferDeadlines
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.hooks import EngineHooks
-from backends.base.process_identity import is_dead
+from backends.base.process_identity import is_dead, when_dead
 from backends.base.state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.tcp_drain import half_open
 from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal, return_regions, withdrawn
@@ -357,8 +357,9 @@ class RealEndpoint(EngineHooks):
 
         def decide(_: Event) -> None:
             error = PeerLost(f"{line.name} {line.lost}; {text}") if line.lost else TransferFailed(text)
-            gone = bool(line.lost) and transfer.operation == "write" and is_dead(line.card.process)
-            self.fail(transfer, error, moving=moving and not gone)
+            self.fail(transfer, error, moving=moving)
+            if transfer.operation == "write":
+                when_dead(self.clock, line.card.process, lambda: self.quiesce(transfer))
 
         if line.lost:
             decide(transfer)

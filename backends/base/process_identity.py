@@ -7,10 +7,16 @@ its help, and only on the same host: elsewhere, and for a process that cannot be
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-__all__ = ["is_dead", "myself"]
+from pdsim.clock import WallClock
+
+__all__ = ["is_dead", "myself", "when_dead"]
+
+FIRST, LAST = 0.01, 30.0
+"""Seconds until `when_dead` looks again, doubled each time, and from which on it looks no more."""
 
 
 @cache
@@ -43,3 +49,15 @@ def is_dead(identity: str) -> bool:
     state, threads, started = _state(int(pid))
     # a zombie's other threads may still run, and hold its memory and its sockets until the last is gone
     return (state in "XZ" and threads <= 1) or started != start
+
+
+def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wait: float = FIRST) -> None:
+    """Call *action* once the process that *identity* names has certainly ended: now, or when a later look shows it.
+
+    The kernel closes the connections of a process some time before the process is dead, so that whoever acts on their
+    end may come too early.  Of a process on another host, or one that goes on, nothing is ever called.
+    """
+    if is_dead(identity):
+        action()
+    elif wait < LAST:
+        clock.call_at(clock.now + wait, lambda _: when_dead(clock, identity, action, 2 * wait), None)

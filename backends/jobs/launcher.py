@@ -114,17 +114,19 @@ class Processes:
         ranks: Sequence[RankSpec],
         kill: Mapping[str, float] | None = None,
         restart: Mapping[str, float] | None = None,
+        pause: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     ) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
 
-        *restart* likewise starts a rank again that has ended by then, as a new process that the others are told of.
-        Its result is that of its last life; transfers of a life that was killed are lost with it.
+        *restart* likewise starts a rank again, once it has been killed or ended by an error, as a new process that the
+        others are told of.  Its result is that of its last life; transfers of a life that was killed are lost with it.
+        *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it go on.
 
         Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting, and
         another `TransferError` if something else does.
         """
         names = [spec.name for spec in ranks]
-        ranks_named(names, kill=kill or {}, restart=restart or {})
+        ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
         processors, keys = shares(ranks), job_keys(names)
         with _stoppable(), self._network() as network, _ProcessJob(self.startup, self.silence) as job:
             for spec in ranks:
@@ -134,7 +136,7 @@ class Processes:
             origin = job.go(bool(restart))
             if network is not None:
                 network.go(origin)
-            job.until_done(self.deadline, dict(kill or {}), dict(restart or {}))
+            job.until_done(self.deadline, dict(kill or {}), dict(restart or {}), _signals(pause or {}))
             if network is not None:
                 self.lateness.append(network.lateness())
             return job.outcome()
@@ -179,6 +181,13 @@ class Processes:
             collective=_settings(self.collective),
             processors=processors,
         )
+
+
+def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[float, str, int]]:
+    """Return when which rank is sent which signal, in the order of time."""
+    spans = [(name, *span) for name, times in pause.items() for span in times]
+    stops = [(start, name, signal.SIGSTOP.value) for name, start, _ in spans]
+    return sorted([*stops, *((end, name, signal.SIGCONT.value) for name, _, end in spans)])
 
 
 def _settings(library: Collective | None) -> Settings | None:
@@ -226,6 +235,11 @@ class _Child:
             return []
 
     @property
+    def broken(self) -> bool:
+        """Whether it has ended without a result, or with an error."""
+        return self.ended and (self.done is None or bool(self.done.error))
+
+    @property
     def dying(self) -> bool:
         """Whether it was killed and its end is not noticed yet."""
         return bool(self.error) and not self.ended
@@ -240,6 +254,11 @@ class _Child:
         """End the process by SIGKILL, which also ends one that is stopped."""
         if self.process.poll() is None:
             self.process.kill()
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
 
     def stop(self) -> None:
         """Make sure that nothing of the process is left."""
@@ -341,7 +360,9 @@ class _ProcessJob:
                     supervision.send(other.connection, supervision.Moved(child.name, uri))
         self._release(child)
 
-    def until_done(self, deadline: float, kill: dict[str, float], restart: dict[str, float]) -> None:
+    def until_done(
+        self, deadline: float, kill: dict[str, float], restart: dict[str, float], signals: list[tuple[float, str, int]]
+    ) -> None:
         """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*.
 
         One that has been silent for too long is killed, and the others find it gone.
@@ -354,12 +375,15 @@ class _ProcessJob:
                     child.end(f"killed by signal {signal.SIGKILL:d}, as was asked for")
                 if now >= deadline:
                     child.end(f"TransferTimeout: not done after {deadline:g} s, and killed{child.tail()}")
-                elif restart.get(child.name, now + 1) <= now and not child.dying:
+                elif restart.get(child.name, now + 1) <= now and child.broken:
                     del restart[child.name]
-                    if child.ended:
-                        self._again(child)
+                    self._again(child)
+            while signals and signals[0][0] <= now:
+                _, name, number = signals.pop(0)
+                next(child for child in self._children if child.name == name).signal(number)
             self._end_silent()
-            wake = min([deadline, *kill.values(), *restart.values()]) if now < deadline else now + 1.0
+            moments = [*kill.values(), *restart.values(), *(at for at, *_ in signals[:1])]
+            wake = min([deadline, *(at for at in moments if at > now)]) if now < deadline else now + 1.0
             self._take(max(min(wake - now, self._silence / 4), 1e-3))
 
     def _end_silent(self) -> None:

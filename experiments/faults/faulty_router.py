@@ -15,6 +15,9 @@ __all__ = ["LINGER", "program"]
 LINGER = 5.0
 """Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for good."""
 
+_LOOK = 0.2
+"""Seconds between two looks whether the expected instances are connected."""
+
 _PROBE = 9, 3
 """Input and output tokens of a probe."""
 
@@ -26,21 +29,25 @@ def program(
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]],
     calm: float,
+    linger: float = LINGER,
+    expected: Sequence[str] = (),
+    patience: float = 0.0,
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, send a probe through every pair of instances, and stop the ranks.
 
-    The probes are sent `LINGER` seconds after the last request has ended and after *calm*, the time of the last fault.
-    The value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for
-    each request the time at which it ended and a row for each time that it was sent out: when, in which room, to which
-    two instances.
+    The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last fault;
+    if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The value has also
+    ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for each request the time
+    at which it ended and a row for each time that it was sent out: when, in which room, to which two instances.
     """
     router = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
-    router.calm = calm
+    router.calm, router.linger, router.patience, router.expected = calm, linger, patience, frozenset(expected)
     return (yield from router.run())
 
 
 class _QuietRouter(Router):
-    calm = 0.0
+    calm, linger, patience = 0.0, LINGER, 0.0
+    expected: frozenset[str] = frozenset()
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -71,9 +78,20 @@ class _QuietRouter(Router):
             return
         self._resting = True
         if self._probes is None:
-            self.clock.call_at(max(self.clock.now, self.calm) + LINGER, lambda _: self._probe(), None)
+            start = max(self.clock.now, self.calm) + self.linger
+            self.clock.call_at(start, self._probe_connected, start + self.patience)
         else:
-            self.clock.call_at(self.clock.now + LINGER, lambda _: super(_QuietRouter, self)._stop_if_done(), None)
+            self.clock.call_at(self.clock.now + self.linger, lambda _: super(_QuietRouter, self)._stop_if_done(), None)
+
+    def _probe_connected(self, until: float) -> None:
+        """Send the probes once all that are expected are connected, at the time *until* in any case."""
+        prefills, decodes = (
+            [name for name in side if name in self.expected] for side in (self.job.prefills, self.job.decodes)
+        )
+        if self.clock.now >= until or all(self.registry.linked(p, d) for p in prefills for d in decodes):
+            self._probe()
+        else:
+            self.clock.call_at(min(self.clock.now + _LOOK, until), self._probe_connected, until)
 
     def _probe(self) -> None:
         """Send a request through every pair of instances; those that are not connected have failed it."""

@@ -126,6 +126,17 @@ def burn(rank: Rank, seconds: float) -> Program:
     return (sum(os.times()[:2]) - before) / seconds
 
 
+def gaps(rank: Rank, seconds: float) -> Program:
+    """Look at the clock again and again; return from when to when no look was possible for 0.2 s or longer."""
+    found, last = [], rank.clock.now
+    while last < seconds:
+        yield rank.clock.timeout(0.01)
+        if rank.clock.now - last > 0.2:
+            found.append([last, rank.clock.now])
+        last = rank.clock.now
+    return found
+
+
 def take_memory(rank: Rank, size: int) -> Program:
     rank.device.allocate(size)
     yield rank.clock.timeout(0)
@@ -214,6 +225,20 @@ def settle_after_loss(rank: Rank, to: str) -> Program:
         except Exception as error:
             yield transfer.settled | rank.clock.timeout(15)
             return [type(error).__name__, transfer.settled.triggered, rank.endpoint.quarantined]
+
+
+def settle_once_death_is_proven(rank: Rank, to: str, late: int) -> Program:
+    """As `settle_after_loss`, where the first *late* questions whether the peer is dead come before it is."""
+    from backends.base import endpoint, process_identity
+
+    known, asked = process_identity.is_dead, []
+
+    def is_dead(identity: str) -> bool:
+        asked.append(identity)
+        return len(asked) > late and known(identity)
+
+    endpoint.is_dead = process_identity.is_dead = is_dead
+    return (yield from settle_after_loss(rank, to))
 
 
 def wait_for_death(rank: Rank, by: str) -> Program:

@@ -62,7 +62,7 @@ def test_ranks_past_the_deadline_are_killed_and_say_so(mooncake):
 
 def test_a_killed_rank_that_is_started_again_is_another_process_that_the_others_can_write_to(processes):
     ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
-    outcome = processes.run(ranks, kill={"b": 0.5}, restart={"b": 0.6})
+    outcome = processes.run(ranks, kill={"b": 1.5}, restart={"b": 1.6})
     first, last = outcome.ranks["a"].value
     assert first != last == outcome.ranks["b"].value  # process ids
     assert outcome.ranks["b"].error == ""
@@ -131,3 +131,22 @@ def test_names_are_unique_and_those_to_be_killed_exist(processes):
         processes.run([spec("a", programs.sleep, seconds=1), spec("a", programs.sleep, seconds=1)])
     with pytest.raises(ConfigError, match="kill names 'b', which is not a rank; there are a"):
         processes.run([spec("a", programs.sleep, seconds=1)], kill={"b": 1.0})
+
+
+def test_a_rank_is_stopped_from_one_time_to_another(processes):
+    outcome = processes.run([spec("a", programs.gaps, seconds=2.5)], pause={"a": [(0.5, 1.0), (1.2, 2.2)]})
+    # a rank that waits for the processor has gaps, too: those that were asked for are there at any rate
+    assert [span for span in ((0.5, 1.0), (1.2, 2.2)) if not holds(outcome.ranks["a"].value, span)] == []
+
+
+def holds(gaps: list[list[float]], span: tuple[float, float]) -> bool:
+    """Return whether one of *gaps* is about as long as *span*, and ends when it does or later."""
+    start, end = span
+    return any(last - first > 0.9 * (end - start) and last >= end for first, last in gaps)
+
+
+def test_a_rank_that_is_to_start_again_before_it_has_ended_does_so_once_it_has(processes):
+    ranks = [spec("a", programs.greet, other="b"), spec("b", programs.answer)]
+    outcome = processes.run(ranks, kill={"b": 1.5}, restart={"b": 0.2})
+    first, second = outcome.ranks["a"].value
+    assert outcome.ranks["b"].value == second != first

@@ -54,7 +54,7 @@ class Killing:
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
 def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
-    config = configured(name, timeout=2.0, **many)
+    config = configured(name, **many)
     target = Killing(make_target(name), victim)
     result = run(config, target, lambda fraction, text: None)
     assert [row["status"] for row in rows(result)] == ["PeerLost"]

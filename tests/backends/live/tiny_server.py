@@ -1,5 +1,6 @@
 """llama.cpp's HTTP server on a model of random weights, made on the spot: ``tiny_server.py FOLDER PORT [KEY]``."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,7 +69,8 @@ def write(path: Path) -> None:
 
 
 def main(folder: str, port: str, key: str = "") -> None:
-    """Serve until killed."""
+    """Serve until killed, or until the process that started this one has ended."""
+    parent = os.getppid()
     model = Path(folder) / "tiny.gguf"
     write(model)
     settings = xllamacpp.CommonParams()
@@ -84,7 +86,8 @@ def main(folder: str, port: str, key: str = "") -> None:
     settings.api_keys = [key] if key else []
     server = xllamacpp.Server(settings)
     print("listening on", server.listening_address, flush=True)  # noqa: T201
-    time.sleep(600)
+    while os.getppid() == parent:
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":
