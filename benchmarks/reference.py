@@ -29,7 +29,7 @@ from typing import Any
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
-from pdsim.results.schema import LIVE, REQUESTS, TRANSFERS, Column
+from pdsim.results.schema import CACHED, LIVE, REQUESTS, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,12 @@ def configuration() -> Iterator[str]:
 
 def columns() -> Iterator[str]:
     """Yield the lines of the tables of docs/results.md."""
-    tables = (("`transfers.parquet`", TRANSFERS), ("`requests.parquet`", REQUESTS), ("`target=live` adds", LIVE))
+    tables = (
+        ("`transfers.parquet`", TRANSFERS),
+        ("`requests.parquet`", REQUESTS),
+        ("`cache=` adds", CACHED),
+        ("`target=live` adds", LIVE),
+    )
     for name, of in tables:
         yield f"### {name}"
         yield ""

@@ -101,6 +101,8 @@ def job(config: Config, options: Options) -> Deployment:
         found = _job(config, options)
         if options.deployment == "colocated":
             found = _colocated(config, found)
+        if config.cache.prefill or config.cache.decode:
+            _check_cache(config, found)
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
@@ -148,8 +150,20 @@ def _job(config: Config, options: Options) -> Deployment:
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
         engine=config.engine,
+        cache=config.cache,
         seed=config.seed,
     )
+
+
+def _check_cache(config: Config, job: Deployment) -> None:
+    """Raise a `ValueError` if the prefixes of *job* cannot be cached."""
+    if job.shape.state.mamba or job.shape.state.window:
+        raise ValueError("a prefix cache keeps no state beside KV; choose a model of full attention, or cache=none")
+    if (config.memory == "tracked" or config.target != "model") and job.checked:
+        raise ValueError(
+            "pages that several requests share hold the bytes of the first, which others cannot be compared with; "
+            "set kv.checked=0, or cache=none"
+        )
 
 
 def _colocated(config: Config, job: Deployment) -> Deployment:
@@ -190,6 +204,8 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
         return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), {"job": plain, "requests": rows})]
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
     arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
+    if what.cache.prefill or what.cache.decode:
+        arguments["blocks"] = [list(request.hash_ids) for request in requests]
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
@@ -232,6 +248,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
     offered = offered_load(what, requests)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
+    columns |= tables.cached(outcome, len(requests))
     failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
     failures += [
         f"request {number}: {status}"
@@ -244,6 +261,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
             *paths.metrics(),
             *tables.load_metrics(offered),
             *tables.prefix_metrics(requests, what),
+            *tables.cache_metrics(columns),
         ],
         tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,

@@ -21,6 +21,8 @@ from pdsim.units import format_time
 
 __all__ = [
     "PHASES",
+    "cache_metrics",
+    "cached",
     "columns",
     "counted",
     "instances",
@@ -146,11 +148,44 @@ def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]
     if unlimited is None:
         return []
     blocks = max(1, job.prefill_pages * job.page_size * len(job.prefills) // HASHED)
-    rule = "share of prompt tokens that one prefix cache holds on arrival, prefill computes them all the same: {}"
+    same = "" if job.cache.prefill else ", prefill computes them all the same"
+    rule = f"share of prompt tokens that one prefix cache holds on arrival{same}: {{}}"
     return [
         Metric("prefix_hit_unlimited", unlimited, rule.format("unlimited")),
         Metric("prefix_hit_pools", hit_share(requests, blocks), rule.format(f"{blocks} blocks, all prefill pools")),
     ]
+
+
+def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
+    """Return the columns of cached tokens of *count* requests; none of a side without a prefix cache.
+
+    A request that was started anew has those of its last try, None if the instance is gone or never had it.
+    """
+    found: dict[str, list[int | None]] = {}
+    for name, value in _leaders(outcome).items():
+        if "hits" in value:
+            side = f"cached_{'decode' if name.startswith('decode') else 'prefill'}"
+            column, rooms = found.setdefault(side, [None] * count), value["hits"]
+            for room in sorted(rooms):
+                column[(room - 1) % count] = rooms[room]
+    return found
+
+
+def cache_metrics(table: Columns) -> list[Metric]:
+    """Return the share of prompt tokens that the prefix caches had."""
+    rules = {
+        "prefill": "share of prompt tokens that prefill had cached, and did not compute",
+        "decode": "share of prompt tokens that decode had cached, and was not sent",
+    }
+    found = []
+    for side, rule in rules.items():
+        rows = list(zip(table.get(f"cached_{side}", ()), table["input"], strict=False))
+        known = [(hit, tokens) for hit, tokens in rows if hit is not None]
+        if rows:
+            total = sum(tokens for _, tokens in known)
+            share = sum(hit for hit, _ in known) / total if total else None
+            found.append(Metric(f"prefix_hit_{side}", share, rule, tabled=True))
+    return found
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
@@ -254,7 +289,7 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
     return found
 
 
-def _leaders(outcome: Outcome) -> dict[str, dict[str, int]]:
+def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
     """Return what the leader of each instance reported, of those that lived to the end."""
     leaders = {name.removesuffix(".0"): rank.value for name, rank in outcome.ranks.items() if name.endswith(".0")}
     return {name: value for name, value in leaders.items() if value}

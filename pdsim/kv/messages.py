@@ -28,6 +28,7 @@ __all__ = [
     "Chunk",
     "Collected",
     "Destination",
+    "Details",
     "Dropped",
     "Enroll",
     "Failed",
@@ -182,6 +183,14 @@ class Submit(KvMessage, frozen=True):
     output: int  # tokens
     prefill: str  # instance; "" for a decode leader that has to ask (`Locate`)
     decode: str  # instance
+
+
+class Details(KvMessage, frozen=True):
+    """The router to a leader, before `Submit` or `Pull`, where something depends on it: more about a request."""
+
+    room: int
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
+    priority: int = 0  # the higher goes first
 
 
 class Took(KvMessage, frozen=True):

@@ -32,7 +32,7 @@ class PagePool:
         if pages < 1:
             raise ValueError(f"pages must be >= 1, got {pages}")
         self.pages = pages
-        self.free = pages
+        self._free = pages
         self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
@@ -41,6 +41,11 @@ class PagePool:
     def __len__(self) -> int:
         """Return the number of owners."""
         return len(self._owned)
+
+    @property
+    def free(self) -> int:
+        """Pages that can be given to an owner."""
+        return self._free
 
     @property
     def used(self) -> int:
@@ -85,7 +90,7 @@ class PagePool:
 
     def _take(self, count: int) -> Pages:
         """Take *count* pages out, which are free."""
-        self.free -= count
+        self._free -= count
         self.peak = max(self.peak, self.used)
         taken: list[tuple[int, int]] = []
         while count:
@@ -102,7 +107,7 @@ class PagePool:
             raise KeyError(f"owner {owner} has no pages to release")
         for start, count in self._owned.pop(owner):
             self._insert(start, count)
-            self.free += count
+            self._free += count
 
     def _choose(self, count: int) -> int:
         counts = self._counts

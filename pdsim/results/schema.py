@@ -13,7 +13,7 @@ from pdsim.transfer import TransferRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = ["CACHED", "LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
 
 VERSION = 1
 
@@ -71,6 +71,12 @@ REQUESTS = (
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
+CACHED = (
+    Column("cached_prefill", "int64", "tokens", "of the prompt, that its prefill instance had cached"),
+    Column("cached_decode", "int64", "tokens", "of the prompt, that its decode instance had cached"),
+)
+"""Columns of requests that only a run with a prefix cache has."""
+
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
     Column("tokens", "int64", "tokens", "output tokens that the client got"),
@@ -127,13 +133,13 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `LIVE` follow if they are given.
+    Columns of `CACHED` and `LIVE` follow if they are given.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *LIVE)})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *CACHED, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -143,7 +149,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    schema = _schema((*REQUESTS, *(column for column in LIVE if column.name in requests)))
+    schema = _schema((*REQUESTS, *(column for column in (*CACHED, *LIVE) if column.name in requests)))
     arrays = []
     for field in schema:
         try:

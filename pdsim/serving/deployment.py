@@ -14,7 +14,7 @@ from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute.roofline import ForwardTime
-from pdsim.serving.settings import ServingEngine
+from pdsim.serving.settings import Cache, ServingEngine
 
 __all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
@@ -89,6 +89,7 @@ class Deployment:
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
     engine: ServingEngine = field(default_factory=ServingEngine)
+    cache: Cache = field(default_factory=Cache)
     seed: int = 0  # of what varies on hosts
     colocated: bool = False  # both sides are the same engines, and nothing is handed over
 

@@ -7,11 +7,29 @@ block that is missing.  A block is used after those before it, so it is evicted 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from pdsim.kv.pages import PagePool
+from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.serving.settings import Cache
 from pdsim.serving.workload import HASHED, Request
 
-__all__ = ["PrefixCache", "hit_share"]
+__all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
+
+
+def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
+    """Return the hash of each full page of a prompt of *tokens*, of which *blocks* are the hashes of 512 tokens each.
+
+    A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all that
+    comes before, too.
+    """
+    ends = range(page_size, min(tokens, len(blocks) * HASHED) + 1, page_size)
+    return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
+
+
+def page_pool(pages: int, cache: Cache, cached: bool, page_size: int) -> PagePool:
+    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says."""
+    return PrefixPagePool(pages, cache.eviction, int(cache.limit // page_size)) if cached else PagePool(pages)
 
 
 class PrefixCache:

@@ -17,6 +17,7 @@ from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import (
     Abort,
     Busy,
+    Details,
     Dropped,
     Enroll,
     Failed,
@@ -54,14 +55,16 @@ def program(
     job: Mapping[str, Any],
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]] = (),
+    blocks: Sequence[Sequence[int]] = (),
 ) -> Program:
     """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
 
-    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  The value has
+    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are the
+    hashes of each prompt's blocks, where prefixes are cached.  The value has
     ``start``, the time at which the first could have arrived, and for each request in order a row in ``rows``: prefill
     instance, decode instance, bytes, status, and the times of `Finished` or None.
     """
-    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks).run())
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class RoutedRequest:
     input: int
     output: int
     patience: float | None = None  # of its user
+    blocks: tuple[int, ...] = ()  # hashes of its prompt's, where prefixes are cached
     number: int = 0  # its place in the list
     room: int = 0  # a new one each time that it is sent out
     tries: int = 0
@@ -105,6 +109,7 @@ class Router(RankProcess):
         job: Deployment,
         requests: Sequence[Sequence[float]],
         leaves: Sequence[Sequence[float]] = (),
+        blocks: Sequence[Sequence[int]] = (),
     ) -> None:
         super().__init__(rank, job)
         self.requests = [RoutedRequest(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
@@ -112,6 +117,8 @@ class Router(RankProcess):
             request.number = number
         for which, patience in leaves:
             self.requests[int(which)].patience = patience
+        for request, hashes in zip(self.requests, blocks, strict=False):
+            request.blocks = tuple(hashes)
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
         self.serial = handoff_of(job.engine).serial
@@ -228,6 +235,9 @@ class Router(RankProcess):
 
     def _send_on(self, request: RoutedRequest) -> None:
         message = self._submission(request)
+        if request.blocks:
+            details = Details(request.room, request.blocks)
+            self.send([leader(life) for life in (request.prefill, request.decode)], details)
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
         if not self.serial:
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)

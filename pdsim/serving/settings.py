@@ -11,6 +11,7 @@ from pdsim.units import Count, Rate, Seconds, Size
 
 __all__ = [
     "DTYPES",
+    "Cache",
     "Compute",
     "HostCosts",
     "Hybrid",
@@ -256,6 +257,26 @@ class Kv:
             state_slots=self.state_slots,
             staging_buffer=self.staging_buffer,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The prefix cache of the instances: `conf/cache`.  Without values there is none.
+
+    Prompts are alike where `hash_ids` of their trace are; the tokens that decode generates are not cached, for a trace
+    has no hashes of them.  Cached pages are in the pool of KV, and make room for requests.
+    """
+
+    prefill: bool = False  # prefill computes only what its instance has not
+    decode: bool = False  # prefill sends, or decode pulls, only the pages that the decode instance has not
+    eviction: str = "block"  # of what was used least recently: a page (vLLM), or a "radix" node (SGLang)
+    found: str = "computed"  # a page can be used once its forward has ended; "scheduled": from its beginning on
+    limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
+
+    def __post_init__(self) -> None:
+        one_of("cache", ("block", "radix"), eviction=self.eviction)
+        one_of("cache", ("computed", "scheduled"), found=self.found)
+        not_negative("cache", limit=self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
