@@ -29,7 +29,7 @@ from typing import Any
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
-from pdsim.results.schema import CACHED, LIVE, REQUESTS, TRANSFERS, Column
+from pdsim.results.schema import LIVE, OPTIONAL, REQUESTS, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def columns() -> Iterator[str]:
     tables = (
         ("`transfers.parquet`", TRANSFERS),
         ("`requests.parquet`", REQUESTS),
-        ("`cache=` adds", CACHED),
+        ("`cache=` and `workload.priority` add", OPTIONAL),
         ("`target=live` adds", LIVE),
     )
     for name, of in tables:

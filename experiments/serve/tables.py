@@ -12,7 +12,7 @@ from pdsim.job import Outcome
 from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
-from pdsim.serving.deployment import Deployment
+from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.settings import Slo, Workload
@@ -32,6 +32,7 @@ __all__ = [
     "metrics",
     "notes",
     "prefix_metrics",
+    "shed",
     "spread",
     "tables",
     "totals",
@@ -64,6 +65,9 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
     start = value["start"]
     names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
     found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES)}
+    if "arrivals" in value:  # of users who wait for their answers
+        actual = zip(requests, value["arrivals"], strict=True)
+        requests = [Request(arrival, *request[1:]) for request, arrival in actual]
     for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
         prefill, decode, nbytes, status, *times = row
         found["id"].append(number)
@@ -78,6 +82,11 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
 def left(status: str, patience: float | None) -> bool:
     """Return whether a request of this *status* ended because its user left, as the workload says."""
     return patience is not None and status.startswith("Aborted: the user left")
+
+
+def shed(status: str) -> bool:
+    """Return whether a request of this *status* was refused by a router that had too much to do."""
+    return status.startswith("Shed: ")
 
 
 LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
@@ -162,7 +171,7 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
     A request that was started anew has those of its last try, None if the instance is gone or never had it.
     """
     found: dict[str, list[int | None]] = {}
-    for name, value in _leaders(outcome).items():
+    for name, value in (_leaders(outcome) | {ROUTER: outcome.ranks[ROUTER].value or {}}).items():
         if "hits" in value:
             side = f"cached_{'decode' if name.startswith('decode') else 'prefill'}"
             column, rooms = found.setdefault(side, [None] * count), value["hits"]
@@ -184,7 +193,7 @@ def cache_metrics(table: Columns) -> list[Metric]:
         if rows:
             total = sum(tokens for _, tokens in known)
             share = sum(hit for hit, _ in known) / total if total else None
-            found.append(Metric(f"prefix_hit_{side}", share, rule, tabled=True))
+            found.append(Metric(f"prefix_hit_{side}", share, rule))
     return found
 
 
@@ -226,6 +235,7 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
     total, seconds = len(table["id"]), makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
     gone = sum(map(left, table["status"], table["patience"]))
+    refused = sum(map(shed, table["status"]))
     good = _good(table, slo)
 
     def rate(amount: float) -> float | None:
@@ -235,7 +245,8 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
         Metric("requests", total, "requests of the workload"),
         Metric("requests_ok", len(done), "requests that got all their tokens"),
         Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
-        Metric("requests_failed", total - len(done) - gone, "requests that failed"),
+        Metric("requests_failed", total - len(done) - gone - refused, "requests that failed"),
+        *([Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")] if refused else []),
         Metric("makespan_s", seconds, "from the start of the workload to the last token"),
         Metric("request_rate", rate(len(done)), "requests_ok / makespan, 1/s"),
         Metric(

@@ -54,7 +54,7 @@ class PrefixPagePool(PagePool):
     @property
     def free(self) -> int:
         """Pages that a request can have: unused ones, and cached ones without a user."""
-        return self._free + len(self._idle)
+        return self.unused + len(self._idle)
 
     @property
     def cached(self) -> int:
@@ -95,7 +95,7 @@ class PrefixPagePool(PagePool):
         if self._radix:
             self._split(keys[-1])
         self._keys[owner] = list(keys)
-        self._owned[owner] = (*_runs(self._cached[key].page for key in keys), *self._take(count - found))
+        self._owned[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - found))
         return self._owned[owner], found
 
     def commit(self, owner: int, keys: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class PrefixPagePool(PagePool):
             raise KeyError(f"owner {owner} has no pages to extend")
         if count > self.free:
             return False
-        self._owned[owner] = (*self._owned[owner], *self._take(count))
+        self._owned[owner] = (*self._owned[owner], *self.take(count))
         return True
 
     def release(self, owner: int) -> None:
@@ -136,8 +136,7 @@ class PrefixPagePool(PagePool):
         keys = self._keys.pop(owner, [])
         private = [page for key, page in zip(keys, _pages(pages, 0), strict=False) if key is None]
         for first, count in (*_runs(private), *_from(pages, len(keys))):
-            self._insert(first, count)
-            self._free += count
+            self.put_back(first, count)
         for key in reversed(keys):  # the end of the prompt is evicted first
             if key is not None:
                 cached = self._cached[key]
@@ -147,10 +146,11 @@ class PrefixPagePool(PagePool):
         while self._limit and len(self._idle) > self._limit:
             self._evict()
 
-    def _take(self, count: int) -> Pages:
-        while self._free < count:
+    def take(self, count: int) -> Pages:
+        """As `PagePool.take`, of cached pages without a user if there are too few others."""
+        while self.unused < count:
             self._evict()
-        return super()._take(count)
+        return super().take(count)
 
     def _evict(self) -> None:
         """Forget the page that was used least recently, or its node."""
@@ -158,8 +158,7 @@ class PrefixPagePool(PagePool):
         node = self._cached[key].node
         for gone in reversed(self._nodes.pop(node)) if self._radix else (key,):
             self._idle.pop(gone)
-            self._insert(self._cached.pop(gone).page, 1)
-            self._free += 1
+            self.put_back(self._cached.pop(gone).page, 1)
             self.evicted += 1
 
     def _split(self, key: int) -> None:

@@ -13,7 +13,7 @@ from pdsim.transfer import TransferRecord
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["CACHED", "LIVE", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
+__all__ = ["LIVE", "OPTIONAL", "REQUESTS", "TRANSFERS", "VERSION", "Column", "requests_table", "transfers_table"]
 
 VERSION = 1
 
@@ -71,11 +71,12 @@ REQUESTS = (
     Column("polling", "float64", "s", "from there until the decode scheduler looks, between two steps"),
 )
 
-CACHED = (
+OPTIONAL = (
     Column("cached_prefill", "int64", "tokens", "of the prompt, that its prefill instance had cached"),
     Column("cached_decode", "int64", "tokens", "of the prompt, that its decode instance had cached"),
+    Column("priority", "int64", "", "the higher goes first, and is not shed"),
 )
-"""Columns of requests that only a run with a prefix cache has."""
+"""Columns of requests that only a run has with a prefix cache (the first two), or with priorities."""
 
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
@@ -133,13 +134,13 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `CACHED` and `LIVE` follow if they are given.
+    Columns of `OPTIONAL` and of `LIVE` follow if they are given.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *CACHED, *LIVE)})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *OPTIONAL, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -149,7 +150,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    schema = _schema((*REQUESTS, *(column for column in (*CACHED, *LIVE) if column.name in requests)))
+    schema = _schema((*REQUESTS, *(column for column in (*OPTIONAL, *LIVE) if column.name in requests)))
     arrays = []
     for field in schema:
         try:

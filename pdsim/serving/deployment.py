@@ -79,6 +79,9 @@ class Deployment:
     prefill_time: ForwardTime
     decode_time: ForwardTime
     policy: str  # of the router
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that it knows: bytes/s to each decode
+    output_known: bool = True  # whether the router knows how many tokens a request will generate
+    shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
     handoff: Policy = field(default_factory=Policy)
     staging: Staging | None = None
     deadline: float  # seconds of silence after which a rank counts as gone

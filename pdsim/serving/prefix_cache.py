@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from pdsim.kv.pages import PagePool
 from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Cache
-from pdsim.serving.workload import HASHED, Request
 
 __all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
 
@@ -39,7 +39,7 @@ class PrefixCache:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
         self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the least recently used first
 
     def __len__(self) -> int:
         """Return the number of blocks that are held."""
@@ -47,17 +47,19 @@ class PrefixCache:
 
     def match(self, request: Request) -> int:
         """Return how many tokens of the prompt are held, from its start."""
-        blocks = 0
+        tokens = 0
         for block in request.hash_ids:
-            if block not in self._blocks:
+            held = self._blocks.get(block, 0)
+            tokens += held
+            if held < HASHED:  # a prompt may go on within a block that another has the beginning of
                 break
-            blocks += 1
-        return min(blocks * HASHED, request.input)
+        return min(tokens, request.input)
 
     def insert(self, request: Request) -> None:
         """Hold the prompt of *request*, and evict what is too much."""
-        for block in reversed(request.hash_ids):  # the first is the most recently used
-            self._blocks[block] = None
+        for number, block in reversed(tuple(enumerate(request.hash_ids))):  # the first is the most recently used
+            tokens = min(HASHED, request.input - number * HASHED)
+            self._blocks[block] = max(tokens, self._blocks.get(block, 0))
             self._blocks.move_to_end(block)
         while self._capacity is not None and len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)

@@ -173,13 +173,13 @@ class Workload:
 
     With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
     requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
-    variation; ``"embedded"`` replays the small trace shipped with pdsim.
+    variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed loop.
 
     In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale it.
     """
 
     trace: str | None = None
-    arrivals: str = "embedded"  # "embedded", "poisson", "gamma" or "bursty"
+    arrivals: str = "embedded"  # "embedded", "poisson", "gamma", "bursty" or "sessions"
     count: int | None = None  # at most so many requests; None is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
     seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
@@ -191,6 +191,12 @@ class Workload:
     warmup: Seconds = 0.0  # requests that arrive within it count in no latency and not towards the SLO
     cooldown: Seconds = 0.0  # nor do those that arrive within it before the last
     cv: float = 2.0  # of the gaps, for gamma
+    ramp: Seconds = 0.0  # within which the rate grows from 0, for generated arrivals, or all users of sessions begin
+    users: int = 0  # of sessions, one after the other each; 0: sessions arrive at *rate* a second
+    turns: int = 4  # of a session, each after the answer to the one before
+    think: Seconds = 0.0  # mean time from an answer to the next turn, exponential
+    shared: int = 0  # tokens that the prompts of all sessions begin with
+    priority: float = 0.0  # share of requests of priority 1, which are never shed; the others have 0
     burst: float = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Seconds = 10.0  # mean length of a burst
     input_mean: float = 2048.0  # tokens
@@ -201,7 +207,7 @@ class Workload:
     patience: Seconds = 10.0  # mean time from its arrival after which such a user leaves, exponential
 
     def __post_init__(self) -> None:
-        one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
+        one_of("workload", ("embedded", "poisson", "gamma", "bursty", "sessions"), arrivals=self.arrivals)
         one_of("workload", ("none", "auto"), jitter=self.jitter)
         one_of("workload", ("time", "thinning"), scaling=self.scaling)
         positive(
@@ -223,7 +229,16 @@ class Workload:
             load=self.load,
             warmup=self.warmup,
             cooldown=self.cooldown,
+            ramp=self.ramp,
+            users=self.users,
+            think=self.think,
+            shared=self.shared,
         )
+        positive("workload", turns=self.turns)
+        if self.arrivals == "sessions" and self.trace is None and (self.skip or self.seconds or self.load):
+            raise ValueError("workload.arrivals=sessions has no skip, seconds or load: users come after their answers")
+        if not 0 <= self.priority <= 1:
+            raise ValueError(f"workload.priority must be >= 0 and <= 1, got {self.priority}")
         if self.count is not None:
             positive("workload", count=self.count)
         if not 0 <= self.aborts <= 1:

@@ -75,7 +75,7 @@ class BlockManager(DecodeWorker, ABC):
         self.pages = page_pool(job.decode_pages, job.cache, job.cache.decode, job.page_size)
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
         self._details: ExpiringMap[Details] = ExpiringMap(rank.clock, OVER)
-        self._keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room with pages
+        self.keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room with pages
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}
@@ -202,7 +202,7 @@ class BlockManager(DecodeWorker, ABC):
     def _drop(self, number: int) -> None:
         """Give the pages of a room back that never became complete."""
         del self._rooms[number]
-        self._keys.pop(number, None)
+        self.keys.pop(number, None)
         self.pages.release(number)
         self.slots.release(number)
         self.state.release(number)
@@ -225,15 +225,15 @@ class BlockManager(DecodeWorker, ABC):
 
     def held(self, request: Submit) -> int:
         """Return how many pages of *request*'s input are here already, less than all: those that are cached."""
-        return self.pages.match(self._known(request)) if isinstance(self.pages, PrefixPagePool) else 0
+        return self.pages.match(self.known(request)) if isinstance(self.pages, PrefixPagePool) else 0
 
-    def _known(self, request: Submit) -> list[int]:
+    def known(self, request: Submit) -> list[int]:
         """Return the hashes of *request*'s full pages, that of its last token left out."""
-        keys = self._keys.get(request.room)
+        keys = self.keys.get(request.room)
         if keys is None:
             details = self._details.pop(request.room)
             blocks = details.blocks if details is not None else ()
-            keys = self._keys[request.room] = page_keys(blocks, request.input, self.job.page_size)
+            keys = self.keys[request.room] = page_keys(blocks, request.input, self.job.page_size)
         return keys[: (request.input - 1) // self.job.page_size]
 
     def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
@@ -245,7 +245,7 @@ class BlockManager(DecodeWorker, ABC):
         tokens = request.input + (request.output if self.job.engine.memory == "reserve" else 0)
         pages: Pages | None
         if isinstance(self.pages, PrefixPagePool):
-            found = self.pages.reuse(request.room, self.job.page_count(tokens), self._known(request))
+            found = self.pages.reuse(request.room, self.job.page_count(tokens), self.known(request))
             pages = None if found is None else after(found[0], held)
         else:
             pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
@@ -264,19 +264,19 @@ class BlockManager(DecodeWorker, ABC):
         """Return how many tokens of *request* lie in pages of others, so that it needs none for them."""
         if not isinstance(self.pages, PrefixPagePool):
             return 0
-        keys = self._known(request)
+        keys = self.known(request)
         return self.pages.in_use(keys[: self.pages.match(keys)]) * self.job.page_size
 
     def cache(self, room: DecodeRequest) -> None:
         """Make the prompt of *room*, which is here, known to the prefix cache."""
         number = room.request.room
         if isinstance(self.pages, PrefixPagePool):
-            self.pages.commit(number, self._keys[number])
+            self.pages.commit(number, self.keys[number])
 
     def _free(self, number: int) -> None:
         """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
         room = self._rooms.pop(number)
-        self._keys.pop(number, None)
+        self.keys.pop(number, None)
         if room.has_pages:
             self.pages.release(number)
         self.state.release(number)

@@ -259,7 +259,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     def _drop(self, number: int) -> None:
         """Give the pages of a failed room back, into which nothing is read any more."""
         del self._rooms[number]
-        self._keys.pop(number, None)
+        self.keys.pop(number, None)
         self.pages.release(number)
         self.state.release(number)
         self._nbytes.pop(number, None)

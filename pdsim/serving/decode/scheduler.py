@@ -140,7 +140,7 @@ class DecodeScheduler(BlockManager):
         before = self._unadmitted
         if room is None:
             self._lookup.drop(message.room)
-            self._keys.pop(message.room, None)
+            self.keys.pop(message.room, None)
             self._coming.pop(message.room, None)
             self._queue = deque(request for request in self._queue if request.room != message.room)
         elif room.consensus.status is Status.SUCCESS:
@@ -281,7 +281,8 @@ class DecodeScheduler(BlockManager):
             del self._queue[index]
             self._blocked.clear()
             self._rooms[request.room] = DecodeRequest(request, self.clock.now, Consensus(self.job.decode.size))
-            self.hits[request.room] = held * self.job.page_size
+            if self.job.cache.decode:
+                self.hits[request.room] = held * self.job.page_size
             self._timers.add(request.room)
             self.start(request, *rows, held)
 
@@ -357,7 +358,7 @@ class DecodeScheduler(BlockManager):
         """Give a preempted *room* pages for its context, and return how many tokens of it are cached."""
         request, count = room.request, self.job.page_count(room.context)
         if self.job.engine.preemption == "recompute" and isinstance(self.pages, PrefixPagePool):
-            found = self.pages.reuse(request.room, count, self._known(request))
+            found = self.pages.reuse(request.room, count, self.known(request))
             assert found is not None
             return found[1] * self.job.page_size
         self.pages.allocate(request.room, count)
