@@ -108,6 +108,8 @@ def job(config: Config, options: Options) -> Deployment:
             found = _colocated(config, found)
         if config.cache.prefill or config.cache.decode:
             _check_cache(config, found)
+        if config.kv.layerwise and (config.kv.staging or config.target != "model" or config.engine.handoff != "push"):
+            raise ValueError("kv.layerwise has target=model, a pushed handoff and no staging; leave it at false")
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
@@ -158,6 +160,7 @@ def _job(config: Config, options: Options) -> Deployment:
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
         engine=config.engine,
+        layerwise=config.kv.layerwise,
         cache=config.cache,
         seed=config.seed,
     )

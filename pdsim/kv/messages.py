@@ -48,6 +48,7 @@ __all__ = [
     "Metadata",
     "Ping",
     "Pong",
+    "Preceded",
     "Prefilled",
     "Pull",
     "Quiet",
@@ -318,6 +319,12 @@ class Forward(KvMessage, frozen=True):
     life: str  # of the instance: this may find the next one
     seconds: float
     chunks: tuple[Chunk, ...]
+
+
+class Preceded(Forward, frozen=True):
+    """As `Forward`; write the chunks *cached* at once, for they need no computation."""
+
+    cached: tuple[Chunk, ...]
 
 
 class Arrival(KvMessage, frozen=True):

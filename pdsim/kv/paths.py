@@ -85,6 +85,25 @@ class DecodePeer:
         size = self.blocks.nbytes(sum(count for _, _, count in rows))
         return size if size <= min(limit, self.ring.size) else 0
 
+    def layers(self, chunk: Chunk, rows: Runs) -> list[StagedPiece]:
+        """Return the writes of *chunk* as `pieces` does, but plane by plane, in the order of the layers.
+
+        What is sent once is a write of its own, the last.
+        """
+        rows = self._grouped(rows) if "kv" in self.part.components else ()
+        planes = range(self._planner.planes) if rows else ()
+        found = [StagedPiece(self._path, rows, plane=plane) for plane in planes]
+        slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
+        state = chunk.state if chunk.last and self._moves_state else ()
+        if slots is not None or state:
+            found.append(StagedPiece("metadata", (), slots, state))
+        return found
+
+    @property
+    def planes(self) -> int:
+        """Planes of keys and values that both ranks have."""
+        return self._planner.planes
+
     def pieces(self, chunk: Chunk, rows: Runs) -> list[StagedPiece]:
         """Return the writes of *chunk*, of whose pages *rows* are this rank's to write.
 

@@ -120,7 +120,7 @@ class SenderRooms:
 
     def _conclude(self, state: SenderRoom) -> None:
         """End the room if its last chunk is written; called when no write of it is under way."""
-        if state.last is None or state.status is Status.FAILED:
+        if state.last is None or state.planned or state.status is Status.FAILED:
             return
         if self._policy.notify == "poll" and self._computing:
             self._unpolled.append(state)

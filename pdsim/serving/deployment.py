@@ -92,6 +92,7 @@ class Deployment:
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
     engine: ServingEngine = field(default_factory=ServingEngine)
+    layerwise: bool = False  # prefill pushes each layer when it is computed
     cache: Cache = field(default_factory=Cache)
     seed: int = 0  # of what varies on hosts
     colocated: bool = False  # both sides are the same engines, and nothing is handed over

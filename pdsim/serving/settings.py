@@ -257,6 +257,7 @@ class Kv:
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
     state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
     window_share: float = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
+    layerwise: bool = False  # prefill pushes each layer of a chunk when it is computed, instead of all at the end
     staging: bool = False  # between ranks that keep different heads, gather, write in one piece, and scatter
     staging_ring: Size = 4 << 30  # bytes on each decode rank (SGLang's default)
     staging_buffer: Size = 0  # bytes for each queue of a prefill rank; 0 is one prefill chunk's, as in SGLang 0.5.23
@@ -286,6 +287,7 @@ class Cache:
     decode: bool = False  # prefill sends, or decode pulls, only the pages that the decode instance has not
     eviction: str = "block"  # of what was used least recently: a page (vLLM), or a "radix" node (SGLang)
     found: str = "computed"  # a page can be used once its forward has ended; "scheduled": from its beginning on
+    early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
     limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from pdsim.kv.messages import (
     Failed,
     Forward,
     KvMessage,
+    Preceded,
     Prefilled,
     Ready,
     Released,
@@ -67,6 +68,7 @@ class PrefillRequest:
     sent: int = 0  # pages that a chunk has, and those that decode holds
     keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
     priority: int = 0
+    begun: bool = False  # a step has a piece of it
     chunks: int = 0
     source_slot: int = -1
     nbytes: int = 0
@@ -346,6 +348,7 @@ class PrefillScheduler(PrefillWorker):
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
+        cached: list[Chunk] = []  # need no forward
         partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
         held_up = 0.0
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
@@ -373,16 +376,24 @@ class PrefillScheduler(PrefillWorker):
                     f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {room.request.room}, "
                     f"which has {room.request.input - room.done} left in a step of {budget}; give 1 to the lesser"
                 )
-            if not room.chunks:
+            if not room.begun:
+                room.begun = True
                 held_up += self.host.admit(room.request.input)
             pieces.append((room.done, tokens))
+            if self.job.cache.early and room.done // self.job.page_size > room.sent:
+                cached.append(self._chunk(room, 0))
             chunks.append(self._chunk(room, tokens))
             budget -= tokens
             del self._queue[chosen[0]]
             if room.done < room.request.input:
                 partial.append(room)
         self._queue.extendleft(reversed(partial))
-        return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
+        if not chunks:
+            return None
+        seconds = self._seconds(pieces) + held_up
+        if cached:
+            return Preceded(self.life, seconds, tuple(chunks), tuple(cached))
+        return Forward(self.life, seconds, tuple(chunks))
 
     def _seconds(self, pieces: list[tuple[int, int]]) -> float:
         """Return how long an iteration over *pieces* takes, the host's share included."""
@@ -434,7 +445,10 @@ class PrefillScheduler(PrefillWorker):
         return rest, state
 
     def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
-        """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
+        """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk.
+
+        The first takes those along that are cached, unless they go before it, as a chunk of no tokens.
+        """
         request, destination = room.request, room.destination
         assert destination is not None
         held, first = destination.held, room.sent

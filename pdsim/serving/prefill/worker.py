@@ -16,6 +16,7 @@ from pdsim.kv.messages import (
     Grant,
     KvMessage,
     MessageError,
+    Preceded,
     Ready,
     Register,
     Sent,
@@ -79,15 +80,29 @@ class PrefillWorker(EngineProcess):
 
     def compute(self, message: Forward) -> Event:
         """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
-        self.sender.expect(message.chunks)
+        cached = message.cached if isinstance(message, Preceded) else ()
+        self.sender.expect((*cached, *message.chunks))
         forward = self.rank.device.compute(message.seconds)
         assert forward.callbacks is not None
+        if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
+            self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
         forward.callbacks.append(lambda _: self.guard(self._write, message))
         return forward
 
+    def _write_early(self, message: Forward) -> None:
+        """Write what is cached, and each plane of the rest once its layer is computed."""
+        for chunk in message.cached if isinstance(message, Preceded) else ():
+            self.sender.send(chunk)
+        if self.job.layerwise:
+            for chunk in message.chunks:
+                self.sender.send(chunk, message.seconds)
+
     def _write(self, message: Forward) -> None:
         for chunk in message.chunks:
-            self.sender.send(chunk)
+            if self.job.layerwise:
+                self.sender.computed(chunk)
+            else:
+                self.sender.send(chunk)
         self.sender.poll()
 
     def peer_gone(self, life: str) -> None:
