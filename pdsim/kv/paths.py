@@ -76,7 +76,7 @@ class DecodePeer:
         if part.heads is not None and self.ring is not None:
             self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
         self._call = policy.call if part.heads is None else policy.slices or policy.call
-        self._apart = self.metadata == "write" or self.blocks is not None or self._call == "plane"
+        self._apart = self.metadata == "write" or self.blocks is not None or self._call != "chunk"
 
     def block(self, rows: Runs, limit: int) -> int:
         """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
@@ -130,9 +130,10 @@ class DecodePeer:
         if self._call == "chunk" or self.blocks is not None:
             return [StagedPiece(self._path, rows)]
         planes = self._planner.planes
+        calls = [(run,) for run in rows] if self._call == "descriptor" else [rows]
         if self._policy.queues:  # a queue does one thing after the other
-            return [StagedPiece(self._path, rows, plane=0, writes=planes)]
-        return [StagedPiece(self._path, rows, plane=plane) for plane in range(planes)]
+            return [StagedPiece(self._path, own, plane=0, writes=planes) for own in calls]
+        return [StagedPiece(self._path, own, plane=plane) for own in calls for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""
