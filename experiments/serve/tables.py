@@ -177,6 +177,10 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
             column, rooms = found.setdefault(side, [None] * count), value["hits"]
             for room in sorted(rooms):
                 column[(room - 1) % count] = rooms[room]
+            if value.get("host_hits"):
+                column = found.setdefault("cached_host", [0] * count)
+                for room, tokens in sorted(value["host_hits"].items()):
+                    column[(room - 1) % count] = tokens
     return found
 
 

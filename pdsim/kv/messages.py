@@ -46,6 +46,7 @@ __all__ = [
     "Meet",
     "MessageError",
     "Metadata",
+    "Offload",
     "Ping",
     "Pong",
     "Preceded",
@@ -325,6 +326,14 @@ class Preceded(Forward, frozen=True):
     """As `Forward`; write the chunks *cached* at once, for they need no computation."""
 
     cached: tuple[Chunk, ...]
+
+
+class Offload(KvMessage, frozen=True):
+    """A prefill leader to its followers: move so many bytes of your pages to host memory, and so many back."""
+
+    life: str  # of the instance: this may find the next one
+    nbytes: int
+    back: int
 
 
 class Arrival(KvMessage, frozen=True):

@@ -37,11 +37,15 @@ class PrefixPagePool(PagePool):
     """A `PagePool` whose pages may have several users, and whose free pages keep what they hold until they are needed.
 
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
-    *eviction* is ``"block"`` or ``"radix"``.
+    *eviction* is ``"block"`` or ``"radix"``.  With *host*, so many pages that were known last are in host memory, too:
+    `commit` says how many go there, and `loaded` how many come back.
     """
 
-    def __init__(self, pages: int, eviction: str = "block", limit: int = 0) -> None:
+    def __init__(self, pages: int, eviction: str = "block", limit: int = 0, host: int = 0) -> None:
         super().__init__(pages)
+        self.loaded = 0  # of the pages that the last `reuse` found, those that come back from host memory
+        self._host_pages = host
+        self._host: OrderedDict[int, None] = OrderedDict()  # keys in host memory, the next to go first
         self.evicted = 0  # pages
         self._radix = eviction == "radix"
         self._limit = limit
@@ -78,35 +82,38 @@ class PrefixPagePool(PagePool):
         Return them in the order of its tokens, and how many are cached ones; None, and nothing has changed, if there
         are too few.  Raise a `ValueError` as `allocate` does, and unless *count* exceeds the number of *keys* found.
         """
-        found = self.match(keys)
-        if not found:
+        found, self.loaded = self.match(keys), 0
+        back = next((n for n, key in enumerate(keys[found:]) if key not in self._host), len(keys) - found)
+        if not found + back:
             pages = self.allocate(owner, count)
             return None if pages is None else (pages, 0)
         if owner in self._owned:
             raise ValueError(f"owner {owner} has pages already: release them first")
-        if not found < count:
-            raise ValueError(f"{found} cached pages of {count}: at least one must be computed")
-        keys = keys[:found]
+        if not found + back < count:
+            raise ValueError(f"{found + back} cached pages of {count}: at least one must be computed")
+        every, keys = keys[: found + back], keys[:found]
         if count - found > self.free - (found - self.in_use(keys)):
             return None
         for key in keys:
             self._idle.pop(key, None)
             self._cached[key].users += 1
-        if self._radix:
+        if self._radix and keys:
             self._split(keys[-1])
         self._keys[owner] = list(keys)
         self._owned[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - found))
-        return self._owned[owner], found
+        self.commit(owner, every)  # what comes back is known again
+        self.loaded = back
+        return self._owned[owner], found + back
 
-    def commit(self, owner: int, keys: Sequence[int]) -> None:
+    def commit(self, owner: int, keys: Sequence[int]) -> int:
         """Make the first pages of *owner* known by *keys*, one each: their tokens are computed.
 
-        A page with the content of another stays its owner's alone.
+        A page with the content of another stays its owner's alone.  Return how many are to be moved to host memory.
         """
         mine = self._keys.setdefault(owner, [])
         begin = len(mine)
         if len(keys) <= begin:
-            return
+            return 0
         self._node += 1
         for key, page in zip(keys[begin:], _pages(self._owned[owner], begin), strict=False):
             if key in self._cached:
@@ -116,6 +123,19 @@ class PrefixPagePool(PagePool):
             self._cached[key] = _CachedPage(page, self._node, 1)
             if self._radix:
                 self._nodes.setdefault(self._node, []).append(key)
+        return self._store(keys[begin:])
+
+    def _store(self, keys: Sequence[int]) -> int:
+        """Have *keys* in host memory, the end of a prompt the next to go; return how many were not there."""
+        if not self._host_pages:
+            return 0
+        new = sum(key not in self._host for key in keys)
+        for key in reversed(keys):
+            self._host[key] = None
+            self._host.move_to_end(key)
+        while len(self._host) > self._host_pages:
+            self._host.popitem(last=False)
+        return new
 
     def extend(self, owner: int, count: int) -> bool:
         """As `PagePool.extend`; the new pages come after those that there are."""

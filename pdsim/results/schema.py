@@ -74,9 +74,10 @@ REQUESTS = (
 OPTIONAL = (
     Column("cached_prefill", "int64", "tokens", "of the prompt, that its prefill instance had cached"),
     Column("cached_decode", "int64", "tokens", "of the prompt, that its decode instance had cached"),
+    Column("cached_host", "int64", "tokens", "of cached_prefill, those that came back from host memory"),
     Column("priority", "int64", "", "the higher goes first, and is not shed"),
 )
-"""Columns of requests that only a run has with a prefix cache (the first two), or with priorities."""
+"""Columns of requests that only a run has with a prefix cache (the first three), or with priorities."""
 
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),

@@ -27,9 +27,15 @@ def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
 
 
-def page_pool(pages: int, cache: Cache, cached: bool, page_size: int) -> PagePool:
-    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says."""
-    return PrefixPagePool(pages, cache.eviction, int(cache.limit // page_size)) if cached else PagePool(pages)
+def page_pool(pages: int, cache: Cache, cached: bool, page_size: int, host: bool = False) -> PagePool:
+    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
+
+    With *host*, it keeps them in host memory, too, if *cache* has any.
+    """
+    if not cached:
+        return PagePool(pages)
+    limit, there = int(cache.limit // page_size), int(cache.host // page_size) if host else 0
+    return PrefixPagePool(pages, cache.eviction, limit, there)
 
 
 class PrefixCache:

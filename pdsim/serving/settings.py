@@ -288,12 +288,15 @@ class Cache:
     eviction: str = "block"  # of what was used least recently: a page (vLLM), or a "radix" node (SGLang)
     found: str = "computed"  # a page can be used once its forward has ended; "scheduled": from its beginning on
     early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
+    host: Count = 0  # tokens of each prefill instance in host memory, which come back over PCIe when they are found
     limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
 
     def __post_init__(self) -> None:
         one_of("cache", ("block", "radix"), eviction=self.eviction)
         one_of("cache", ("computed", "scheduled"), found=self.found)
-        not_negative("cache", limit=self.limit)
+        not_negative("cache", limit=self.limit, host=self.host)
+        if self.host and not self.prefill:
+            raise ValueError(f"cache.host={self.host:g} keeps what prefill caches; set cache.prefill=true")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,3 +163,42 @@ def test_an_unlimited_cache_has_what_the_trace_repeats():
     assert counted is not None
     simulated = values(serve(config))["prefix_hit_prefill"]
     assert counted - whole - 0.001 <= simulated <= counted
+
+
+# --- host memory ----------------------------------------------------------------------------------------------------
+
+SMALL = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts of eight pages, and four pages
+PCIE = replace(QUIET, gpu=replace(QUIET.gpu, pcie=1e9))
+
+
+def test_pages_come_back_from_host_memory_in_the_exact_time(tmp_path: Path):
+    prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3, 4, 1])]
+    tables = {}
+    for host in (0, 4096):
+        cache = replace(PREFILL, host=float(host))
+        config, _, tables[host] = served(tmp_path, prompts, cache, kv=SMALL, hw=PCIE)
+    assert [row["cached_prefill"] for row in tables[0]] == [0, 0, 0, 0, 0]
+    assert [row["cached_prefill"] for row in tables[4096]] == [0, 0, 0, 0, 448]
+    assert [row["cached_host"] for row in tables[4096]] == [0, 0, 0, 0, 448]
+    forward, last = job(config, Options()).prefill_time.prefill, tables[4096][4]
+    load = 448 * TOKEN / 1e9
+    start = last["queueing"] + last["handshake"]  # its place in the queue, and nothing of the load
+    assert last["ttft"] - last["transfer"] - last["polling"] == pytest.approx(
+        start + load + forward([(448, 64)]), rel=1e-6
+    )
+
+
+def test_what_is_computed_goes_to_host_memory_beside_the_kv(tmp_path: Path):
+    prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3])]
+    _, result, _ = served(tmp_path, prompts, replace(PREFILL, host=4096.0), kv=SMALL, hw=PCIE)
+    assert result.outcome is not None
+    out = {name: share for name, share in result.outcome.links.items() if name.endswith("pcie.out")}
+    assert sum(share > 0 for share in out.values()) == 1  # of the prefill GPU, though the KV goes over NVLink
+    with pytest.raises(ValueError, match=r"set cache\.prefill=true"):
+        Cache(host=100.0)
+
+
+def test_host_memory_forgets_what_was_used_least_recently(tmp_path: Path):
+    prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 3, 4, 1])]
+    _, _, table = served(tmp_path, prompts, replace(PREFILL, host=1024.0), kv=SMALL, hw=PCIE)
+    assert [row["cached_prefill"] for row in table] == [0, 0, 0, 0, 0]

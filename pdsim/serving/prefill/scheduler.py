@@ -21,6 +21,7 @@ from pdsim.kv.messages import (
     Failed,
     Forward,
     KvMessage,
+    Offload,
     Preceded,
     Prefilled,
     Ready,
@@ -92,7 +93,7 @@ class PrefillScheduler(PrefillWorker):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
-        self.pages = page_pool(job.prefill_pages, job.cache, job.cache.prefill, job.page_size)
+        self.pages = page_pool(job.prefill_pages, job.cache, job.cache.prefill, job.page_size, host=True)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}
@@ -100,6 +101,8 @@ class PrefillScheduler(PrefillWorker):
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that failed
         self._details: ExpiringMap[Details] = ExpiringMap(rank.clock, OVER)
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
+        self._offloading = 0, 0  # pages to host memory, and back, before the next forward
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
@@ -140,7 +143,7 @@ class PrefillScheduler(PrefillWorker):
                 "open_rooms": len(self._rooms) + len(self.sender) + len(self._timers),
                 "ignored": self.ignored,
             }
-            | ({"hits": self.hits} if self.job.cache.prefill else {})
+            | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
         )
 
     def ready(self, message: Ready) -> None:
@@ -337,11 +340,24 @@ class PrefillScheduler(PrefillWorker):
                 self._idle = Event(self.clock)
                 yield self._idle
                 continue
+            if any(self._offloading):
+                yield self._offloaded()
             self.send(self.followers, forward)
             yield self.compute(forward)
             if self.job.cache.prefill and self.job.cache.found == "computed":
                 for chunk in forward.chunks:
                     self._cache(chunk.room)
+                if any(self._offloading):
+                    self._offloaded()  # nobody waits for what goes to host memory
+
+    def _offloaded(self) -> Event:
+        """Move pages to host memory, which nobody waits for, and back; the event succeeds when those are here."""
+        out, back = self._offloading
+        self._offloading = 0, 0
+        page = self.sender.layout.row_bytes("kv") + self.sender.layout.row_bytes("index")
+        message = Offload(self.life, out * page, back * page)
+        self.send(self.followers, message)
+        return self.offload(message)
 
     def _next(self) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now."""
@@ -433,6 +449,9 @@ class PrefillScheduler(PrefillWorker):
                 return None
             pages: Pages | None = reused[0]
             room.done = self.hits[request.room] = reused[1] * self.job.page_size
+            if self.pages.loaded:
+                self.host_hits[request.room] = self.pages.loaded * self.job.page_size
+                self._offloading = self._offloading[0], self._offloading[1] + self.pages.loaded
         else:
             pages = self.pages.allocate(request.room, count)
         if pages is None:
@@ -479,4 +498,5 @@ class PrefillScheduler(PrefillWorker):
         """Make the pages of a room that a forward has covered known to the prefix cache."""
         room = self._rooms.get(number)
         if isinstance(self.pages, PrefixPagePool) and room is not None and room.source_slot >= 0:
-            self.pages.commit(number, room.keys[: room.done // self.job.page_size])
+            new = self.pages.commit(number, room.keys[: room.done // self.job.page_size])
+            self._offloading = self._offloading[0] + new, self._offloading[1]

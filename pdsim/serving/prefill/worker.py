@@ -16,6 +16,7 @@ from pdsim.kv.messages import (
     Grant,
     KvMessage,
     MessageError,
+    Offload,
     Preceded,
     Ready,
     Register,
@@ -43,6 +44,7 @@ class PrefillWorker(EngineProcess):
         self.handlers |= {
             Register: self._register,
             Forward: self._forward,
+            Offload: self._offload,
             Grant: lambda sender, message: self.sender.grant(sender, message),
             Abort: self._abort,
         }
@@ -77,6 +79,20 @@ class PrefillWorker(EngineProcess):
     def conclude(self, message: Sent | Settled) -> None:
         """Tell the leader how a room ended here."""
         self.send(leader(self.instance), message)
+
+    def offload(self, message: Offload) -> Event:
+        """Move KV to host memory and back.  The event succeeds when what comes back is here."""
+        device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
+        if message.nbytes:
+            device.offload(message.nbytes)
+        found: Event = device.offload(message.back, back=True) if message.back else self.clock.timeout(0)
+        return found
+
+    def _offload(self, _: str, message: Offload) -> None:
+        if message.life == self.life:
+            self.offload(message)
+        else:
+            self.ignore()
 
     def compute(self, message: Forward) -> Event:
         """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
