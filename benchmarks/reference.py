@@ -3,6 +3,7 @@
 What is generated, each between two HTML comments of its page:
 
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
+- docs/reports.md: figures of reports, from `data/reports/figures.csv`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
@@ -26,6 +27,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.reports.figures import kept
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
@@ -84,9 +86,19 @@ def output() -> Iterator[str]:
     yield "```"
 
 
+def figures() -> Iterator[str]:
+    """Yield the lines of the table of docs/reports.md."""
+    yield "| report | figure, as a factor | reported | simulated | error | verdict | assumed |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in kept():
+        numbers = f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%}"
+        yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
+
+
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
+    "figures": ("docs/reports.md", figures),
     "output": ("README.md", output),
 }
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from experiments.serve import Options as ServeOptions
 from experiments.serve import run as serve
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.job import Target
@@ -45,11 +45,12 @@ class TransferEngine(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What is compared: `conf/experiment/compare_engines.yaml`."""
+class Options(ExperimentOptions):
+    """What is compared."""
 
-    backends: Mapping[str, TransferEngine] = field(default_factory=dict)  # by the names that the table has
-    engines: Mapping[str, ServingEngine] = field(default_factory=dict)  # likewise, serving engines
+    name: str = "compare_engines"
+    backends: Mapping[str, TransferEngine]  # by the names that the table has
+    engines: Mapping[str, ServingEngine]  # likewise, serving engines
     staging: tuple[bool, ...] = (False, True)  # without, and with staging buffers between unlike ranks
     metadata: tuple[str, ...] = ("policy",)  # as the backend's policy has it, in the last "batch", or over "control"
     colocated: bool = True  # also without disaggregation
@@ -81,7 +82,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
     Raise a `ConfigError` if there is none that can be run.
     """
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
+    options = Options.of(config)
     every = list(_combinations(options))
     rows: list[list[Any]] = []
     skipped: list[list[str]] = []
@@ -127,7 +128,7 @@ def _served(config: Config, target: Target, options: Options, one: _Combination)
     """Return what serving as *one* says.  Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing."""
     engine = options.engines[one.engine]
     if one.backend not in options.backends:
-        colocated = {"name": "serve", "router": options.router, "deployment": "colocated"}
+        colocated = ServeOptions(router=options.router, deployment="colocated")
         return serve(replace(config, engine=engine, experiment=colocated), target, _quiet)
     chosen = options.backends[one.backend]
     if engine.handoff == "pull" and (one.staging or one.metadata != "policy"):
@@ -145,7 +146,7 @@ def _served(config: Config, target: Target, options: Options, one: _Combination)
         policy=policy,
         engine=engine,
         kv=replace(config.kv, staging=one.staging),
-        experiment={"name": "serve", "router": options.router},
+        experiment=ServeOptions(router=options.router),
     )
     found = serve(own, target.using(backend), _quiet)
     failed = {status for status in found.requests["status"] if status != "ok"}

@@ -1,22 +1,24 @@
 """What six reports of SGLang say in figures, simulated: reported, simulated, how far apart, and the verdict.
 
 Reports leave most of their set-up out, so each figure states what was assumed, and factors are compared, before over
-after, not times.  A factor is *reached* within `CLOSE`, has the *direction* if the change helps in both, and is *not
-reached* otherwise.  `data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference`` shows it in
-docs/reports.md.
+after, not times.  A factor is *reached* within `CLOSE`; *direction only* says that the change helps in both, by another
+factor; else it is *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference``
+shows it in docs/reports.md.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.compare_engines import TransferEngine
 from experiments.reports.claims import burst
+from experiments.serve import Options as ServeOptions
 from experiments.serve import run as serve
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.fabric.job import Model
 from pdsim.hardware import Machine
 from pdsim.job import Target
@@ -24,7 +26,20 @@ from pdsim.repository import data
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, ServingEngine, Side, Workload
 
-__all__ = ["CLOSE", "FIGURES", "TARGETS", "Figure", "Options", "Parts", "kept", "run", "verdict"]
+__all__ = [
+    "CLOSE",
+    "FIGURES",
+    "TARGETS",
+    "Figure",
+    "FigureRow",
+    "Options",
+    "Parts",
+    "keep",
+    "kept",
+    "run",
+    "simulated",
+    "verdict",
+]
 
 TARGETS = ("model",)
 """Where the experiment can run."""
@@ -35,17 +50,16 @@ CLOSE = 1.25
 HELPS = 1.05
 """From which factor on a change is told from nothing."""
 
-COLUMNS = ("report", "figure", "reported", "simulated", "error", "verdict", "assumed")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ExperimentOptions):
     """What figures are made of: `conf/experiment/report_figures.yaml`."""
 
-    machines: Mapping[str, Machine] = field(default_factory=dict)
-    models: Mapping[str, Llm] = field(default_factory=dict)
-    backends: Mapping[str, TransferEngine] = field(default_factory=dict)
-    sglang: ServingEngine = field(default_factory=ServingEngine)
+    name: str = "report_figures"
+    machines: Mapping[str, Machine]  # by the names that figures use
+    models: Mapping[str, Llm]
+    backends: Mapping[str, TransferEngine]
+    sglang: ServingEngine  # whose reserved tokens a figure varies
     only: tuple[str, ...] = ()  # figures by the numbers of their reports; empty: all
 
 
@@ -53,7 +67,7 @@ class Parts:
     """Serves what a figure asks for, with the machines, models and engines of *options* in place of those of *base*."""
 
     def __init__(self, base: Config, options: Options) -> None:
-        self.base = replace(base, experiment={"name": "serve"}, calibration=None)
+        self.base = replace(base, experiment=ServeOptions(), calibration=None)
         self.options = options
 
     def serve(self, metric: str, hw: str, model: str, backend: str, policy: Mapping[str, Any], **parts: Any) -> float:
@@ -81,15 +95,19 @@ class Parts:
 class Figure:
     """One figure of a report: its factor is before over after of what *run* returns."""
 
-    report: str
+    report: str  # its number
     says: str
-    reported: float
-    assumed: str
+    reported: float  # factor
+    assumed: str  # of the set-up, which the report leaves out
     run: Callable[[Parts], tuple[float, float]]
 
 
-class Row(NamedTuple):
-    """A figure and what was found: the columns of `COLUMNS`."""
+HEADS = ("report", "figure", "reported", "simulated", "error", "verdict", "assumed")
+"""Names of the fields of `FigureRow`."""
+
+
+class FigureRow(NamedTuple):
+    """A figure and what was found."""
 
     report: str
     figure: str
@@ -104,7 +122,7 @@ def verdict(reported: float, simulated: float) -> str:
     """Return whether the model reaches a factor."""
     if max(reported, simulated) <= CLOSE * min(reported, simulated):
         return "reached"
-    return "direction" if min(reported, simulated) >= HELPS else "not reached"
+    return "direction only" if min(reported, simulated) >= HELPS else "not reached"
 
 
 def _sides(prefill: Side, decode: Side) -> Parallel:
@@ -240,32 +258,41 @@ FIGURES = (
 
 def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Result:
     """Simulate all figures, or those of `Options.only`, and return the table."""
-    options = Options(**{key: value for key, value in config.experiment.items() if key != "name"})
-    chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
-    parts, rows = Parts(config, options), []
-    for number, figure in enumerate(chosen):
-        progress(number / len(chosen), f"{figure.report}: {figure.says}")
-        before, after = figure.run(parts)
-        rows.append(_row(figure, before / after))
+    rows = list(simulated(config, progress))
     reached = sum(row.verdict == "reached" for row in rows)
     return Result(
         summary=[
             Metric("figures", len(rows), "that reports state, as factors"),
             Metric("figures_reached", reached, f"of them, those that the model meets within a factor of {CLOSE:g}"),
         ],
-        tables=[Table("Reports", dict.fromkeys(COLUMNS, ""), [list(row) for row in rows])],
+        tables=[Table("Reports", dict.fromkeys(HEADS, ""), [list(row) for row in rows])],
     )
 
 
-def _row(figure: Figure, factor: float) -> Row:
-    reported, simulated = round(figure.reported, 2), round(factor, 2)
-    error = round(simulated / reported - 1, 2)
-    return Row(figure.report, figure.says, reported, simulated, error, verdict(reported, simulated), figure.assumed)
+def simulated(config: Config, progress: Callable[[float, str], None]) -> Iterator[FigureRow]:
+    """Yield what the model says of each figure."""
+    options = Options.of(config)
+    chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
+    parts = Parts(config, options)
+    for number, figure in enumerate(chosen):
+        progress(number / len(chosen), f"{figure.report}: {figure.says}")
+        before, after = figure.run(parts)
+        reported, factor = round(figure.reported, 2), round(before / after, 2)
+        error, said = round(factor / reported - 1, 2), verdict(reported, factor)
+        yield FigureRow(figure.report, figure.says, reported, factor, error, said, figure.assumed)
 
 
-def kept() -> Iterator[Row]:
+def keep(rows: Iterable[FigureRow], path: Path) -> None:
+    """Write *rows* to *path* as CSV."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(HEADS)
+        writer.writerows(rows)
+
+
+def kept() -> Iterator[FigureRow]:
     """Yield the rows of ``data/reports/figures.csv``."""
-    with data("reports/figures.csv").open(encoding="utf-8", newline="") as file:
+    with data("reports", "figures.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            reported, simulated, error = (float(row[name]) for name in ("reported", "simulated", "error"))
-            yield Row(row["report"], row["figure"], reported, simulated, error, row["verdict"], row["assumed"])
+            reported, factor, error = (float(row[name]) for name in ("reported", "simulated", "error"))
+            yield FigureRow(row["report"], row["figure"], reported, factor, error, row["verdict"], row["assumed"])

@@ -69,6 +69,7 @@ class DecodePeer:
         self.ring = peer.regions.get(STAGING)
         self.metadata, self.fallback = route(policy, AUX_ROWS, register.metadata_rows)
         self._policy = policy
+        self._tensors = source.shape.tensors
         self._path = "grouped" if part.heads is None else "sliced"
         self._planner = planner(source, register.layout, part)
         self._moves_state = any(component != "kv" for component in part.components)
@@ -98,6 +99,11 @@ class DecodePeer:
         if slots is not None or state:
             found.append(StagedPiece("metadata", (), slots, state))
         return found
+
+    @property
+    def planes_of_a_layer(self) -> int:
+        """Planes that are computed together: K and V, or the latent row."""
+        return self._tensors
 
     @property
     def planes(self) -> int:

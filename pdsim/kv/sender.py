@@ -112,7 +112,7 @@ class KvSender(SenderRooms):
         at an equal share of that, and `computed` must be called at the end.  Only a callback may call it: workers that
         are idle begin at once.
         """
-        state = self._rooms[chunk.room]
+        state, clock = self._rooms[chunk.room], self._rank.clock
         if not seconds:
             state.planned -= 1
         if state.status is Status.FAILED:
@@ -136,39 +136,13 @@ class KvSender(SenderRooms):
         )  # all of them are counted before the first is posted
         for delivery in deliveries:
             if seconds:
-                self._put_later(delivery, seconds)
+                clock.call_at(clock.now + seconds * delivery.computed, self._put, delivery)
             elif state.asks and delivery.waits:
                 state.parked[delivery.key] = delivery
             else:
                 self._put(delivery)
         if not deliveries and not state.unfinished and not seconds:
             self._conclude(state)
-
-    def computed(self, chunk: Chunk) -> None:
-        """Take note that the forward of *chunk* has ended, whose planes `send` writes as they are computed."""
-        state = self._rooms.get(chunk.room)
-        if state is None:
-            return
-        state.planned -= 1
-        if state.status is Status.FAILED:
-            self._settle(state)
-        elif not state.unfinished:
-            self._conclude(state)
-
-    def _put_later(self, delivery: ChunkTransfer, seconds: float) -> None:
-        """Have *delivery* written when its layer is computed, of a forward that takes *seconds* from now on."""
-        piece, planes, clock = delivery.piece, delivery.target.planes, self._rank.clock
-        each = self.layout.shape.tensors  # planes of a layer, which are computed together
-        done = 1.0 if piece is None or piece.plane < 0 else (piece.plane // each + 1) * each / planes
-
-        def put(delivery: ChunkTransfer) -> None:
-            state, decode = delivery.state, delivery.chunk.decode
-            if state.status is not Status.FAILED and decode in self.links:
-                self._put(delivery)
-            elif state.status is not Status.FAILED:
-                self._break(state, decode, PeerLost(f"{decode} is gone"))
-
-        clock.call_at(clock.now + seconds * done, put, delivery)
 
     def grant(self, sender: str, message: Grant) -> None:
         """Take note of a decode rank's answer to `Ask`, and let what waited for it go."""

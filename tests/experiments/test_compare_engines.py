@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.compare_engines import Options, TransferEngine, run
+from experiments.serve import Options as ServeOptions
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.kv.policy import Policy
@@ -34,9 +35,7 @@ CHOICES = {
 
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
-    config = configured(
-        ONE, Side(tp=decode), GQA, kv=ROOMY, experiment={"name": "compare_engines", **CHOICES, **options}
-    )
+    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=Options(**{**CHOICES, **options}))
     result = run(config, Model(config.hw, config.backend), lambda fraction, text: None)
     return result, result.tables[0].rows
 
@@ -57,9 +56,7 @@ def test_each_row_is_what_serving_says():
     for key, config in {
         ("fast", "push", "staged"): replace(plain, policy=STAGED, kv=replace(plain.kv, staging=True)),
         ("slow", "pull", "as it is"): replace(plain, backend=replace(ENGINE, intra=SLOW), engine=PULL),
-        ("none: colocated", "push", "as it is"): replace(
-            plain, experiment={"name": "serve", "deployment": "colocated"}
-        ),
+        ("none: colocated", "push", "as it is"): replace(plain, experiment=ServeOptions(deployment="colocated")),
     }.items():
         alone = values(serve(config))
         expected = [alone[name] for name in ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "transfer_p50_s", "goodput")]
@@ -83,11 +80,11 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason():
     with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
         compared(decode=1, colocated=False, staging=(True,))
     with pytest.raises(ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"):
-        Options(metadata=("mail",))
+        Options(**CHOICES, metadata=("mail",))
 
 
 def test_the_shipped_choice_has_seven_backends_and_two_engines():
     options = composed("experiment=compare_engines").experiment
-    assert len(options["backends"]) == 7
-    assert sorted(options["engines"]) == ["sglang", "vllm"]
-    assert options["backends"]["nixl"].policy.metadata == "write"
+    assert len(options.backends) == 7
+    assert sorted(options.engines) == ["sglang", "vllm"]
+    assert options.backends["nixl"].policy.metadata == "write"

@@ -464,10 +464,7 @@ class PrefillScheduler(PrefillWorker):
         return rest, state
 
     def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
-        """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk.
-
-        The first takes those along that are cached, unless they go before it, as a chunk of no tokens.
-        """
+        """Return the next *tokens* of *room*, and what is cached; an incomplete page goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None
         held, first = destination.held, room.sent
