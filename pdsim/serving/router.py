@@ -133,7 +133,7 @@ class Router(RankProcess):
             if earlier >= 0:
                 self._waiting.setdefault(earlier, []).append(request)
         self._open = [one for one, earlier in zip(self.requests, after, strict=True) if earlier < 0] if after else None
-        self._arrived = 0
+        self._later = sum(earlier >= 0 for earlier in after)  # requests whose users wait for an answer, or think
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
         self.serial = handoff_of(job.engine).serial
@@ -219,7 +219,6 @@ class Router(RankProcess):
 
     def _come(self, request: RoutedRequest) -> None:
         """Have *request* arrive now."""
-        self._arrived += 1
         if request.patience is not None:
             self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
         self._submit(request)
@@ -230,7 +229,11 @@ class Router(RankProcess):
             ended = request.finished.finished if request.finished is not None else self.clock.now
             arrival = max(self.clock.now, ended + follower.arrival)
             follower.arrival = arrival - self.start
-            self.clock.call_at(arrival, lambda request: self.guard(self._come, request), follower)
+            self.clock.call_at(arrival, lambda request: self.guard(self._come_later, request), follower)
+
+    def _come_later(self, request: RoutedRequest) -> None:
+        self._later -= 1
+        self._come(request)
 
     def _submit(self, request: RoutedRequest) -> None:
         request.room = 1 + request.number + request.tries * len(self.requests)
@@ -410,7 +413,8 @@ class Router(RankProcess):
         return tokens // count if count else 0
 
     def _stop_if_done(self) -> None:
-        if not self._rooms and self._arrived == len(self.requests) and not self.ended.triggered:
+        coming = self.requests if self._open is None else self._open
+        if not self._rooms and self._next == len(coming) and not self._later and not self.ended.triggered:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()
