@@ -14,9 +14,9 @@ from pdsim.fabric.job import Model
 from pdsim.kv.policy import Policy
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, ServingEngine, Side
-from tests.experiments.test_serve import GQA, ONE, configured, serve, values
-from tests.results.conftest import ENGINE
-from tests.test_conf import composed
+from tests.support.composed import composed
+from tests.support.configs import ENGINE
+from tests.support.serving import GQA, ONE, configured, serve, values
 
 ROOMY = Kv(page_size=16, pool=1 << 24, staging_ring=1 << 22)
 STAGED = Policy(queues=2, staging=True)

@@ -7,8 +7,8 @@ import pytest
 from experiments.reports.figures import CLOSE, FIGURES, kept, run, simulated, verdict
 from pdsim.fabric.job import Model
 from pdsim.kv.policy import Policy
-from tests.experiments.test_serve import LLM, ONE, configured, serve
-from tests.test_conf import composed
+from tests.support.composed import composed
+from tests.support.serving import LLM, ONE, configured, serve
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from pdsim.results.record import Result
 from pdsim.serving.prefix_cache import hit_share, page_keys
 from pdsim.serving.settings import Cache, Kv, Llm, Scheduler, ServingEngine, Workload
 from pdsim.serving.workload import load
-from tests.experiments.test_serve import GQA, ONE, configured, rows, values
 from tests.serving.test_engines import QUIET
+from tests.support.serving import GQA, ONE, configured, rows, values
 
 PREFILL = Cache(prefill=True)
 BOTH = Cache(prefill=True, decode=True)

@@ -15,10 +15,10 @@ from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
 from pdsim.serving.settings import Cache, Kv, Scheduler, Side
 from pdsim.serving.workload import Request
-from tests.experiments.test_serve import GQA, MLA, ONE, configured
-from tests.results.conftest import ENGINE
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
+from tests.support.configs import ENGINE
+from tests.support.serving import GQA, MLA, ONE, configured
 
 DEEP = replace(GQA, layers=8, context=1 << 17)
 LAYERS = Kv(page_size=64, pool=1 << 26, layerwise=True)

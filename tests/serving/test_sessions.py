@@ -17,8 +17,8 @@ from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import Request
 from pdsim.serving.settings import Cache, Kv, Scheduler, Side, Workload
 from pdsim.serving.workload import load
-from tests.experiments.test_serve import LLM, ONE, configured, rows, values
 from tests.serving.test_engines import QUIET
+from tests.support.serving import LLM, ONE, configured, rows, values
 
 SESSIONS = Workload(
     arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, shared=600, input_mean=300, output_mean=12
