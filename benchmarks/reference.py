@@ -3,6 +3,7 @@
 What is generated, each between two HTML comments of its page:
 
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
+- docs/reports.md: figures of reports, from `data/reports/figures.csv`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
@@ -28,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_real import table as faults_real
+from experiments.reports.figures import kept
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
-from pdsim.results.schema import INSTANTS, LIVE, REQUESTS, SAMPLES, TRANSFERS, Column
+from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +64,12 @@ def columns() -> Iterator[str]:
     """Yield the lines of the tables of docs/results.md."""
     tables = (
         *(("`transfers.parquet`", TRANSFERS), ("`requests.parquet`", REQUESTS)),
-        *(("`target=model` and `real` add", INSTANTS), ("`target=live` adds", LIVE), ("`samples.parquet`", SAMPLES)),
+        *(
+            ("`target=model` and `real` add", INSTANTS),
+            ("`cache=` and `workload.priority` add", OPTIONAL),
+            ("`target=live` adds", LIVE),
+            ("`samples.parquet`", SAMPLES),
+        ),
     )
     for name, of in tables:
         yield f"### {name}"
@@ -84,10 +91,20 @@ def output() -> Iterator[str]:
     yield "```"
 
 
+def figures() -> Iterator[str]:
+    """Yield the lines of the table of docs/reports.md."""
+    yield "| report | figure, as a factor | reported | simulated | error | verdict | assumed |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in kept():
+        numbers = f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%}"
+        yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
+
+
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "faults-real": ("docs/reliability.md", faults_real.table),
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
+    "figures": ("docs/reports.md", figures),
     "output": ("README.md", output),
 }
 

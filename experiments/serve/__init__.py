@@ -37,9 +37,11 @@ class Options(ExperimentOptions):
 
     name: str = "serve"
     deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
-    router: str = "least_tokens"  # the instance with the fewest tokens outstanding; power_of_two or round_robin
+    router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
     dp_rank: str = "room"  # attention group of a room: its number modulo dp; or "query": the least loaded
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
+    output_known: bool = True  # whether the router counts a request's own output tokens; else the mean of others so far
+    shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
     retries: int = 3  # assumed: restarts of a request of which no byte had moved when an instance was lost
     bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
     waiting_timeout: Seconds = 0.0  # from then until all of it has arrived; 0: none (SGLang: 300 s)
@@ -54,7 +56,7 @@ class Options(ExperimentOptions):
             raise ValueError(f"experiment.dp_rank must be room or query, got {self.dp_rank!r}")
         if not self.deadline > 0:
             raise ValueError(f"experiment.deadline must be > 0, got {self.deadline}")
-        for name in ("retries", "bootstrap_timeout", "waiting_timeout"):
+        for name in ("retries", "shed", "bootstrap_timeout", "waiting_timeout"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
 
@@ -68,6 +70,8 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     options = Options.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
+        if any(request.after >= 0 for request in drawn.requests):
+            raise ConfigError("workload.arrivals=sessions has target=model or real only; choose other arrivals")
         from experiments.serve import live_run
 
         # what the servers can do is theirs to say: only a load that is asked for needs the model of the deployment
@@ -98,7 +102,8 @@ def observed(config: Config, found: Any, source: str) -> Result:
 def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
     """Return what is said before all else: the offered load, and what it means if it is high."""
     if offered is None:
-        return ["offered load: none, for all requests arrive at once"]
+        why = "users wait for their answers" if workload.arrivals == "sessions" else "all requests arrive at once"
+        return [f"offered load: none, for {why}"]
     warning = offered.warning(workload)
     return [offered.line(workload), *([warning] if warning else [])]
 
@@ -109,6 +114,10 @@ def job(config: Config, options: Options) -> Deployment:
         found = _job(config, options)
         if options.deployment == "colocated":
             found = _colocated(config, found)
+        if config.cache.prefill or config.cache.decode:
+            _check_cache(config, found)
+        if config.kv.layerwise and (config.kv.staging or config.target != "model" or config.engine.handoff != "push"):
+            raise ValueError("kv.layerwise has target=model, a pushed handoff and no staging; leave it at false")
         found.check()
     except ValueError as error:
         raise ConfigError(f"model={config.model.name} on parallel={_sizes(config.parallel)}: {error}") from error
@@ -146,6 +155,9 @@ def _job(config: Config, options: Options) -> Deployment:
         prefill_time=time(parallel.prefill),
         decode_time=time(parallel.decode),
         policy=options.router,
+        rates=_rates(config) if options.router == "transfer_aware" else {},
+        output_known=options.output_known,
+        shed=options.shed,
         query_dp=options.dp_rank == "query",
         handoff=config.policy,
         staging=_staging(config, shape) if config.kv.staging else None,
@@ -156,8 +168,23 @@ def _job(config: Config, options: Options) -> Deployment:
         bootstrap_timeout=options.bootstrap_timeout,
         waiting_timeout=options.waiting_timeout,
         engine=config.engine,
+        layerwise=config.kv.layerwise,
+        cache=config.cache,
         seed=config.seed,
     )
+
+
+def _check_cache(config: Config, job: Deployment) -> None:
+    """Raise a `ValueError` if the prefixes of *job* cannot be cached."""
+    if config.cache.host and (config.target != "model" or job.colocated):
+        raise ValueError("cache.host has target=model and disaggregated instances; leave it at 0")
+    if job.shape.state.mamba or job.shape.state.window:
+        raise ValueError("a prefix cache keeps no state beside KV; choose a model of full attention, or cache=none")
+    if (config.memory == "tracked" or config.target != "model") and job.checked:
+        raise ValueError(
+            "pages that several requests share hold the bytes of the first, which others cannot be compared with; "
+            "set kv.checked=0, or cache=none"
+        )
 
 
 def _colocated(config: Config, job: Deployment) -> Deployment:
@@ -182,6 +209,25 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
     )
 
 
+def _rates(config: Config) -> dict[str, dict[str, float]]:
+    """Return the line rate from each prefill instance to each of decode, in bytes/s of a pair of GPUs.
+
+    With data-parallel attention the groups of an engine are instances by themselves, on the engine's node.
+    """
+    hw, parallel = config.hw, config.parallel
+    near = hw.interconnect.rate if hw.interconnect.kind != "none" else hw.host.tcp_rate
+    far = hw.nic.rate if hw.nic.count else hw.host.tcp_rate
+    where = places(parallel, hw)
+    nodes: dict[str, int] = {}
+    for side, name, own in ((parallel.prefill, "prefill", where[0]), (parallel.decode, "decode", where[1])):
+        for engine in range(side.instances):
+            for group in range(side.dp):
+                instance = f"{name}{engine}" if side.dp == 1 else f"{name}{engine}d{group}"
+                nodes[instance] = own[engine * side.gpus // side.instances].node
+    prefills, decodes = ([one for one in nodes if one.startswith(side)] for side in ("prefill", "decode"))
+    return {one: {other: near if nodes[one] == nodes[other] else far for other in decodes} for one in prefills}
+
+
 def _staging(config: Config, shape: KvShape) -> Staging:
     """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
     kv, parallel = config.kv, config.parallel
@@ -193,11 +239,19 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode."""
     plain = what.plain()
+    more: dict[str, Any] = {}
+    if what.cache.prefill or what.cache.decode or what.policy == "cache_aware":
+        more["blocks"] = [list(request.hash_ids) for request in requests]
+    if any(request.after >= 0 for request in requests):
+        more["after"] = [request.after for request in requests]
+    if any(request.priority for request in requests):
+        more["priorities"] = [request.priority for request in requests]
     if what.colocated:
         rows = [list(request[:3]) for request in requests]
-        return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), {"job": plain, "requests": rows})]
+        own = {"job": plain, "requests": rows, **more}
+        return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), own)]
     leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
-    arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves}
+    arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves, **more}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
@@ -240,11 +294,14 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
     offered = offered_load(what, requests)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
+    columns |= tables.cached(outcome, len(requests))
+    if any(request.priority for request in requests):
+        columns["priority"] = [request.priority for request in requests]
     failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
     failures += [
         f"request {number}: {status}"
         for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
-        if status != "ok" and not tables.left(status, patience)
+        if status != "ok" and not tables.left(status, patience) and not tables.shed(status)
     ]
     return Result(
         summary=[
@@ -252,6 +309,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
             *paths.metrics(),
             *tables.load_metrics(offered),
             *tables.prefix_metrics(requests, what),
+            *tables.cache_metrics(columns),
         ],
         tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,

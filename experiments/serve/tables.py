@@ -13,7 +13,7 @@ from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
 from pdsim.results.schema import INSTANTS
 from pdsim.results.statistics import distribution, mean, percentile
-from pdsim.serving.deployment import Deployment
+from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.settings import Slo, Workload
@@ -22,6 +22,8 @@ from pdsim.units import format_time
 
 __all__ = [
     "PHASES",
+    "cache_metrics",
+    "cached",
     "columns",
     "counted",
     "instances",
@@ -31,6 +33,7 @@ __all__ = [
     "metrics",
     "notes",
     "prefix_metrics",
+    "shed",
     "spread",
     "tables",
     "totals",
@@ -63,6 +66,9 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
     start = value["start"]
     names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
     found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES, *_INSTANTS)}
+    if "arrivals" in value:  # of users who wait for their answers
+        actual = zip(requests, value["arrivals"], strict=True)
+        requests = [Request(arrival, *request[1:]) for request, arrival in actual]
     for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
         prefill, decode, nbytes, status, *times = row
         found["id"].append(number)
@@ -81,6 +87,11 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
 def left(status: str, patience: float | None) -> bool:
     """Return whether a request of this *status* ended because its user left, as the workload says."""
     return patience is not None and status.startswith("Aborted: the user left")
+
+
+def shed(status: str) -> bool:
+    """Return whether a request of this *status* was refused by a router that had too much to do."""
+    return status.startswith("Shed: ")
 
 
 LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
@@ -158,11 +169,48 @@ def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]
     if unlimited is None:
         return []
     blocks = max(1, job.prefill_pages * job.page_size * len(job.prefills) // HASHED)
-    rule = "share of prompt tokens that one prefix cache holds on arrival, prefill computes them all the same: {}"
+    same = "" if job.cache.prefill else ", prefill computes them all the same"
+    rule = f"share of prompt tokens that one prefix cache holds on arrival{same}: {{}}"
     return [
         Metric("prefix_hit_unlimited", unlimited, rule.format("unlimited")),
         Metric("prefix_hit_pools", hit_share(requests, blocks), rule.format(f"{blocks} blocks, all prefill pools")),
     ]
+
+
+def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
+    """Return the columns of cached tokens of *count* requests; none of a side without a prefix cache.
+
+    A request that was started anew has those of its last try, None if the instance is gone or never had it.
+    """
+    found: dict[str, list[int | None]] = {}
+    for name, value in (_leaders(outcome) | {ROUTER: outcome.ranks[ROUTER].value or {}}).items():
+        if "hits" in value:
+            side = f"cached_{'decode' if name.startswith('decode') else 'prefill'}"
+            column, rooms = found.setdefault(side, [None] * count), value["hits"]
+            for room in sorted(rooms):
+                column[(room - 1) % count] = rooms[room]
+            if value.get("host_hits"):
+                column = found.setdefault("cached_host", [0] * count)
+                for room, tokens in sorted(value["host_hits"].items()):
+                    column[(room - 1) % count] = tokens
+    return found
+
+
+def cache_metrics(table: Columns) -> list[Metric]:
+    """Return the share of prompt tokens that the prefix caches had."""
+    rules = {
+        "prefill": "share of prompt tokens that prefill had cached, and did not compute",
+        "decode": "share of prompt tokens that decode had cached, and was not sent",
+    }
+    found = []
+    for side, rule in rules.items():
+        rows = list(zip(table.get(f"cached_{side}", ()), table["input"], strict=False))
+        known = [(hit, tokens) for hit, tokens in rows if hit is not None]
+        if rows:
+            total = sum(tokens for _, tokens in known)
+            share = sum(hit for hit, _ in known) / total if total else None
+            found.append(Metric(f"prefix_hit_{side}", share, rule))
+    return found
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
@@ -203,6 +251,7 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
     total, seconds = len(table["id"]), makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
     gone = sum(map(left, table["status"], table["patience"]))
+    refused = sum(map(shed, table["status"]))
     good = _good(table, slo)
 
     def rate(amount: float) -> float | None:
@@ -212,7 +261,8 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
         Metric("requests", total, "requests of the workload"),
         Metric("requests_ok", len(done), "requests that got all their tokens"),
         Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
-        Metric("requests_failed", total - len(done) - gone, "requests that failed"),
+        Metric("requests_failed", total - len(done) - gone - refused, "requests that failed"),
+        *([Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")] if refused else []),
         Metric("makespan_s", seconds, "from the start of the workload to the last token"),
         Metric("request_rate", rate(len(done)), "requests_ok / makespan, 1/s"),
         Metric(
@@ -266,7 +316,7 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
     return found
 
 
-def _leaders(outcome: Outcome) -> dict[str, dict[str, int]]:
+def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
     """Return what the leader of each instance reported, of those that lived to the end."""
     leaders = {name.removesuffix(".0"): rank.value for name, rank in outcome.ranks.items() if name.endswith(".0")}
     return {name: value for name, value in leaders.items() if value}

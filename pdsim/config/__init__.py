@@ -19,7 +19,7 @@ from pdsim.guards import instead
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
+from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
 from pdsim.units import Seconds
 
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch"]
@@ -115,6 +115,7 @@ class Config:
     calibration: Calibration | None = None  # what it set is in hw and backend already; the rest says how good that is
     workload: Workload = field(default_factory=Workload)
     kv: Kv = field(default_factory=Kv)
+    cache: Cache = field(default_factory=Cache)  # of prefixes
     policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written
     scheduler: Scheduler = field(default_factory=Scheduler)
     engine: ServingEngine = field(default_factory=ServingEngine)

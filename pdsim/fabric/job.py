@@ -243,7 +243,8 @@ class _ModelJob:
         gpu = self._model.machine.gpu if site.gpu is not None else None
         copies = host.copies if gpu is None else gpu.copies
         host_latency = HostLatency(host, self._clock.now)
-        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency)
+        offload = self._topology.offload(site)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, offload)
         records = _Records()
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer

@@ -6,6 +6,7 @@
     rdma     GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
     tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
     shm      host memory (read) - host memory (written)
+    offload  GPU memory - PCIe - host memory              (`Topology.offload`: KV that a GPU has no room for)
 
 Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a port,
 a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
@@ -133,6 +134,13 @@ class Topology:
         """Return the link of the memory at *site*."""
         node = self._nodes[site.node]
         return node.memory if site.gpu is None else node.gpus[site.gpu].memory
+
+    def offload(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+        """Return the links from a GPU's memory at *site* to the memory of its host, and back; none on a host."""
+        if site.gpu is None:
+            return (), ()
+        host = self._nodes[site.node].memory
+        return (*self._out(site), host), (host, *reversed(self._in(site)))
 
     def route(self, kind: str, source: Site, target: Site) -> Route:
         """Return how bytes get from the memory at *source* to the one at *target* by *kind*, as in `EngineModel.path`.

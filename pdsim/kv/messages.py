@@ -1,7 +1,7 @@
 """What ranks tell each other, as typed messages with a schema version.
 
-One byte of version, then MessagePack of an array ``[type, fields...]``.  Nothing here is ever pickled.  Times are
-seconds on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.
+One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds on
+the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "Chunk",
     "Collected",
     "Destination",
+    "Details",
     "Dropped",
     "Enroll",
     "Failed",
@@ -45,8 +46,10 @@ __all__ = [
     "Meet",
     "MessageError",
     "Metadata",
+    "Offload",
     "Ping",
     "Pong",
+    "Preceded",
     "Prefilled",
     "Pull",
     "Quiet",
@@ -136,17 +139,13 @@ class Pong(KvMessage, frozen=True):
 
 
 class Busy(KvMessage, frozen=True):
-    """A prefill rank to the router instead of `Pong`: a write is under way, or has succeeded since the last `Ping`.
-
-    It has as many bytes as `Pong`, so that the answer takes the same time whichever it is.
-    """
+    """A prefill rank instead of `Pong`, in as many bytes: a write is under way, or has succeeded since `Ping`."""
 
 
 class Gone(KvMessage, frozen=True):
     """A prefill rank to the router: this life cannot be reached; the router to ranks: this instance is given up.
 
-    Ranks of the instance itself end: an instance lives and dies as a whole.  *until* is the newest incarnation that is
-    meant, lest one that was started meanwhile ends too.
+    Ranks of the instance itself end, up to incarnation *until*: one that was started meanwhile is not meant.
     """
 
     instance: str
@@ -184,6 +183,14 @@ class Submit(KvMessage, frozen=True):
     decode: str  # instance
 
 
+class Details(KvMessage, frozen=True):
+    """The router to a leader, before `Submit` or `Pull`, where something depends on it: more about a request."""
+
+    room: int
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
+    priority: int = 0  # the higher goes first
+
+
 class Took(KvMessage, frozen=True):
     """A prefill leader to the bootstrap service: this room is this life's."""
 
@@ -206,10 +213,7 @@ class Located(KvMessage, frozen=True):
 
 
 class Destination(KvMessage, frozen=True):
-    """A decode leader to a prefill leader: pages are reserved, here is where to write.
-
-    The first *held* pages of the request are there already: *pages*, and index rows, are those of the rest.
-    """
+    """A decode leader to a prefill leader: write there; *pages*, and index rows, are those after the first *held*."""
 
     life: str  # of the prefill instance: this may find the next one
     room: int
@@ -311,11 +315,22 @@ class Forward(KvMessage, frozen=True):
     chunks: tuple[Chunk, ...]
 
 
-class Arrival(KvMessage, frozen=True):
-    """Attached to each write of a chunk.  *count*, of the last chunk only, is how many there were in all.
+class Preceded(Forward, frozen=True):
+    """As `Forward`; write the chunks *cached* at once, for they need no computation."""
 
-    Backends whose writes carry nothing send one of these when all writes of a room have completed.
-    """
+    cached: tuple[Chunk, ...]
+
+
+class Offload(KvMessage, frozen=True):
+    """A prefill leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
+
+    life: str  # of the instance
+    nbytes: int
+    back: int
+
+
+class Arrival(KvMessage, frozen=True):
+    """With each write of a chunk, or once after all of a room; *count*, with the last, is how many there were."""
 
     room: int
     writer: int  # index of the rank in its group
@@ -471,8 +486,7 @@ def refusal(reason: str) -> bytes:
 def decode(payload: bytes) -> KvMessage:
     """Return the message in *payload*.
 
-    Raise a `MessageError` that names what was got and what was expected, and a `Refused` if it is a `refusal`.  No
-    *payload* raises anything else.
+    Raise a `Refused` if it is a `refusal`, else a `MessageError` that names what was got and expected; nothing else.
     """
     if payload[:1] == _REFUSAL:
         raise Refused(payload[1:].decode(errors="replace"))

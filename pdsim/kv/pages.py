@@ -88,7 +88,7 @@ class PagePool:
         if pages < 1:
             raise ValueError(f"pages must be >= 1, got {pages}")
         self.pages = pages
-        self._free = pages
+        self.unused = pages  # pages that nobody has
         self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
@@ -100,13 +100,13 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages without an owner."""
-        return self._free
+        """Pages that can be given to an owner."""
+        return self.unused
 
     @property
     def used(self) -> int:
         """Pages that have an owner."""
-        return self.pages - self._free
+        return self.pages - self.free
 
     def owned(self, owner: int) -> Pages:
         """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
@@ -121,9 +121,9 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner in self._owned:
             raise ValueError(f"owner {owner} has pages already: release them first")
-        if count > self._free:
+        if count > self.free:
             return None
-        pages = self._owned[owner] = self._take(count)
+        pages = self._owned[owner] = self.take(count)
         return pages
 
     def extend(self, owner: int, count: int) -> bool:
@@ -135,18 +135,18 @@ class PagePool:
             raise ValueError(f"count must be >= 1, got {count}")
         if owner not in self._owned:
             raise KeyError(f"owner {owner} has no pages to extend")
-        if count > self._free:
+        if count > self.free:
             return False
-        self._owned[owner] = tuple(sorted((*self._owned[owner], *self._take(count))))
+        self._owned[owner] = tuple(sorted((*self._owned[owner], *self.take(count))))
         return True
 
     def count(self, owner: int) -> int:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
         return sum(count for _, count in self._owned[owner])
 
-    def _take(self, count: int) -> Pages:
-        """Take *count* pages out, which are free."""
-        self._free -= count
+    def take(self, count: int) -> Pages:
+        """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
+        self.unused -= count
         self.peak = max(self.peak, self.used)
         taken: list[tuple[int, int]] = []
         while count:
@@ -162,8 +162,7 @@ class PagePool:
         if owner not in self._owned:
             raise KeyError(f"owner {owner} has no pages to release")
         for start, count in self._owned.pop(owner):
-            self._insert(start, count)
-            self._free += count
+            self.put_back(start, count)
 
     def _choose(self, count: int) -> int:
         counts = self._counts
@@ -177,7 +176,9 @@ class PagePool:
             self._starts[index] += count
             self._counts[index] -= count
 
-    def _insert(self, start: int, count: int) -> None:
+    def put_back(self, start: int, count: int) -> None:
+        """Count a run of pages, which nobody owns any more, as unused."""
+        self.unused += count
         starts, counts = self._starts, self._counts
         index = bisect_left(starts, start)
         if index < len(starts) and start + count == starts[index]:  # joins its right neighbour

@@ -69,6 +69,7 @@ class DecodePeer:
         self.ring = peer.regions.get(STAGING)
         self.metadata, self.fallback = route(policy, AUX_ROWS, register.metadata_rows)
         self._policy = policy
+        self._tensors = source.shape.tensors
         self._path = "grouped" if part.heads is None else "sliced"
         self._planner = planner(source, register.layout, part)
         self._moves_state = any(component != "kv" for component in part.components)
@@ -76,7 +77,7 @@ class DecodePeer:
         if part.heads is not None and self.ring is not None:
             self.blocks = block_plans(source, register.layout, part.heads, exact)[0]
         self._call = policy.call if part.heads is None else policy.slices or policy.call
-        self._apart = self.metadata == "write" or self.blocks is not None or self._call == "plane"
+        self._apart = self.metadata == "write" or self.blocks is not None or self._call != "chunk"
 
     def block(self, rows: Runs, limit: int) -> int:
         """Return the bytes of the block of *rows*; 0 if it cannot be staged or exceeds *limit* or the ring."""
@@ -84,6 +85,30 @@ class DecodePeer:
             return 0
         size = self.blocks.nbytes(sum(count for _, _, count in rows))
         return size if size <= min(limit, self.ring.size) else 0
+
+    def layers(self, chunk: Chunk, rows: Runs) -> list[StagedPiece]:
+        """Return the writes of *chunk* as `pieces` does, but plane by plane, in the order of the layers.
+
+        What is sent once is a write of its own, the last.
+        """
+        rows = self._grouped(rows) if "kv" in self.part.components else ()
+        planes = range(self._planner.planes) if rows else ()
+        found = [StagedPiece(self._path, rows, plane=plane) for plane in planes]
+        slots = chunk.slots if chunk.last and self.part.aux and self.metadata != "control" else None
+        state = chunk.state if chunk.last and self._moves_state else ()
+        if slots is not None or state:
+            found.append(StagedPiece("metadata", (), slots, state))
+        return found
+
+    @property
+    def planes_of_a_layer(self) -> int:
+        """Planes that are computed together: K and V, or the latent row."""
+        return self._tensors
+
+    @property
+    def planes(self) -> int:
+        """Planes of keys and values that both ranks have."""
+        return self._planner.planes
 
     def pieces(self, chunk: Chunk, rows: Runs) -> list[StagedPiece]:
         """Return the writes of *chunk*, of whose pages *rows* are this rank's to write.
@@ -111,9 +136,10 @@ class DecodePeer:
         if self._call == "chunk" or self.blocks is not None:
             return [StagedPiece(self._path, rows)]
         planes = self._planner.planes
+        calls = [(run,) for run in rows] if self._call == "descriptor" else [rows]
         if self._policy.queues:  # a queue does one thing after the other
-            return [StagedPiece(self._path, rows, plane=0, writes=planes)]
-        return [StagedPiece(self._path, rows, plane=plane) for plane in range(planes)]
+            return [StagedPiece(self._path, own, plane=0, writes=planes) for own in calls]
+        return [StagedPiece(self._path, own, plane=plane) for own in calls for plane in range(planes)]
 
     def _grouped(self, rows: Runs) -> Runs:
         """Return *rows* as the backend groups them: a slice is a descriptor a token whichever way."""

@@ -25,7 +25,7 @@ class Policy:
 
     queues: int = 0  # each with one worker that blocks until its write is done; 0 posts everything at once
     shard: str = "session"  # a room's queue: by the peers that it goes to, or by its number ("room")
-    call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, or one "plane"
+    call: str = "chunk"  # what one write of whole rows moves: a chunk's planes together, one "plane" or "descriptor"
     slices: str = ""  # likewise of slices of rows; "" is as *call*
     grouping: str = "runs"  # a descriptor is a run of neighbouring pages, or one page ("pages")
     notify: str = (
@@ -40,7 +40,7 @@ class Policy:
         if self.queues < 0:
             raise ValueError(f"policy.queues must be >= 0, got {self.queues}")
         one_of("policy", ("session", "room"), shard=self.shard)
-        one_of("policy", ("chunk", "plane"), call=self.call)
+        one_of("policy", ("chunk", "plane", "descriptor"), call=self.call)
         one_of("policy", ("", "chunk", "plane"), slices=self.slices)
         one_of("policy", ("runs", "pages"), grouping=self.grouping)
         one_of("policy", ("write", "message", "poll"), notify=self.notify)

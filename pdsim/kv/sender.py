@@ -105,13 +105,16 @@ class KvSender(SenderRooms):
             if self._gathers is not None and state.status is not Status.FAILED:
                 self._ask(state, chunk)
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, chunk: Chunk, seconds: float = 0.0) -> None:
         """Write the pages of *chunk*, whose forward has just ended, unless its room has failed meanwhile.
 
-        Only a callback may call it: workers that are idle begin at once.
+        With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is computed,
+        at an equal share of that, and `computed` must be called at the end.  Only a callback may call it: workers that
+        are idle begin at once.
         """
-        state = self._rooms[chunk.room]
-        state.planned -= 1
+        state, clock = self._rooms[chunk.room], self._rank.clock
+        if not seconds:
+            state.planned -= 1
         if state.status is Status.FAILED:
             self._settle(state)
             return
@@ -121,22 +124,24 @@ class KvSender(SenderRooms):
         state.status = advance(state.status, Status.TRANSFERRING)
         if self._rank.device.holds_bytes and chunk.room <= self._checked:
             self._fill(chunk)
-        arrival = self._arrival(chunk, 0)
+        arrival = self._arrival(chunk, 0, seconds)
         if chunk.last:
             state.last = arrival
         rows, finished = self._share(chunk)
         deliveries: list[ChunkTransfer] = []
         for target in self.links.targets(chunk.decode):
-            deliveries += self._plan(state, chunk, target, rows, arrival, finished)
+            deliveries += self._plan(state, chunk, target, rows, arrival, finished, seconds > 0)
         state.unfinished += sum(
             delivery.writes for delivery in deliveries
         )  # all of them are counted before the first is posted
         for delivery in deliveries:
-            if state.asks and delivery.waits:
+            if seconds:
+                clock.call_at(clock.now + seconds * delivery.computed, self._put, delivery)
+            elif state.asks and delivery.waits:
                 state.parked[delivery.key] = delivery
             else:
                 self._put(delivery)
-        if not deliveries and not state.unfinished:
+        if not deliveries and not state.unfinished and not seconds:
             self._conclude(state)
 
     def grant(self, sender: str, message: Grant) -> None:
@@ -160,8 +165,8 @@ class KvSender(SenderRooms):
             self._contents.fill_aux(chunk.room, chunk.slots[0])
             self._contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
-    def _arrival(self, chunk: Chunk, count: int) -> Arrival:
-        pages, now = self._pages(chunk), self._rank.clock.now
+    def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
+        pages, now = self._pages(chunk), self._rank.clock.now + seconds
         return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now, to=chunk.decode)
 
     def _pages(self, chunk: Chunk) -> int:
@@ -189,10 +194,18 @@ class KvSender(SenderRooms):
                 self._tell(target, Ask(chunk.room, self._index, chunk.index, size, targets(rows), chunk.decode))
 
     def _plan(
-        self, state: SenderRoom, chunk: Chunk, target: DecodePeer, rows: Runs, arrival: Arrival, finished: bool
+        self,
+        state: SenderRoom,
+        chunk: Chunk,
+        target: DecodePeer,
+        rows: Runs,
+        arrival: Arrival,
+        finished: bool,
+        by_layer: bool,
     ) -> list[ChunkTransfer]:
         """Return the writes of *chunk* to *target*, the last ones with the number of all."""
-        pieces: list[StagedPiece | None] = [*target.pieces(chunk, rows)]
+        found = target.layers(chunk, rows) if by_layer else target.pieces(chunk, rows)
+        pieces: list[StagedPiece | None] = [*found]
         if chunk.last and target.part.aux and target.metadata == "control":
             pieces.append(None)
             if target.fallback:

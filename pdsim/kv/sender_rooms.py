@@ -65,6 +65,14 @@ class ChunkTransfer(NamedTuple):
         return self.piece is not None and bool(self.piece.rows) and self.state.asks.get(self.key, -1) is None
 
     @property
+    def computed(self) -> float:
+        """The share of its forward after which it can be written: K and V of a layer at the layer's end."""
+        if self.piece is None or self.piece.plane < 0:
+            return 1.0
+        each = self.target.planes_of_a_layer
+        return (self.piece.plane // each + 1) * each / self.target.planes
+
+    @property
     def spare(self) -> bool:
         """Whether a message can take its place: it moves metadata only."""
         return self.piece is not None and not (self.piece.rows or self.piece.state)
@@ -89,6 +97,17 @@ class SenderRooms:
     def __len__(self) -> int:
         """Return the number of rooms that are not over."""
         return len(self._rooms)
+
+    def computed(self, chunk: Chunk) -> None:
+        """Take note that the forward of *chunk* has ended, whose planes are written as they are computed."""
+        state = self._rooms.get(chunk.room)
+        if state is None:
+            return
+        state.planned -= 1
+        if state.status is Status.FAILED:
+            self._settle(state)
+        elif not state.unfinished:
+            self._conclude(state)
 
     def poll(self) -> None:
         """Look at what has become of the writes, as a scheduler does between two forwards."""
@@ -120,7 +139,7 @@ class SenderRooms:
 
     def _conclude(self, state: SenderRoom) -> None:
         """End the room if its last chunk is written; called when no write of it is under way."""
-        if state.last is None or state.status is Status.FAILED:
+        if state.last is None or state.planned or state.status is Status.FAILED:
             return
         if self._policy.notify == "poll" and self._computing:
             self._unpolled.append(state)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    *("INSTANTS", "LIVE", "REQUESTS", "SAMPLES", "TRANSFERS"),
+    *("INSTANTS", "LIVE", "OPTIONAL", "REQUESTS", "SAMPLES", "TRANSFERS"),
     *("VERSION", "Column", "requests_table", "samples_table", "transfers_table"),
 ]
 
@@ -86,6 +86,14 @@ INSTANTS = (
     Column("joined_at", "float64", "s", "when it joined the decode batch"),
 )
 """Columns of requests that only a run of our own schedulers has: what a timeline is drawn from."""
+
+OPTIONAL = (
+    Column("cached_prefill", "int64", "tokens", "of the prompt, that its prefill instance had cached"),
+    Column("cached_decode", "int64", "tokens", "of the prompt, that its decode instance had cached"),
+    Column("cached_host", "int64", "tokens", "of cached_prefill, those that came back from host memory"),
+    Column("priority", "int64", "", "the higher goes first, and is not shed"),
+)
+"""Columns of requests that only a run has with a prefix cache (the first three), or with priorities."""
 
 LIVE = (
     Column("sent", "float64", "s", "when the client sent it, from the start of the workload"),
@@ -161,13 +169,13 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `INSTANTS` and `LIVE` follow if they are given.
+    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """
     import pyarrow as pa
 
-    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *INSTANTS, *LIVE)})
+    unknown = sorted(set(requests) - {column.name for column in (*REQUESTS, *INSTANTS, *OPTIONAL, *LIVE)})
     if unknown:
         raise ValueError(
             f"requests has columns {', '.join(unknown)} without type, unit and definition: "
@@ -177,7 +185,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    given = (column for column in (*INSTANTS, *LIVE) if column.name in requests)
+    given = (column for column in (*INSTANTS, *OPTIONAL, *LIVE) if column.name in requests)
     schema = _schema((*REQUESTS, *given))
     arrays = []
     for field in schema:

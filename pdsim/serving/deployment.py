@@ -14,7 +14,7 @@ from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
 from pdsim.serving.compute.roofline import ForwardTime
-from pdsim.serving.settings import ServingEngine
+from pdsim.serving.settings import Cache, ServingEngine
 
 __all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leader", "life_name", "rank_name"]
 
@@ -79,6 +79,9 @@ class Deployment:
     prefill_time: ForwardTime
     decode_time: ForwardTime
     policy: str  # of the router
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that it knows: bytes/s to each decode
+    output_known: bool = True  # whether the router knows how many tokens a request will generate
+    shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
     handoff: Policy = field(default_factory=Policy)
     staging: Staging | None = None
     deadline: float  # seconds of silence after which a rank counts as gone
@@ -89,6 +92,8 @@ class Deployment:
     query_dp: bool = False  # decode asks the bootstrap service which group of an engine has a room
     waiting_timeout: float = 0.0  # seconds from then until all of it has arrived; 0 is for ever
     engine: ServingEngine = field(default_factory=ServingEngine)
+    layerwise: bool = False  # prefill pushes each layer when it is computed
+    cache: Cache = field(default_factory=Cache)
     seed: int = 0  # of what varies on hosts
     colocated: bool = False  # both sides are the same engines, and nothing is handed over
 

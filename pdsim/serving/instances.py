@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
 from pdsim.serving.deployment import Deployment, instance_of, life_name, rank_name
-from pdsim.serving.seams import router_policy
+from pdsim.serving.seams import RoutingQuery, route, router_policy
 
 __all__ = ["InstanceRegistry"]
 
@@ -23,12 +24,15 @@ class _Side:
         self._group = {instance: number % dp for number, instance in enumerate(instances)}
         self._policy = router_policy(policy)
 
-    def choose(self, room: int, able: Sequence[str]) -> str:
-        """Return that one of *able* that is to have *room*: of the group of its `dp_rank`, if one of those is left."""
+    def choose(self, room: int, able: Sequence[str], *known: Any) -> str:
+        """Return that one of *able* that is to have *room*: of the group of its `dp_rank`, if one of those is left.
+
+        What is *known* besides are the other fields of `RoutingQuery`, from the third on.
+        """
         if self._dp > 1:
             group = dp_rank(room, self._dp)
             able = [name for name in able if self._group[name] == group] or able
-        return self._policy.choose(able, self.load)
+        return route(self._policy, RoutingQuery(able, self.load, *known))
 
 
 class InstanceRegistry:
@@ -44,6 +48,7 @@ class InstanceRegistry:
         self.bootstrap = Bootstrap({name: job.grid(name).size for name in (*job.prefills, *job.decodes)})
         self.awaited = set(self.prefills.names + self.decodes.names)
         self._links: set[tuple[str, str]] = set()
+        self._under_way = dict.fromkeys(self.decodes.names, 0)  # tokens whose KV is not there yet
 
     @property
     def connected(self) -> bool:
@@ -100,19 +105,28 @@ class InstanceRegistry:
         self._links = {link for link in self._links if instance not in link}
         return self.bootstrap.forget(instance)
 
-    def choose(self, room: int) -> tuple[str, str] | None:
-        """Return the lives of the prefill and the decode instance that are to have *room*; None if no pair is left."""
+    def choose(self, room: int, tokens: int = 1, blocks: tuple[int, ...] = ()) -> tuple[str, str] | None:
+        """Return the lives of the prefill and the decode instance that are to have *room*; None if no pair is left.
+
+        Its prompt has so many *tokens*, and *blocks* are the hashes of its blocks, where prefixes are cached.
+        """
         prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
         if not prefills:
             return None
-        prefill = self.prefills.choose(room, prefills)
-        decode = self.decodes.choose(room, [name for name in self.decodes.names if (prefill, name) in self._links])
+        prefill = self.prefills.choose(room, prefills, tokens, blocks)
+        decodes = [name for name in self.decodes.names if (prefill, name) in self._links]
+        rates = self._job.rates.get(prefill, {})
+        decode = self.decodes.choose(room, decodes, tokens, blocks, self._under_way, rates)
         return self.life(prefill), self.life(decode)
 
     def add(self, life: str, tokens: int) -> None:
         """Count *tokens* more, or fewer, at *life*, unless it is over."""
         if self.alive(life):
             self.side(instance_of(life)).load[instance_of(life)] += tokens
+
+    def send(self, life: str, tokens: int) -> None:
+        """Count *tokens* more, or fewer, whose KV is on its way to *life*."""
+        self._under_way[instance_of(life)] += tokens
 
     def missing(self) -> str:
         """Return which side has no instance."""

@@ -85,7 +85,9 @@ class OfferedLoad:
 
 
 def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | None:
-    """Return the load that *requests* offer to *job*; None if they arrive all at once, which is no rate."""
+    """Return the load that *requests* offer to *job*; None if they arrive all at once or wait for each other."""
+    if any(request.after >= 0 for request in requests):
+        return None
     span = requests[-1].arrival - requests[0].arrival if requests else 0.0
     if not (span > 0 and isfinite(span)):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pdsim.kv.messages import Submit
 from pdsim.serving.seams import Prompt, Running
 
-__all__ = ["FirstCome", "LeastGenerated", "LeastTokens", "RoundRobin"]
+__all__ = ["FirstCome", "HighestPriority", "LeastGenerated", "LeastTokens", "RoundRobin"]
 
 
 class FirstCome:
@@ -37,6 +37,16 @@ class LeastGenerated(FirstCome):
     def victim(self, running: Sequence[Running]) -> int:
         """Take the one that loses least."""
         return min(range(len(running)), key=lambda index: (running[index].generated, -running[index].input))
+
+
+class HighestPriority(LeastGenerated):
+    """As `LeastGenerated`, but of requests that have not begun prefill takes those of the highest priority first."""
+
+    def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
+        """Take as much as fits of the first that has begun or, if none has, of the first of the highest priority."""
+        index = max(range(len(queue)), key=lambda index: (queue[index].done > 0, queue[index].priority, -index))
+        chosen = queue[index]
+        return index, min(budget, chosen.request.input - chosen.done)
 
 
 class LeastTokens:

@@ -7,11 +7,39 @@ block that is missing.  A block is used after those before it, so it is evicted 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pdsim.serving.workload import HASHED, Request
+from pdsim.kv.pages import Pool
+from pdsim.kv.pages import page_pool as in_order
+from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.serving.requests import HASHED, Request
+from pdsim.serving.settings import Cache
 
-__all__ = ["PrefixCache", "hit_share"]
+__all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
+
+
+def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
+    """Return the hash of each full page of a prompt of *tokens*, of which *blocks* are the hashes of 512 tokens each.
+
+    A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all that
+    comes before, too.
+    """
+    ends = range(page_size, min(tokens, len(blocks) * HASHED) + 1, page_size)
+    return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
+
+
+def page_pool(
+    pages: int, cache: Cache, cached: bool, page_size: int, host: bool = False, order: str = "best_fit"
+) -> Pool:
+    """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
+
+    With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in *order*,
+    one of `pdsim.kv.pages.ORDERS`.
+    """
+    if not cached:
+        return in_order(order, pages)
+    limit, there = int(cache.limit // page_size), int(cache.host // page_size) if host else 0
+    return PrefixPagePool(pages, cache.eviction, limit, there)
 
 
 class PrefixCache:
@@ -21,7 +49,7 @@ class PrefixCache:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 block or None, got {capacity}")
         self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the least recently used first
 
     def __len__(self) -> int:
         """Return the number of blocks that are held."""
@@ -29,17 +57,19 @@ class PrefixCache:
 
     def match(self, request: Request) -> int:
         """Return how many tokens of the prompt are held, from its start."""
-        blocks = 0
+        tokens = 0
         for block in request.hash_ids:
-            if block not in self._blocks:
+            held = self._blocks.get(block, 0)
+            tokens += held
+            if held < HASHED:  # a prompt may go on within a block that another has the beginning of
                 break
-            blocks += 1
-        return min(blocks * HASHED, request.input)
+        return min(tokens, request.input)
 
     def insert(self, request: Request) -> None:
         """Hold the prompt of *request*, and evict what is too much."""
-        for block in reversed(request.hash_ids):  # the first is the most recently used
-            self._blocks[block] = None
+        for number, block in reversed(tuple(enumerate(request.hash_ids))):  # the first is the most recently used
+            tokens = min(HASHED, request.input - number * HASHED)
+            self._blocks[block] = max(tokens, self._blocks.get(block, 0))
             self._blocks.move_to_end(block)
         while self._capacity is not None and len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)

@@ -17,6 +17,7 @@ from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import (
     Abort,
     Busy,
+    Details,
     Dropped,
     Enroll,
     Failed,
@@ -54,14 +55,19 @@ def program(
     job: Mapping[str, Any],
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]] = (),
+    blocks: Sequence[Sequence[int]] = (),
+    after: Sequence[int] = (),
+    priorities: Sequence[int] = (),
 ) -> Program:
     """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
 
-    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  The value has
+    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are the
+    hashes of each prompt's blocks, where prefixes are cached.  *after* is, of each, the number of the request whose
+    end its user waits for, -1 for none; its arrival is then counted from there.  The value has
     ``start``, the time at which the first could have arrived, and for each request in order a row in ``rows``: prefill
     instance, decode instance, bytes, status, and the times of `Finished` or None.
     """
-    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves).run())
+    return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
 
 @dataclass(slots=True)
@@ -72,6 +78,8 @@ class RoutedRequest:
     input: int
     output: int
     patience: float | None = None  # of its user
+    blocks: tuple[int, ...] = ()  # hashes of its prompt's, where prefixes are cached
+    priority: int = 0
     number: int = 0  # its place in the list
     room: int = 0  # a new one each time that it is sent out
     tries: int = 0
@@ -81,6 +89,7 @@ class RoutedRequest:
     answered: bool = False  # prefill has computed it, and decode is asked to pull it
     prefilled: bool = False
     counted: bool = False  # among the tokens outstanding
+    expected: int = 0  # tokens of its output that are counted
     lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
     asked: str = ""  # the leader of that
     status: str = ""  # "" while it is under way
@@ -105,6 +114,9 @@ class Router(RankProcess):
         job: Deployment,
         requests: Sequence[Sequence[float]],
         leaves: Sequence[Sequence[float]] = (),
+        blocks: Sequence[Sequence[int]] = (),
+        after: Sequence[int] = (),
+        priorities: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, job)
         self.requests = [RoutedRequest(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
@@ -112,6 +124,16 @@ class Router(RankProcess):
             request.number = number
         for which, patience in leaves:
             self.requests[int(which)].patience = patience
+        for request, hashes in zip(self.requests, blocks, strict=False):
+            request.blocks = tuple(hashes)
+        for request, priority in zip(self.requests, priorities, strict=False):
+            request.priority = priority
+        self._waiting: dict[int, list[RoutedRequest]] = {}  # by the number of the one whose end they come after
+        for request, earlier in zip(self.requests, after, strict=False):
+            if earlier >= 0:
+                self._waiting.setdefault(earlier, []).append(request)
+        self._open = [one for one, earlier in zip(self.requests, after, strict=True) if earlier < 0] if after else None
+        self._later = sum(earlier >= 0 for earlier in after)  # requests whose users wait for an answer, or think
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
         self.serial = handoff_of(job.engine).serial
@@ -125,6 +147,7 @@ class Router(RankProcess):
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere, or a write of one
+        self._generated = 0, 0  # requests that have all their tokens, and how many those were
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[KvMessage], Handler] = {
@@ -147,7 +170,8 @@ class Router(RankProcess):
     def report(self) -> dict[str, Any]:
         """Return the start, the rows, and how many messages came too late."""
         rows = [_row(request) for request in self.requests]
-        return {"start": self.start, "rows": rows, "ignored": self.ignored, "open_rooms": len(self._rooms)}
+        found = {"start": self.start, "rows": rows, "ignored": self.ignored, "open_rooms": len(self._rooms)}
+        return found if self._open is None else found | {"arrivals": [request.arrival for request in self.requests]}
 
     def watch(self) -> Program:
         """Ping every rank three times a deadline, and give up instances that do not answer."""
@@ -180,8 +204,9 @@ class Router(RankProcess):
             self._arrive(None)
 
     def _arrive(self, _: Event | None) -> None:
-        while self._next < len(self.requests) and not self.ended.triggered:
-            request = self.requests[self._next]
+        coming = self.requests if self._open is None else self._open
+        while self._next < len(coming) and not self.ended.triggered:
+            request = coming[self._next]
             arrival = self.start + request.arrival
             if arrival > self.clock.now:
                 event = self.clock.at(arrival)
@@ -189,27 +214,54 @@ class Router(RankProcess):
                 event.callbacks.append(self._arrive)
                 return
             self._next += 1
-            if request.patience is not None:
-                self.clock.call_at(arrival + request.patience, self._leave, request)
-            self._submit(request)
+            self._come(request)
         self._stop_if_done()
+
+    def _come(self, request: RoutedRequest) -> None:
+        """Have *request* arrive now."""
+        if request.patience is not None:
+            self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
+        self._submit(request)
+
+    def _go_on(self, request: RoutedRequest) -> None:
+        """Let the requests arrive that come after *request*, each after its think time."""
+        for follower in self._waiting.pop(request.number, ()):
+            ended = request.finished.finished if request.finished is not None else self.clock.now
+            arrival = max(self.clock.now, ended + follower.arrival)
+            follower.arrival = arrival - self.start
+            self.clock.call_at(arrival, lambda request: self.guard(self._come_later, request), follower)
+
+    def _come_later(self, request: RoutedRequest) -> None:
+        self._later -= 1
+        self._come(request)
 
     def _submit(self, request: RoutedRequest) -> None:
         request.room = 1 + request.number + request.tries * len(self.requests)
         self._rooms[request.room] = request
-        pair = self.registry.choose(request.room)
+        pair = self.registry.choose(request.room, request.input, request.blocks)
         if pair is None:
             self._close(request, f"PeerLost: no {self.registry.missing()} instance is left")
             return
+        if (waiting := self._too_many(request, pair[0])) is not None:
+            self._close(request, f"Shed: {waiting} tokens outstanding at {instance_of(pair[0])}")
+            return
         self._send_out(request, *pair)
+
+    def _too_many(self, request: RoutedRequest, prefill: str) -> int | None:
+        """Return the tokens outstanding at *prefill*, if they are so many that *request* is refused."""
+        waiting = self.registry.prefills.load[instance_of(prefill)]
+        full = self.job.shed and waiting >= self.job.shed and not request.priority
+        return waiting if full else None
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         """Have these two lives serve *request*."""
         request.prefill, request.decode = prefill, decode
         request.tries += 1
         request.counted = True
+        request.expected = self._expected(request)
         self.registry.add(request.prefill, request.input)
-        self.registry.add(request.decode, request.input + request.output)
+        self.registry.add(request.decode, request.input + request.expected)
+        self.registry.send(request.decode, request.input)
         self._moved = self.clock.now
         self._pass_on(request, self._send_on)
 
@@ -228,6 +280,9 @@ class Router(RankProcess):
 
     def _send_on(self, request: RoutedRequest) -> None:
         message = self._submission(request)
+        if request.blocks or request.priority:
+            details = Details(request.room, request.blocks, request.priority)
+            self.send([leader(life) for life in (request.prefill, request.decode)], details)
         # where decode has to ask, it is told as little as a router knows that leaves the choice to the engine
         if not self.serial:
             self.send(leader(request.decode), replace(message, prefill="") if self.job.query_dp else message)
@@ -264,6 +319,8 @@ class Router(RankProcess):
         self._moved = self.clock.now
         if not request.prefilled:
             request.prefilled = True
+            if request.counted:
+                self.registry.send(request.decode, -request.input)
             if not request.answered:
                 self.registry.add(request.prefill, -request.input)
         if request.finished is not None:
@@ -327,9 +384,12 @@ class Router(RankProcess):
     def _close(self, request: RoutedRequest, status: str) -> None:
         """End *request* with *status*, for good."""
         request.status = status
+        if status == "ok":
+            self._generated = self._generated[0] + 1, self._generated[1] + request.output
         self._moved = self.clock.now
         self._forget(request.room)
         self._uncount(request)
+        self._go_on(request)
         self._stop_if_done()
 
     def _forget(self, room: int) -> None:
@@ -339,12 +399,22 @@ class Router(RankProcess):
     def _uncount(self, request: RoutedRequest) -> None:
         if request.counted:
             request.counted = False
+            if not request.prefilled:
+                self.registry.send(request.decode, -request.input)
             if not (request.prefilled or request.answered):
                 self.registry.add(request.prefill, -request.input)
-            self.registry.add(request.decode, -request.input - request.output)
+            self.registry.add(request.decode, -request.input - request.expected)
+
+    def _expected(self, request: RoutedRequest) -> int:
+        """Return how many tokens *request* will generate, as far as a router knows: others did so many on average."""
+        if self.job.output_known:
+            return request.output
+        count, tokens = self._generated
+        return tokens // count if count else 0
 
     def _stop_if_done(self) -> None:
-        if not self._rooms and self._next == len(self.requests) and not self.ended.triggered:
+        coming = self.requests if self._open is None else self._open
+        if not self._rooms and self._next == len(coming) and not self._later and not self.ended.triggered:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from pdsim.serving.rank_process import EngineProcess
     from pdsim.serving.settings import ServingEngine
 
-__all__ = ["Handoff", "Prompt", "RouterPolicy", "Running", "Scheduler", "handoff_of", "router_policy", "scheduler_of"]
+__all__ = [
+    "Handoff",
+    "Prompt",
+    "RouterPolicy",
+    "RoutingQuery",
+    "Running",
+    "Scheduler",
+    "handoff_of",
+    "route",
+    "router_policy",
+    "scheduler_of",
+]
 
 
 class Prompt(Protocol):
@@ -31,6 +42,10 @@ class Prompt(Protocol):
     @property
     def done(self) -> int:
         """Tokens of the prompt that a forward has covered."""
+
+    @property
+    def priority(self) -> int:
+        """The higher goes first, where a scheduler looks at it."""
 
 
 class Running(NamedTuple):
@@ -77,11 +92,31 @@ class Handoff(Protocol):
         """Return the program of the *index*-th rank of a decode *instance*; that of rank 0 also schedules."""
 
 
+class RoutingQuery(NamedTuple):
+    """What a router knows when a request needs an instance of one side."""
+
+    able: Sequence[str]  # instances that are connected
+    load: Mapping[str, int]  # tokens outstanding at each
+    input: int  # tokens of the prompt; how many will be generated it does not know
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, where prefixes are cached
+    under_way: Mapping[str, int] = {}  # tokens whose KV each decode instance has not got yet
+    rates: Mapping[str, float] = {}  # bytes/s from the chosen prefill instance to each of decode; none for prefill
+
+
 class RouterPolicy(Protocol):
-    """Which instance of a side gets a request.  There is one for each side, made without arguments."""
+    """Which instance of a side gets a request.  There is one for each side, made without arguments.
+
+    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, which is called instead of `choose`.
+    """
 
     def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
         """Return one of *able*, which are connected; *load* has the tokens outstanding at each."""
+
+
+def route(policy: RouterPolicy, ask: RoutingQuery) -> str:
+    """Return which instance *policy* has for *ask*."""
+    informed = getattr(policy, "route", None)
+    return cast("str", informed(ask)) if informed is not None else policy.choose(ask.able, ask.load)
 
 
 def scheduler_of(engine: ServingEngine) -> Scheduler:

@@ -12,6 +12,7 @@ from pdsim.units import Count, Rate, Seconds, Size
 
 __all__ = [
     "DTYPES",
+    "Cache",
     "Compute",
     "HostCosts",
     "Hybrid",
@@ -181,13 +182,13 @@ class Workload:
 
     With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
     requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
-    variation; ``"embedded"`` replays the small trace shipped with pdsim.
+    variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed loop.
 
     In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale it.
     """
 
     trace: str | None = None
-    arrivals: str = "embedded"  # "embedded", "poisson", "gamma" or "bursty"
+    arrivals: str = "embedded"  # "embedded", "poisson", "gamma", "bursty" or "sessions"
     count: int | None = None  # at most so many requests; None is all of a trace
     skip: Seconds = 0.0  # of arrivals that are left out, before any scaling
     seconds: Seconds = 0.0  # of arrivals that are kept after those, before any scaling; 0 is all
@@ -199,6 +200,12 @@ class Workload:
     warmup: Seconds = 0.0  # requests that arrive within it count in no latency and not towards the SLO
     cooldown: Seconds = 0.0  # nor do those that arrive within it before the last
     cv: float = 2.0  # of the gaps, for gamma
+    ramp: Seconds = 0.0  # within which the rate grows from 0, for generated arrivals, or all users of sessions begin
+    users: int = 0  # of sessions, one after the other each; 0: sessions arrive at *rate* a second
+    turns: int = 4  # of a session, each after the answer to the one before
+    think: Seconds = 0.0  # mean time from an answer to the next turn, exponential
+    shared: int = 0  # tokens that the prompts of all sessions begin with
+    priority: float = 0.0  # share of requests of priority 1, which are never shed; the others have 0
     burst: float = 4.0  # rate of a burst over the mean rate, for bursty
     burst_length: Seconds = 10.0  # mean length of a burst
     input_mean: float = 2048.0  # tokens
@@ -209,7 +216,7 @@ class Workload:
     patience: Seconds = 10.0  # mean time from its arrival after which such a user leaves, exponential
 
     def __post_init__(self) -> None:
-        one_of("workload", ("embedded", "poisson", "gamma", "bursty"), arrivals=self.arrivals)
+        one_of("workload", ("embedded", "poisson", "gamma", "bursty", "sessions"), arrivals=self.arrivals)
         one_of("workload", ("none", "auto"), jitter=self.jitter)
         one_of("workload", ("time", "thinning"), scaling=self.scaling)
         positive(
@@ -231,7 +238,16 @@ class Workload:
             load=self.load,
             warmup=self.warmup,
             cooldown=self.cooldown,
+            ramp=self.ramp,
+            users=self.users,
+            think=self.think,
+            shared=self.shared,
         )
+        positive("workload", turns=self.turns)
+        if self.arrivals == "sessions" and self.trace is None and (self.skip or self.seconds or self.load):
+            raise ValueError("workload.arrivals=sessions has no skip, seconds or load: users come after their answers")
+        if not 0 <= self.priority <= 1:
+            raise ValueError(f"workload.priority must be >= 0 and <= 1, got {self.priority}")
         if self.count is not None:
             positive("workload", count=self.count)
         if not 0 <= self.aborts <= 1:
@@ -250,6 +266,7 @@ class Kv:
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
     state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
     window_share: float = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
+    layerwise: bool = False  # prefill pushes each layer of a chunk when it is computed, instead of all at the end
     staging: bool = False  # between ranks that keep different heads, gather, write in one piece, and scatter
     staging_ring: Size = 4 << 30  # bytes on each decode rank (SGLang's default)
     staging_buffer: Size = 0  # bytes for each queue of a prefill rank; 0 is one prefill chunk's, as in SGLang 0.5.23
@@ -265,6 +282,30 @@ class Kv:
             state_slots=self.state_slots,
             staging_buffer=self.staging_buffer,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The prefix cache of the instances: `conf/cache`.  Without values there is none.
+
+    Prompts are alike where `hash_ids` of their trace are; the tokens that decode generates are not cached, for a trace
+    has no hashes of them.  Cached pages are in the pool of KV, and make room for requests.
+    """
+
+    prefill: bool = False  # prefill computes only what its instance has not
+    decode: bool = False  # prefill sends, or decode pulls, only the pages that the decode instance has not
+    eviction: str = "block"  # of what was used least recently: a page (vLLM), or a "radix" node (SGLang)
+    found: str = "computed"  # a page can be used once its forward has ended; "scheduled": from its beginning on
+    early: bool = False  # prefill sends cached pages when it begins the rest, instead of with its first chunk
+    host: Count = 0  # tokens of each prefill instance in host memory, which come back over PCIe when they are found
+    limit: Count = 0  # most tokens of an instance's cached pages without a user; 0 is all of the pool
+
+    def __post_init__(self) -> None:
+        one_of("cache", ("block", "radix"), eviction=self.eviction)
+        one_of("cache", ("computed", "scheduled"), found=self.found)
+        not_negative("cache", limit=self.limit, host=self.host)
+        if self.host and not self.prefill:
+            raise ValueError(f"cache.host={self.host:g} keeps what prefill caches; set cache.prefill=true")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import ConfigError
 from pdsim.serving import traces
+from pdsim.serving.requests import HASHED, Request, stream
+from pdsim.serving.sessions import lengths, sessions
 from pdsim.serving.settings import Workload
 from pdsim.units import format_time
 
@@ -26,20 +27,7 @@ __all__ = ["EMBEDDED", "HASHED", "Drawn", "Request", "draw", "grid", "load", "st
 EMBEDDED = "conversation_small.jsonl"
 """The trace in `pdsim/serving/data`, made by `generate.py` beside it."""
 
-HASHED = 512
-"""Tokens of a block that one of a Mooncake trace's `hash_ids` names."""
-
 Floats = npt.NDArray[np.float64]
-
-
-class Request(NamedTuple):
-    """One request."""
-
-    arrival: float  # seconds after the first could arrive
-    input: int  # tokens
-    output: int  # tokens, the first included
-    patience: float | None = None  # seconds after its arrival at which its user leaves; None stays to the end
-    hash_ids: tuple[int, ...] = ()  # of its prompt's blocks of `HASHED` tokens: equal ids are equal tokens
 
 
 @dataclass(frozen=True)
@@ -48,11 +36,6 @@ class Drawn:
 
     requests: list[Request]
     notes: tuple[str, ...] = ()
-
-
-def stream(seed: int, name: str) -> np.random.Generator:
-    """Return the stream of random numbers called *name*: the same for one seed and name, whatever else is drawn."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))
 
 
 def load(
@@ -87,6 +70,10 @@ def draw(
     if workload.trace is not None or workload.arrivals == "embedded":
         requests = (Request(request.arrival / workload.speed, *request[1:]) for request in requests)
     found = _impatient(list(requests), workload, seed)
+    if workload.priority:
+        chances = stream(seed, "workload.priority").random(len(found)).tolist()
+        drawn = zip(found, chances, strict=True)
+        found = [Request(*one[:6], int(chance < workload.priority)) for one, chance in drawn]
     if not found:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
         raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
@@ -97,6 +84,12 @@ def _all(
     workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]
 ) -> tuple[Iterator[Request], tuple[str, ...]]:
     """Return the requests of *workload* before any are chosen, and how their arrivals were changed."""
+    if workload.trace is None and workload.arrivals == "sessions":
+        users = workload.users
+        starts = (
+            [workload.ramp * user / users for user in range(users)] if users else _arrivals(workload, seed).tolist()
+        )
+        return iter(sessions(workload, starts, seed, context)), ()
     if workload.trace is None and workload.arrivals != "embedded":
         return iter(_generate(workload, seed, context, progress)), ()
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
@@ -163,7 +156,7 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
         strict=True,
     )
     return [
-        Request(*request[:3], wait, request.hash_ids) if chance < workload.aborts else request
+        Request(*request[:3], wait, *request[4:]) if chance < workload.aborts else request
         for request, (chance, wait) in zip(requests, drawn, strict=True)
     ]
 
@@ -177,8 +170,8 @@ def _generate(workload: Workload, seed: int, context: int, progress: Callable[[f
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
     found: list[Request] = []
     for size in _blocks(count):
-        output = _lengths(outputs, size, workload.output_mean, workload.output_cv)
-        given = _lengths(inputs, size, workload.input_mean, workload.input_cv)
+        output = lengths(outputs, size, workload.output_mean, workload.output_cv)
+        given = lengths(inputs, size, workload.input_mean, workload.input_cv)
         output = np.minimum(output, context - 1)
         given = np.minimum(given, context - output)  # the tail of a log-normal has no end, the model's context has
         times = arrivals[len(found) : len(found) + size]
@@ -196,11 +189,18 @@ def _arrivals(workload: Workload, seed: int) -> Floats:
         )
     count = workload.count or math.ceil(workload.rate * end) + 1
     while True:
-        arrivals = np.cumsum(_gaps(workload, seed, count))
+        arrivals = _ramped(np.cumsum(_gaps(workload, seed, count)), workload.ramp)
         enough = workload.count and int(np.sum(arrivals >= workload.skip)) >= workload.count
         if enough or (workload.seconds and arrivals[-1] >= end):
             return arrivals
         count *= 2
+
+
+def _ramped(arrivals: Floats, ramp: float) -> Floats:
+    """Return *arrivals* of a constant rate at the times at which as many come if it grows from 0 within *ramp*."""
+    if not ramp:
+        return arrivals
+    return np.where(arrivals < ramp / 2, np.sqrt(2 * ramp * arrivals), arrivals + ramp / 2)
 
 
 _BLOCK = 1 << 20
@@ -226,7 +226,7 @@ def _gaps(workload: Workload, seed: int, count: int) -> Floats:
     """Return the seconds before each arrival, of mean ``1 / rate``."""
     random = stream(seed, "workload.arrivals")
     mean = 1 / workload.rate
-    if workload.arrivals == "poisson":
+    if workload.arrivals in ("poisson", "sessions"):
         return _drawn(lambda size: random.exponential(mean, size), count)
     if workload.arrivals == "gamma":
         shape = workload.cv**-2
@@ -251,10 +251,3 @@ def _bursty_gaps(workload: Workload, random: np.random.Generator, count: int) ->
         pause += random.exponential(workload.burst_length * (workload.burst - 1))
         index = max(index, stop)
     return np.diff(arrivals, prepend=0.0)
-
-
-def _lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
-    """Return log-normal lengths of so many tokens on average, at least 1."""
-    variance = math.log1p(cv * cv)
-    drawn = random.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
-    return np.maximum(1, np.rint(drawn)).astype(np.int64)

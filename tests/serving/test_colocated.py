@@ -13,7 +13,7 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, prefill_iterations
-from pdsim.serving.settings import Kv, Scheduler, Side
+from pdsim.serving.settings import Cache, Kv, Scheduler, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.support.serving import GENERATED, configured, rows, serve, values
 
@@ -119,3 +119,62 @@ def test_what_colocated_engines_do_not_do_is_refused():
         serve(configured(options=TOGETHER, workload=replace(GENERATED, aborts=0.5)))
     with pytest.raises(ValueError, match="disaggregated or colocated, got 'both'"):
         Options(deployment="both")
+
+
+# --- growth, preemption, a prefix cache -----------------------------------------------------------------------------
+
+
+def tight(preemption: str, pages: int = 8, **changes: Any) -> Any:
+    """Serve two requests of 48 tokens that generate 40 within so many pages of 16 tokens."""
+    engine = ServingEngine(name="bare", memory="grow", preemption=preemption)
+    config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), **changes), engine=engine)
+    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages)
+    requests = [Request(0.0, 48, 40)] * 2
+    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
+    return rows(result(config, what, requests, outcome)), what
+
+
+def test_growth_ends_where_pages_do_and_the_last_computes_again():
+    (one, two), what = tight("recompute")
+    # both have 4 pages until the first token of a fifth is stored: 16 tokens after the first
+    now = mixed(what, [(0, 48), (0, 48)], []) + sum(decode(what, [n, n]) for n in range(49, 65))
+    rest = sum(decode(what, [n]) for n in range(65, 88))
+    assert one["e2e"] == pytest.approx(now + rest, rel=1e-12)
+    # 65 tokens at once give the second its next one; 22 more follow
+    again = mixed(what, [(0, 65)], []) + sum(decode(what, [n]) for n in range(66, 88))
+    assert two["e2e"] == pytest.approx(now + rest + again, rel=1e-12)
+
+
+def test_a_retracted_request_moves_to_host_memory_and_back():
+    (one, two), what = tight("retract")
+    move = 65 * what.shape.token_bytes(1) / what.engine.retract_rate
+    now = mixed(what, [(0, 48), (0, 48)], []) + sum(decode(what, [n, n]) for n in range(49, 65)) + move
+    rest = sum(decode(what, [n]) for n in range(65, 88))
+    assert one["e2e"] == pytest.approx(now + rest, rel=1e-12)
+    assert two["e2e"] == pytest.approx(now + 2 * rest + move, rel=1e-12)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "retract"])
+def test_many_requests_in_few_pages_all_end(preemption: str):
+    engine = ServingEngine(name="bare", memory="grow", preemption=preemption, scheduler="priority")
+    config = replace(configured(options=TOGETHER, kv=Kv(page_size=16)), engine=engine)
+    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40)
+    requests = [Request(0.01 * n, 50 + 37 * (n % 9), 20 + 31 * (n % 7), priority=n % 2) for n in range(60)]
+    table = rows(result(config, what, requests, Model(config.hw, config.backend).run(specs(config, what, requests))))
+    assert {row["status"] for row in table} == {"ok"}
+
+
+def test_enough_pages_make_growth_and_reservation_alike():
+    grown, _ = tight("recompute", pages=100)
+    reserved, _ = served([Request(0.0, 48, 40)] * 2)
+    assert [row["e2e"] for row in grown] == [row["e2e"] for row in reserved]
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    config = configured(options=TOGETHER, kv=Kv(page_size=16), cache=Cache(prefill=True))
+    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1)
+    requests = [Request(0.0, 600, 2, None, (1, 2)), Request(1.0, 600, 2, None, (1, 2))]
+    outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
+    one, two = rows(result(config, what, requests, outcome))
+    assert (one["cached_prefill"], two["cached_prefill"]) == (0, 592)
+    assert two["ttft"] == pytest.approx(mixed(what, [(592, 8)], []), rel=1e-9)

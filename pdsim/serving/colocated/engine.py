@@ -7,8 +7,9 @@ Steps without prompts are in closed form, as in `pdsim.serving.decode.steps`.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simpy.events import AnyOf, Event
@@ -16,10 +17,12 @@ from simpy.events import AnyOf, Event
 from pdsim.clock import Clock
 from pdsim.errors import ConfigError
 from pdsim.kv.messages import Submit
-from pdsim.kv.pages import page_pool
-from pdsim.serving.decode.steps import RunningBatch
+from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.serving.decode.memory import GrowingMemory
+from pdsim.serving.decode.steps import Member, RunningBatch
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.seams import scheduler_of
+from pdsim.serving.prefix_cache import page_keys, page_pool
+from pdsim.serving.seams import Running, scheduler_of
 from pdsim.transfer import Program
 
 __all__ = ["ColocatedEngine", "ColocatedRequest"]
@@ -30,33 +33,46 @@ class ColocatedRequest:
     """A request at an engine; times are seconds on the clock, -1 while unknown."""
 
     request: Submit
-    done: int = 0  # tokens of the prompt that a step has covered or covers now
+    total: int  # tokens that a step has to cover before the next is generated: the prompt, later all that there are
+    left: int  # tokens that decode generates after that
+    done: int = 0  # tokens of them that a step has covered or covers now, or that were cached
+    has_pages: bool = False
     started: float = -1.0  # its first step
-    prefilled: float = -1.0  # the end of its last step with a piece of the prompt, which gives the first token
+    prefilled: float = -1.0  # the end of the step with the last piece of its prompt, which gives the first token
     finished: float = -1.0
+    keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
+    priority: int = 0
+    cached: int = 0  # tokens of the prompt that no step computes
 
 
 class ColocatedEngine:
     """One engine of *job*, whose ranks compute alike; ``finished(request)`` is called at the end of each.
 
-    A request has pages for its prompt and all of its output from its first step on, so none is ever preempted.
+    A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
+    output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its own
+    up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
     """
 
     def __init__(self, clock: Clock, job: Deployment, finished: Callable[[ColocatedRequest], None]) -> None:
         self.clock = clock
         self.job = job
-        self.pages = page_pool(job.engine.pages, job.decode_pages)
+        self.pages = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, order=job.engine.pages)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
+        self.preemptions = 0
         self._finished = finished
         self._batch = RunningBatch(job.decode_time, job.decode_batch, job.engine.decode, job.engine.overlap)
+        self._memory = GrowingMemory(job, self.pages, self._batch) if job.engine.memory == "grow" else None
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
-        self._open: dict[int, ColocatedRequest] = {}  # have pages
+        self._open: dict[int, ColocatedRequest] = {}  # have begun
+        self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
+        self._moving = 0.0  # seconds that the next step waits for host memory
         self._news: Event | None = None
 
-    def submit(self, request: Submit) -> None:
-        """Take *request*, which the next step may begin."""
-        self._queue.append(ColocatedRequest(request))
+    def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
+        """Take *request*, which the next step may begin; *blocks* are the hashes of its prompt's, where it has some."""
+        keys = page_keys(blocks, request.input, self.job.page_size)
+        self._queue.append(ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority))
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 
@@ -66,12 +82,15 @@ class ColocatedEngine:
         Raise a `ConfigError` if the scheduler gives a piece that does not fit.
         """
         while True:
+            if self._memory is not None:
+                self._make_room(self._memory)
             pieces, ends = self._pieces()
+            start, self._moving = self.clock.now + self._moving, 0.0
             if pieces:
-                yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces))
+                yield self.clock.at(self._batch.begin_mixed(start, pieces))
                 self._batch.advance(self.clock.now)
             elif len(self._batch):
-                yield from self._decode()
+                yield from self._decode(start)
             else:
                 self._batch.begin(self.clock.now)
                 self._news = Event(self.clock)
@@ -79,12 +98,15 @@ class ColocatedEngine:
                 continue
             for number in self._batch.finished():
                 self._end(self._open[number])
+            if self.job.cache.found == "computed":
+                self._cache()
             for one in ends:
-                self._first_token(one)
+                self._next_token(one)
 
-    def _decode(self) -> Program:
-        """Decode until a request ends, or to the end of the step in which another comes."""
-        done = self.clock.at(self._batch.begin(self.clock.now))
+    def _decode(self, start: float) -> Program:
+        """Decode until a request ends or lacks a page, or to the end of the step in which another comes."""
+        most = math.inf if self._memory is None else self._memory.steps()
+        done = self.clock.at(self._batch.begin(start, most))
         self._news = Event(self.clock)
         yield AnyOf(self.clock, [done, self._news])
         boundary = self._batch.boundary(self.clock.now)
@@ -102,43 +124,134 @@ class ColocatedEngine:
             chosen = self.policy.prefill(self._queue, budget)
             if chosen is None:
                 break
-            one, tokens = self._queue[chosen[0]], chosen[1]
-            if one.started < 0 and not self._begin(one):
-                break
-            if not 0 < tokens <= min(budget, one.request.input - one.done):
+            index, tokens = chosen
+            if not self._queue[index].has_pages and not self._begin(self._queue[index]):
+                begun = [number for number, other in enumerate(self._queue) if other.has_pages]
+                if not begun:
+                    break
+                index, tokens = begun[0], budget  # so that it ends, and gives its pages back
+            one = self._queue[index]
+            tokens = min(tokens if one.total == one.request.input else budget, one.total - one.done)
+            if not 0 < tokens <= budget:
                 raise ConfigError(
                     f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {one.request.room}, "
-                    f"which has {one.request.input - one.done} left in a step of {budget}; give 1 to the lesser"
+                    f"which has {one.total - one.done} left in a step of {budget}; give 1 to the lesser"
                 )
             pieces.append((one.done, tokens))
             one.done += tokens
             budget -= tokens
-            del self._queue[chosen[0]]
-            (ends if one.done == one.request.input else partial).append(one)
+            del self._queue[index]
+            (ends if one.done == one.total else partial).append(one)
+            if self.job.cache.found == "scheduled":
+                self._commit(one)
         self._queue.extendleft(reversed(partial))
         return pieces, ends
 
     def _begin(self, one: ColocatedRequest) -> bool:
         """Give *one* its pages and a place in the batch; return whether there are any."""
-        request = one.request
-        if len(self._open) >= self.job.decode_batch:
+        request, again = one.request, one.started >= 0
+        if not again and (self._retracted or len(self._open) >= self.job.decode_batch):
             return False
-        if self.pages.allocate(request.room, self.job.page_count(request.input + request.output)) is None:
+        tokens = one.total
+        if self._memory is None:
+            tokens += request.output
+        elif not self._memory.admits(tokens - self._shared(one), self._holders()):
             return False
-        self._open[request.room] = one
-        self.peak_batch = max(self.peak_batch, len(self._open))
-        one.started = self.clock.now
+        count = self.job.page_count(tokens)
+        if isinstance(self.pages, PrefixPagePool):
+            found = self.pages.reuse(request.room, count, self._known(one))
+            if found is None:
+                return False
+            one.done = found[1] * self.job.page_size
+        elif self.pages.allocate(request.room, count) is None:
+            return False
+        one.has_pages = True
+        if not again:
+            self._open[request.room] = one
+            self.peak_batch = max(self.peak_batch, len(self._open))
+            one.cached, one.started = one.done, self.clock.now
         return True
 
-    def _first_token(self, one: ColocatedRequest) -> None:
-        one.prefilled = self.clock.now
-        if one.request.output == 1:
+    def _holders(self) -> int:
+        """Return how many requests have pages."""
+        return sum(one.has_pages for one in self._open.values())
+
+    def _next_token(self, one: ColocatedRequest) -> None:
+        """Take note of the token that computing all of *one* gave, and decode the others."""
+        if one.prefilled < 0:
+            one.prefilled = self.clock.now
+        if one.left == 0:
             self._end(one)
         else:
-            self._batch.join(one.request.room, one.request.input + 1, one.request.output - 1)
+            self._batch.join(one.request.room, one.total + 1, one.left)
 
     def _end(self, one: ColocatedRequest) -> None:
         one.finished = self.clock.now
         del self._open[one.request.room]
         self.pages.release(one.request.room)
         self._finished(one)
+
+    # --- requests that run out of pages ---
+
+    def _make_room(self, memory: GrowingMemory) -> None:
+        """Give everyone the pages of the next step; preempt, and let the retracted go on, as far as there are any."""
+        while memory.short():
+            members = list(self._batch)
+            running = [self._running(member) for member in members]
+            running.sort(key=lambda one: self._open[one.room].prefilled)
+            self._preempt(running[self.policy.victim(running)].room)
+        memory.grow()
+        while self._retracted and len(self._batch) < self._batch.limit:
+            one, member = self._retracted[0]
+            if not memory.admits(member.context, self._holders()):
+                return
+            self._retracted.popleft()
+            self.pages.allocate(one.request.room, self.job.page_count(member.context))
+            one.has_pages = True
+            self._moving += self._seconds(member.context)
+            self._batch.join(*member)
+
+    def _running(self, member: Member) -> Running:
+        request = self._open[member.number].request
+        return Running(member.number, request.input, request.output - member.left)
+
+    def _preempt(self, number: int) -> None:
+        """Take *number* out of the batch, and its pages."""
+        one = self._open[number]
+        member = next(member for member in self._batch if member.number == number)
+        self._batch.leave(lambda other: other == number)
+        self.pages.release(number)
+        one.has_pages = False
+        self.preemptions += 1
+        if self.job.engine.preemption == "retract":
+            self._moving += self._seconds(member.context)
+            self._retracted.append((one, member))
+        else:
+            one.total, one.left, one.done = member.context, member.left - 1, 0
+            self._queue.appendleft(one)
+
+    def _seconds(self, tokens: int) -> float:
+        """Return how long the KV of *tokens* takes to host memory or back."""
+        return tokens * self.job.shape.token_bytes(self.job.decode.tp) / self.job.engine.retract_rate
+
+    # --- the prefix cache ---
+
+    def _known(self, one: ColocatedRequest) -> Sequence[int]:
+        return one.keys[: (one.request.input - 1) // self.job.page_size]
+
+    def _shared(self, one: ColocatedRequest) -> int:
+        """Return how many tokens of *one* lie in pages of others."""
+        if not isinstance(self.pages, PrefixPagePool):
+            return 0
+        keys = self._known(one)
+        return self.pages.in_use(keys[: self.pages.match(keys)]) * self.job.page_size
+
+    def _cache(self) -> None:
+        """Make known what the step that has ended computed."""
+        if isinstance(self.pages, PrefixPagePool):
+            for one in self._open.values():
+                self._commit(one)
+
+    def _commit(self, one: ColocatedRequest) -> None:
+        if isinstance(self.pages, PrefixPagePool) and one.has_pages:
+            self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])

@@ -16,7 +16,7 @@ from pdsim.kv.messages import Submit
 from pdsim.serving.colocated.engine import ColocatedEngine, ColocatedRequest
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.host import Host
-from pdsim.serving.seams import router_policy
+from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
 
 __all__ = ["instances", "program"]
@@ -27,17 +27,43 @@ def instances(job: Deployment) -> tuple[str, ...]:
     return tuple(f"colocated{number}" for number in range(job.prefill_instances))
 
 
-def program(rank: Rank, *, job: Mapping[str, Any], requests: Sequence[Sequence[float]]) -> Program:
-    """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does."""
-    service = _Service(rank, Deployment.from_plain(job), requests)
+def program(
+    rank: Rank,
+    *,
+    job: Mapping[str, Any],
+    requests: Sequence[Sequence[float]],
+    blocks: Sequence[Sequence[int]] = (),
+    after: Sequence[int] = (),
+    priorities: Sequence[int] = (),
+) -> Program:
+    """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
+
+    *blocks*, *after* and *priorities* are as there.
+    """
+    service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities)
     return (yield from service.run())
 
 
 class _Service:
-    def __init__(self, rank: Rank, job: Deployment, requests: Sequence[Sequence[float]]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        job: Deployment,
+        requests: Sequence[Sequence[float]],
+        blocks: Sequence[Sequence[int]],
+        after: Sequence[int],
+        priorities: Sequence[int],
+    ) -> None:
         self.clock = rank.clock
         self.job = job
         self.requests = requests
+        self.blocks, self.priorities = blocks, priorities
+        self.arrivals = [float(row[0]) for row in requests]
+        self.waiting: dict[int, list[int]] = {}  # by the request whose end they come after
+        for number, earlier in enumerate(after):
+            if earlier >= 0:
+                self.waiting.setdefault(earlier, []).append(number)
+        self.closed = {number for numbers in self.waiting.values() for number in numbers}
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
         self.host = Host(job.engine.prefill, job.engine.variation, job.seed, "colocated")
@@ -50,27 +76,42 @@ class _Service:
     def run(self) -> Program:
         for engine in self.engines.values():
             self.clock.process(engine.run())
-        for number, (arrival, *_) in enumerate(self.requests):
-            self.clock.call_at(self.start + arrival, self._arrive, number)
+        for number, arrival in enumerate(self.arrivals):
+            if number not in self.closed:
+                self.clock.call_at(self.start + arrival, self._arrive, number)
         yield self.all_done
-        return {"start": self.start, "rows": [self._row(number) for number in range(len(self.requests))]}
+        found: dict[str, Any] = {
+            "start": self.start,
+            "rows": [self._row(number) for number in range(len(self.requests))],
+        }
+        if self.closed:
+            found["arrivals"] = self.arrivals
+        if self.job.cache.prefill:
+            found["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
+        return found
 
     def _arrive(self, number: int) -> None:
         _, given, wanted = map(int, self.requests[number])
-        name = self.policy.choose(list(self.engines), self.load)
+        blocks = tuple(self.blocks[number]) if self.blocks else ()
+        name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
         self.where[number] = name
         self.load[name] += given + wanted
         request = Submit(number, given, wanted, name, name)
+        priority = self.priorities[number] if self.priorities else 0
         seconds = self.host.arrive(given)
         if seconds:
-            self.clock.call_at(self.clock.now + seconds, self.engines[name].submit, request)
+            later = self.clock.now + seconds
+            self.clock.call_at(later, lambda one: self.engines[name].submit(one, blocks, priority), request)
         else:
-            self.engines[name].submit(request)
+            self.engines[name].submit(request, blocks, priority)
 
     def _finished(self, one: ColocatedRequest) -> None:
         request = one.request
         self.load[request.prefill] -= request.input + request.output
         self.ended[request.room] = one
+        for number in self.waiting.pop(request.room, ()):
+            self.arrivals[number] += self.clock.now - self.start
+            self.clock.call_at(self.start + self.arrivals[number], self._arrive, number)
         if len(self.ended) == len(self.requests):
             self.all_done.succeed()
 

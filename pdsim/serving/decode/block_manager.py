@@ -12,6 +12,7 @@ from pdsim.kv.messages import (
     Abort,
     Arrival,
     Arrived,
+    Details,
     Failed,
     Fenced,
     KvMessage,
@@ -20,12 +21,14 @@ from pdsim.kv.messages import (
     Stop,
     Submit,
 )
-from pdsim.kv.pages import Pages, SlotPool, page_pool
-from pdsim.kv.rooms import Timers
+from pdsim.kv.pages import Pages, SlotPool, after
+from pdsim.kv.prefix_pages import PrefixPagePool
+from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.kv.status import Status
 from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.fences import FenceCount
+from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
 
 __all__ = ["BlockManager", "DecodeRequest"]
@@ -70,8 +73,13 @@ class BlockManager(DecodeWorker, ABC):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.decode.size)]
-        self.pages = pages = page_pool(job.engine.pages, job.decode_pages)
+        self.pages = pages = page_pool(
+            job.decode_pages, job.cache, job.cache.decode, job.page_size, order=job.engine.pages
+        )
         rank.gauge("pages", instance, lambda: pages.used / pages.pages)
+        self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self._details: ExpiringMap[Details] = ExpiringMap(rank.clock, OVER)
+        self.keys: dict[int, list[int]] = {}  # of the prompt's pages, of each room with pages
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}
@@ -80,6 +88,7 @@ class BlockManager(DecodeWorker, ABC):
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
         handlers: dict[type[KvMessage], Handler] = {
+            Details: lambda _, message: self._details.set(message.room, message),
             Arrived: lambda sender, message: self._count(index_of(sender), message, None),
             Released: self._released,
             Quiet: lambda _, message: self.quiet(message),
@@ -87,10 +96,10 @@ class BlockManager(DecodeWorker, ABC):
         }
         self.handlers |= handlers
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
         held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
-        return super().report() | {
+        found: dict[str, Any] = super().report() | {
             "pages": self.pages.pages,
             "peak_pages": self.pages.peak,
             "free_pages": self.pages.free,
@@ -99,6 +108,7 @@ class BlockManager(DecodeWorker, ABC):
             "open_rooms": len(self._rooms) + len(self.receiver) + len(self._timers),
             "ignored": self.ignored + self.receiver.ignored,
         }
+        return found | ({"hits": self.hits} if self.job.cache.decode else {})
 
     def arrived(self, message: Arrived, arrival: Arrival) -> None:
         """Count this rank's part of a room."""
@@ -196,6 +206,7 @@ class BlockManager(DecodeWorker, ABC):
     def _drop(self, number: int) -> None:
         """Give the pages of a room back that never became complete."""
         del self._rooms[number]
+        self.keys.pop(number, None)
         self.pages.release(number)
         self.slots.release(number)
         self.state.release(number)
@@ -216,9 +227,18 @@ class BlockManager(DecodeWorker, ABC):
         for number in rooms:
             self._release(number)
 
-    def held(self, request: Submit) -> int:  # noqa: ARG002 for engines that keep some
-        """Return how many pages of *request*'s input are here already, less than all: none, for nothing is cached."""
-        return 0
+    def held(self, request: Submit) -> int:
+        """Return how many pages of *request*'s input are here already, less than all: those that are cached."""
+        return self.pages.match(self.known(request)) if isinstance(self.pages, PrefixPagePool) else 0
+
+    def known(self, request: Submit) -> list[int]:
+        """Return the hashes of *request*'s full pages, that of its last token left out."""
+        keys = self.keys.get(request.room)
+        if keys is None:
+            details = self._details.pop(request.room)
+            blocks = details.blocks if details is not None else ()
+            keys = self.keys[request.room] = page_keys(blocks, request.input, self.job.page_size)
+        return keys[: (request.input - 1) // self.job.page_size]
 
     def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages and the rows of state that *request* gets; None if there are too few.
@@ -227,7 +247,12 @@ class BlockManager(DecodeWorker, ABC):
         for the first *held*.
         """
         tokens = request.input + (request.output if self.job.engine.memory == "reserve" else 0)
-        pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
+        pages: Pages | None
+        if isinstance(self.pages, PrefixPagePool):
+            found = self.pages.reuse(request.room, self.job.page_count(tokens), self.known(request))
+            pages = None if found is None else after(found[0], held)
+        else:
+            pages = self.pages.allocate(request.room, self.job.page_count(tokens) - held)
         if pages is None:
             return None
         state = self.state.allocate(request.room, request.input, request.input + request.output, pages)
@@ -239,9 +264,23 @@ class BlockManager(DecodeWorker, ABC):
     def _page_count(self, room: DecodeRequest) -> int:
         return sum(count for _, count in self.pages.owned(room.request.room))
 
+    def shared(self, request: Submit) -> int:
+        """Return how many tokens of *request* lie in pages of others, so that it needs none for them."""
+        if not isinstance(self.pages, PrefixPagePool):
+            return 0
+        keys = self.known(request)
+        return self.pages.in_use(keys[: self.pages.match(keys)]) * self.job.page_size
+
+    def cache(self, room: DecodeRequest) -> None:
+        """Make the prompt of *room*, which is here, known to the prefix cache."""
+        number = room.request.room
+        if isinstance(self.pages, PrefixPagePool):
+            self.pages.commit(number, self.keys[number])
+
     def _free(self, number: int) -> None:
         """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
         room = self._rooms.pop(number)
+        self.keys.pop(number, None)
         if room.has_pages:
             self.pages.release(number)
         self.state.release(number)

@@ -26,7 +26,7 @@ from pdsim.kv.messages import (
     Stop,
     Submit,
 )
-from pdsim.kv.pages import Pages
+from pdsim.kv.pages import Pages, after
 from pdsim.kv.reading import KvReader, first
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.status import Status
@@ -127,7 +127,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
             Sent: lambda sender, message: self._count_read(index_of(sender), message),
         }
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         """As `DecodeScheduler.report`, with the rooms whose KV prefill still keeps for this side."""
         found = super().report()
         return found | {"open_rooms": found["open_rooms"] + len(self._sources) + len(self._asked) + len(self._nbytes)}
@@ -165,15 +165,16 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         EngineProcess.stop(self, sender, message)
         self._end_if_drained()
 
-    def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:  # noqa: ARG002
-        """Have all ranks read *request*."""
+    def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
+        """Have all ranks read what is not held of *request*."""
         number, lent = request.room, self._sources[request.room]
         room = self._rooms[number]
         room.asked = self._asked.pop(number)
         room.stamps = Arrival(number, 0, 0, 0, lent.noticed, lent.started, lent.ended)
         self._nbytes[number] = 0
-        into = first(pages, lent.pages)
-        fetch = Fetch(self.life, number, request.input, request.prefill, lent.pages, into, lent.state, state)
+        source = after(lent.pages, held)
+        into = first(pages, source)
+        fetch = Fetch(self.life, number, request.input, request.prefill, source, into, lent.state, state)
         self.send(self.followers, fetch)
         self.receiver.read(fetch)
 
@@ -262,6 +263,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     def _drop(self, number: int) -> None:
         """Give the pages of a failed room back, into which nothing is read any more."""
         del self._rooms[number]
+        self.keys.pop(number, None)
         self.pages.release(number)
         self.state.release(number)
         self._nbytes.pop(number, None)

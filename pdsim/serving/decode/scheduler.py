@@ -25,6 +25,7 @@ from pdsim.kv.messages import (
     Submit,
 )
 from pdsim.kv.pages import Pages
+from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
@@ -85,7 +86,7 @@ class DecodeScheduler(BlockManager):
             Abort: self._abort,
         }
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, Any]:
         """As `BlockManager.report`, with the requests that wait for pages, and how many were preempted if any were."""
         found = super().report()
         found["open_rooms"] += len(self._coming) + len(self._queue) + len(self._lookup)
@@ -139,6 +140,7 @@ class DecodeScheduler(BlockManager):
         before = self._unadmitted
         if room is None:
             self._lookup.drop(message.room)
+            self.keys.pop(message.room, None)
             self._coming.pop(message.room, None)
             self._queue = deque(request for request in self._queue if request.room != message.room)
         elif room.consensus.status is Status.SUCCESS:
@@ -205,6 +207,7 @@ class DecodeScheduler(BlockManager):
             if room.reason:
                 self._reject(room)
                 continue
+            self.cache(room)
             self._held_up += self.host.admit(room.request.input)
             room.first = room.polled + self._held_up + self.host.answer(room.request.input)
             if room_lag:
@@ -271,7 +274,7 @@ class DecodeScheduler(BlockManager):
             request = self._queue[index]
             held = self.held(request)
             others = len(self._rooms)
-            admitted = self._memory is None or self._memory.admits(request.input, others)
+            admitted = self._memory is None or self._memory.admits(request.input - self.shared(request), others)
             rows = self._allocate(request, held) if admitted else None
             if rows is None:
                 if not all(room.failed for room in self._rooms.values()):
@@ -287,6 +290,8 @@ class DecodeScheduler(BlockManager):
             del self._queue[index]
             self._blocked.clear()
             self._rooms[request.room] = DecodeRequest(request, self.clock.now, Consensus(self.job.decode.size))
+            if self.job.cache.decode:
+                self.hits[request.room] = held * self.job.page_size
             self._timers.add(request.room)
             self.start(request, *rows, held)
 
@@ -350,16 +355,27 @@ class DecodeScheduler(BlockManager):
         while self._preempted and len(self._batch) + len(self._recomputing) < self._batch.limit:
             room = self._preempted[0]
             others = len(self._rooms) - len(self._preempted)
-            if not memory.admits(room.context, others):
+            again = self.job.engine.preemption == "recompute"
+            if not memory.admits(room.context - (self.shared(room.request) if again else 0), others):
                 return
-            self.pages.allocate(room.request.room, self.job.page_count(room.context))
+            room.recomputed = self._again(room)
             room.has_pages = True
             self._preempted.popleft()
-            if self.job.engine.preemption == "recompute":
+            if again:
                 self._recomputing.append(room)
             else:
                 self._held_up += self._moving(room.context)
                 self._rejoin(room, room.context, room.steps)
+
+    def _again(self, room: DecodeRequest) -> int:
+        """Give a preempted *room* pages for its context, and return how many tokens of it are cached."""
+        request, count = room.request, self.job.page_count(room.context)
+        if self.job.engine.preemption == "recompute" and isinstance(self.pages, PrefixPagePool):
+            found = self.pages.reuse(request.room, count, self.known(request))
+            assert found is not None
+            return found[1] * self.job.page_size
+        self.pages.allocate(request.room, count)
+        return 0
 
     def _running(self, member: Member) -> Running:
         request = self._rooms[member.number].request

@@ -130,7 +130,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self.proof.prove(fence)
 
     def _begin(self, room: PrefillRequest) -> bool:
-        found = self._allocate(room.request, 0)
+        found = self._allocate(room, 0)
         if found is None:
             return False
         pages, state = found

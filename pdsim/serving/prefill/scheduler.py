@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ from pdsim.kv.messages import (
     Abort,
     Chunk,
     Destination,
+    Details,
     Dropped,
     Failed,
     Forward,
     KvMessage,
+    Offload,
+    Preceded,
     Prefilled,
     Ready,
     Released,
@@ -29,13 +32,15 @@ from pdsim.kv.messages import (
     Submit,
     Took,
 )
-from pdsim.kv.pages import Pages, SlotPool, after, page_pool
+from pdsim.kv.pages import Pages, SlotPool, after
 from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers
 from pdsim.kv.status import Status
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.host import Host
 from pdsim.serving.prefill.worker import PrefillWorker
+from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
 from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
@@ -60,7 +65,11 @@ class PrefillRequest:
     started: float = 0.0
     runs: Runs = ()  # of the whole request, once it has pages
     state: tuple[Runs, ...] = ()  # of each component
-    done: int = 0  # tokens that a forward has covered or covers now
+    done: int = 0  # tokens that a forward has covered or covers now, or that were cached
+    sent: int = 0  # pages that a chunk has, and those that decode holds
+    keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
+    priority: int = 0
+    begun: bool = False  # a step has a piece of it
     chunks: int = 0
     source_slot: int = -1
     nbytes: int = 0
@@ -84,13 +93,19 @@ class PrefillScheduler(PrefillWorker):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.followers = [rank_name(instance, other) for other in range(1, job.prefill.size)]
-        self.pages = pages = page_pool(job.engine.pages, job.prefill_pages)
+        self.pages = pages = page_pool(
+            job.prefill_pages, job.cache, job.cache.prefill, job.page_size, host=True, order=job.engine.pages
+        )
         rank.gauge("pages", instance, lambda: pages.used / pages.pages)
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}
         self._destinations: ExpiringMap[Destination] = ExpiringMap(rank.clock, OVER)  # that came before their `Submit`
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that failed
+        self._details: ExpiringMap[Details] = ExpiringMap(rank.clock, OVER)
+        self.hits: dict[int, int] = {}  # by room: tokens that were cached
+        self.host_hits: dict[int, int] = {}  # of them, those that came back from host memory
+        self._offloading = 0, 0  # pages to host memory, and back, before the next forward
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
         self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
@@ -103,6 +118,7 @@ class PrefillScheduler(PrefillWorker):
         handlers: dict[type[KvMessage], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
+            Details: lambda _, message: self._details.set(message.room, message),
             Destination: self._destination,
             Sent: lambda sender, message: self._conclude(index_of(sender), message),
             Settled: lambda sender, message: self._conclude(index_of(sender), message),
@@ -119,15 +135,19 @@ class PrefillScheduler(PrefillWorker):
         """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
         holding = [room for room in self._rooms.values() if room.failed and room.source_slot >= 0]
         held = sum(self.job.page_count(room.request.input) for room in holding)
-        return super().report() | {
-            "pages": self.pages.pages,
-            "peak_pages": self.pages.peak,
-            "free_pages": self.pages.free,
-            "used_pages": self.pages.used - held,
-            "quarantined_pages": held,
-            "open_rooms": len(self._rooms) + len(self.sender) + len(self._timers),
-            "ignored": self.ignored,
-        }
+        return (
+            super().report()
+            | {
+                "pages": self.pages.pages,
+                "peak_pages": self.pages.peak,
+                "free_pages": self.pages.free,
+                "used_pages": self.pages.used - held,
+                "quarantined_pages": held,
+                "open_rooms": len(self._rooms) + len(self.sender) + len(self._timers),
+                "ignored": self.ignored,
+            }
+            | ({"hits": self.hits, "host_hits": self.host_hits} if self.job.cache.prefill else {})
+        )
 
     def ready(self, message: Ready) -> None:
         """Count this rank."""
@@ -206,6 +226,10 @@ class PrefillScheduler(PrefillWorker):
             return
         room = PrefillRequest(request, Consensus(self.job.prefill.size))
         room.ready = self.clock.now + self.host.arrive(request.input)
+        details = self._details.pop(request.room)
+        if details is not None:
+            room.priority = details.priority
+            room.keys = page_keys(details.blocks, request.input, self.job.page_size)
         self._rooms[request.room] = room
         if self.job.query_dp:
             self.send(ROUTER, Took(request.room, self.life))
@@ -319,14 +343,31 @@ class PrefillScheduler(PrefillWorker):
                 self._idle = Event(self.clock)
                 yield self._idle
                 continue
+            if any(self._offloading):
+                yield self._offloaded()
             self.send(self.followers, forward)
             yield self.compute(forward)
+            if self.job.cache.prefill and self.job.cache.found == "computed":
+                for chunk in forward.chunks:
+                    self._cache(chunk.room)
+                if any(self._offloading):
+                    self._offloaded()  # nobody waits for what goes to host memory
+
+    def _offloaded(self) -> Event:
+        """Move pages to host memory, which nobody waits for, and back; the event succeeds when those are here."""
+        out, back = self._offloading
+        self._offloading = 0, 0
+        page = self.sender.layout.row_bytes("kv") + self.sender.layout.row_bytes("index")
+        message = Offload(self.life, out * page, back * page)
+        self.send(self.followers, message)
+        return self.offload(message)
 
     def _next(self) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now."""
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
+        cached: list[Chunk] = []  # need no forward
         partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
         held_up = 0.0
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
@@ -348,21 +389,30 @@ class PrefillScheduler(PrefillWorker):
                     break
                 self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
                 continue
+            tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
             if not 0 < tokens <= min(budget, room.request.input - room.done):
                 raise ConfigError(
                     f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {room.request.room}, "
                     f"which has {room.request.input - room.done} left in a step of {budget}; give 1 to the lesser"
                 )
-            if not room.done:
+            if not room.begun:
+                room.begun = True
                 held_up += self.host.admit(room.request.input)
             pieces.append((room.done, tokens))
+            if self.job.cache.early and room.done // self.job.page_size > room.sent:
+                cached.append(self._chunk(room, 0))
             chunks.append(self._chunk(room, tokens))
             budget -= tokens
             del self._queue[chosen[0]]
             if room.done < room.request.input:
                 partial.append(room)
         self._queue.extendleft(reversed(partial))
-        return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
+        if not chunks:
+            return None
+        seconds = self._seconds(pieces) + held_up
+        if cached:
+            return Preceded(self.life, seconds, tuple(chunks), tuple(cached))
+        return Forward(self.life, seconds, tuple(chunks))
 
     def launching(self, forward: float) -> float:
         """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
@@ -385,22 +435,38 @@ class PrefillScheduler(PrefillWorker):
         assert destination is not None
         if not self.slots.free:
             return False
-        found = self._allocate(request, destination.held)
+        found = self._allocate(room, destination.held)
         if found is None:
             return False
         rest, state = found
         slot = self.slots.allocate(request.room)
         assert slot is not None
         self._blocked.clear()
+        room.sent = destination.held
         room.source_slot = slot
         room.runs = pair(rest, destination.pages)
         room.state = tuple(map(pair, state, destination.state))
         room.started = self.clock.now
         return True
 
-    def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
-        """Return the pages of *request* after the first *held*, and its rows of state; None if there are too few."""
-        pages = self.pages.allocate(request.room, self.job.page_count(request.input))
+    def _allocate(self, room: PrefillRequest, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
+        """Return the pages of *room* after the first *held*, and its rows of state; None if there are too few.
+
+        Those that are cached need no forward, except that of the last token.
+        """
+        request, count = room.request, self.job.page_count(room.request.input)
+        if isinstance(self.pages, PrefixPagePool):
+            known = (request.input - 1) // self.job.page_size
+            reused = self.pages.reuse(request.room, count, room.keys[:known])
+            if reused is None:
+                return None
+            pages: Pages | None = reused[0]
+            room.done = self.hits[request.room] = reused[1] * self.job.page_size
+            if self.pages.loaded:
+                self.host_hits[request.room] = self.pages.loaded * self.job.page_size
+                self._offloading = self._offloading[0], self._offloading[1] + self.pages.loaded
+        else:
+            pages = self.pages.allocate(request.room, count)
         if pages is None:
             return None
         rest = after(pages, held)
@@ -411,14 +477,16 @@ class PrefillScheduler(PrefillWorker):
         return rest, state
 
     def _chunk(self, room: PrefillRequest, tokens: int) -> Chunk:
-        """Return the next *tokens* tokens of *room*; a page that they leave incomplete goes with the next chunk."""
+        """Return the next *tokens* of *room*, and what is cached; an incomplete page goes with the next chunk."""
         request, destination = room.request, room.destination
         assert destination is not None
-        held = destination.held
-        first = max(held, room.done // self.job.page_size)
+        held, first = destination.held, room.sent
         room.done += tokens
         last = room.done == request.input
         end = max(held, self.job.page_count(room.done) if last else room.done // self.job.page_size)
+        room.sent = end
+        if self.job.cache.found == "scheduled":
+            self._cache(request.room)
         chunk = Chunk(
             request.room,
             request.decode,
@@ -435,3 +503,10 @@ class PrefillScheduler(PrefillWorker):
         )
         room.chunks += 1
         return chunk
+
+    def _cache(self, number: int) -> None:
+        """Make the pages of a room that a forward has covered known to the prefix cache."""
+        room = self._rooms.get(number)
+        if isinstance(self.pages, PrefixPagePool) and room is not None and room.source_slot >= 0:
+            new = self.pages.commit(number, room.keys[: room.done // self.job.page_size])
+            self._offloading = self._offloading[0] + new, self._offloading[1]

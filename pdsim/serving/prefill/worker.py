@@ -16,6 +16,8 @@ from pdsim.kv.messages import (
     Grant,
     KvMessage,
     MessageError,
+    Offload,
+    Preceded,
     Ready,
     Register,
     Sent,
@@ -45,6 +47,7 @@ class PrefillWorker(EngineProcess):
         self.handlers |= {
             Register: self._register,
             Forward: self._forward,
+            Offload: self._offload,
             Grant: lambda sender, message: self.sender.grant(sender, message),
             Abort: self._abort,
         }
@@ -80,11 +83,28 @@ class PrefillWorker(EngineProcess):
         """Tell the leader how a room ended here."""
         self.send(leader(self.instance), message)
 
+    def offload(self, message: Offload) -> Event:
+        """Move KV to host memory and back.  The event succeeds when what comes back is here."""
+        device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
+        if message.nbytes:
+            device.offload(message.nbytes)
+        found: Event = device.offload(message.back, back=True) if message.back else self.clock.timeout(0)
+        return found
+
+    def _offload(self, _: str, message: Offload) -> None:
+        if message.life == self.life:
+            self.offload(message)
+        else:
+            self.ignore()
+
     def compute(self, message: Forward) -> Event:
         """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
-        self.sender.expect(message.chunks)
+        cached = message.cached if isinstance(message, Preceded) else ()
+        self.sender.expect((*cached, *message.chunks))
         forward = self.rank.device.compute(message.seconds)
         assert forward.callbacks is not None
+        if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
+            self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
         forward.callbacks.append(lambda _: self.guard(self._computed, message))
         return forward
 
@@ -104,9 +124,20 @@ class PrefillWorker(EngineProcess):
         if not self.ended.triggered:
             self.guard(self._write, message)
 
+    def _write_early(self, message: Forward) -> None:
+        """Write what is cached, and each plane of the rest once its layer is computed."""
+        for chunk in message.cached if isinstance(message, Preceded) else ():
+            self.sender.send(chunk)
+        if self.job.layerwise:
+            for chunk in message.chunks:
+                self.sender.send(chunk, message.seconds)
+
     def _write(self, message: Forward) -> None:
         for chunk in message.chunks:
-            self.sender.send(chunk)
+            if self.job.layerwise:
+                self.sender.computed(chunk)
+            else:
+                self.sender.send(chunk)
         self.sender.poll()
 
     def peer_gone(self, life: str) -> None:

@@ -1,0 +1,16 @@
+"""Simulate what reports say in figures and keep it: ``python -m benchmarks.report_figures``, a minute of CPU."""
+
+from __future__ import annotations
+
+from experiments.reports.figures import keep, simulated
+from pdsim.cli.compose import compose
+from pdsim.repository import data
+
+
+def main() -> None:
+    """Write ``data/reports/figures.csv``, which docs/reports.md shows."""
+    keep(simulated(compose(["experiment=report_figures"]), lambda *_: None), data("reports", "figures.csv"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Serve one workload in every combination of transfer engine, serving engine, staging and way of metadata.
+
+Machine, model, parallelism and requests are the same for all, those that `serve` would run; a combination that cannot
+be is skipped, with the reason.  Beside them stands the same workload on as many GPUs without disaggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from experiments.serve import Options as ServeOptions
+from experiments.serve import run as serve
+from pdsim.config import Config, ExperimentOptions
+from pdsim.costs import Engine, EngineModel
+from pdsim.errors import ConfigError
+from pdsim.job import Target
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Metric, Result, Table
+from pdsim.serving.settings import ServingEngine
+
+__all__ = ["TARGETS", "Options", "TransferEngine", "run"]
+
+TARGETS = ("model",)
+"""Where the experiment can run."""
+
+COLUMNS = {
+    "ttft_p50_s": "",
+    "ttft_p90_s": "",
+    "tpot_p50_s": "",
+    "transfer_p50_s": "from the end of the last prefill forward to all KV in place",
+    "goodput": "requests that meet the SLO, 1/s",
+    "request_rate": "1/s",
+    "requests_ok": "that got all their tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferEngine(Engine):
+    """A backend with its policy, as its file in `conf/backend` has both."""
+
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ExperimentOptions):
+    """What is compared."""
+
+    name: str = "compare_engines"
+    backends: Mapping[str, TransferEngine]  # by the names that the table has
+    engines: Mapping[str, ServingEngine]  # likewise, serving engines
+    staging: tuple[bool, ...] = (False, True)  # without, and with staging buffers between unlike ranks
+    metadata: tuple[str, ...] = ("policy",)  # as the backend's policy has it, in the last "batch", or over "control"
+    colocated: bool = True  # also without disaggregation
+    router: str = "least_tokens"
+
+    def __post_init__(self) -> None:
+        ways = ("policy", "batch", "write", "control")
+        if unknown := [way for way in self.metadata if way not in ways]:
+            raise ValueError(f"experiment.metadata must be of {', '.join(ways)}, got {unknown[0]!r}")
+        ServeOptions(router=self.router)
+
+
+class _Combination(NamedTuple):
+    """One row of the table."""
+
+    backend: str
+    engine: str
+    staging: bool
+    metadata: str
+
+    @property
+    def named(self) -> list[str]:
+        """The first cells of its row."""
+        return [self.backend, self.engine, "staged" if self.staging else "as it is", self.metadata]
+
+
+def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+    """Serve the workload of *config* in all combinations and rank them by their median TTFT.
+
+    Raise a `ConfigError` if there is none that can be run.
+    """
+    options = Options.of(config)
+    every = list(_combinations(options))
+    rows: list[list[Any]] = []
+    skipped: list[list[str]] = []
+    notes: Sequence[str] = ()
+    for number, one in enumerate(every):
+        progress(number / len(every), ", ".join(one.named))
+        try:
+            found = _served(config, target, options, one)
+        except (ConfigError, ValueError) as error:
+            skipped.append([*one.named, str(error)])
+            continue
+        notes = notes or found.notes[:2]
+        rows.append([*one.named, *_values(found)])
+    if not rows:
+        raise ConfigError(f"no combination of experiment.backends and engines can be run: {skipped[0][-1]}")
+    rows.sort(key=lambda row: (row[4] is None, row[4], row[:4]))
+    heads = {"transfer engine": "", "serving engine": "", "KV": "between ranks of unlike TP", "metadata": "its way"}
+    best, last = rows[0], rows[-1]
+    return Result(
+        summary=[
+            Metric("combinations", len(rows), "that were served"),
+            Metric("combinations_skipped", len(skipped), "that cannot be"),
+            Metric("ttft_p50_best_s", best[4], f"median TTFT of {', '.join(best[:4])}"),
+            Metric("ttft_p50_worst_s", last[4], f"median TTFT of {', '.join(last[:4])}"),
+        ],
+        tables=[
+            Table("Engines", heads | COLUMNS, rows),
+            Table("Skipped", heads | {"because": ""}, skipped),
+        ],
+        notes=[*notes, "costs of engines are those of conf/backend: no calibration is laid over them"],
+    )
+
+
+def _combinations(options: Options) -> Iterator[_Combination]:
+    for parts in product(options.backends, options.engines, options.staging, options.metadata):
+        yield _Combination(*parts)
+    if options.colocated:
+        for engine in options.engines:
+            yield _Combination("none: colocated", engine, False, "-")
+
+
+def _served(config: Config, target: Target, options: Options, one: _Combination) -> Result:
+    """Return what serving as *one* says.  Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing."""
+    engine = options.engines[one.engine]
+    if one.backend not in options.backends:
+        colocated = ServeOptions(router=options.router, deployment="colocated")
+        return serve(replace(config, engine=engine, experiment=colocated), target, _quiet)
+    chosen = options.backends[one.backend]
+    if engine.handoff == "pull" and (one.staging or one.metadata != "policy"):
+        raise ConfigError("pulled KV has no staging and moves no metadata; compare it as it is")
+    sides = config.parallel.prefill.attention_tp, config.parallel.decode.attention_tp
+    if one.staging and (sides[0] == sides[1] or config.model.attention == "mla"):
+        raise ConfigError("all ranks keep the same heads, so nothing is staged; set another parallel.decode.tp")
+    if one.staging and not chosen.policy.staging:
+        raise ConfigError(f"{one.backend} has no staged path; leave kv.staging at false")
+    policy = chosen.policy if one.metadata == "policy" else replace(chosen.policy, metadata=one.metadata)
+    backend = _on_hardware(chosen, config)
+    own = replace(
+        config,
+        backend=backend,
+        policy=policy,
+        engine=engine,
+        kv=replace(config.kv, staging=one.staging),
+        experiment=ServeOptions(router=options.router),
+    )
+    found = serve(own, target.using(backend), _quiet)
+    failed = {status for status in found.requests["status"] if status != "ok"}
+    if failed and "ok" not in found.requests["status"]:
+        raise ConfigError(f"no request was served: {min(failed)}")
+    return found
+
+
+def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
+    """Return *backend* with rates of NVLink as shares of the machine's line rate, and costs as its options have them.
+
+    As a run does with `backend=`, except that no calibration is laid over it.
+    """
+    found: dict[str, Any] = {}
+    for name in ("intra", "inter"):
+        model: EngineModel | None = getattr(backend, name)
+        if model is None:
+            continue
+        chosen = next((item for item in model.by_option if item.chosen(backend.options)), None)
+        model = replace(model, by_option=()) if chosen is None else model.varied(chosen)
+        found[name] = model.on_line(config.hw.interconnect.rate) if model.path == "nvlink" else model
+    return replace(backend, **found)
+
+
+def _values(result: Result) -> list[Any]:
+    values = {metric.name: metric.value for metric in result.summary}
+    return [values.get(name) for name in COLUMNS]
+
+
+def _quiet(_: float, __: str) -> None:
+    """Tell nobody."""

@@ -1,0 +1,298 @@
+"""What six reports of SGLang say in figures, simulated: reported, simulated, how far apart, and the verdict.
+
+Reports leave most of their set-up out, so each figure states what was assumed, and factors are compared, before over
+after, not times.  A factor is *reached* within `CLOSE`; *direction only* says that the change helps in both, by another
+factor; else it is *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference``
+shows it in docs/reports.md.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.compare_engines import TransferEngine
+from experiments.reports.claims import burst
+from experiments.serve import Options as ServeOptions
+from experiments.serve import run as serve
+from pdsim.config import Config, ExperimentOptions
+from pdsim.fabric.job import Model
+from pdsim.hardware import Machine
+from pdsim.job import Target
+from pdsim.repository import data
+from pdsim.results.record import Metric, Result, Table
+from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, ServingEngine, Side, Workload
+
+__all__ = [
+    "CLOSE",
+    "FIGURES",
+    "TARGETS",
+    "Figure",
+    "FigureRow",
+    "Options",
+    "Parts",
+    "keep",
+    "kept",
+    "run",
+    "simulated",
+    "verdict",
+]
+
+TARGETS = ("model",)
+"""Where the experiment can run."""
+
+CLOSE = 1.25
+"""Between a factor and the reported one, for it to count as reached: set-ups are known no better."""
+
+HELPS = 1.05
+"""From which factor on a change is told from nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ExperimentOptions):
+    """What figures are made of: `conf/experiment/report_figures.yaml`."""
+
+    name: str = "report_figures"
+    machines: Mapping[str, Machine]  # by the names that figures use
+    models: Mapping[str, Llm]
+    backends: Mapping[str, TransferEngine]
+    sglang: ServingEngine  # whose reserved tokens a figure varies
+    only: tuple[str, ...] = ()  # figures by the numbers of their reports; empty: all
+
+
+class Parts:
+    """Serves what a figure asks for, with the machines, models and engines of *options* in place of those of *base*."""
+
+    def __init__(self, base: Config, options: Options) -> None:
+        self.base = replace(base, experiment=ServeOptions(), calibration=None)
+        self.options = options
+
+    def serve(self, metric: str, hw: str, model: str, backend: str, policy: Mapping[str, Any], **parts: Any) -> float:
+        """Return *metric* of serving on *hw*; *policy* changes the backend's, *parts* are fields of `Config`.
+
+        Raise a `ValueError` if the run has no such metric.
+        """
+        engine = self.options.backends[backend]
+        config = replace(
+            self.base,
+            hw=self.options.machines[hw],
+            model=self.options.models[model],
+            backend=engine,
+            policy=replace(engine.policy, **policy),
+            **parts,
+        )
+        target = Model(config.hw, engine, seed=config.seed, collective=config.collective)
+        found = {one.name: one.value for one in serve(config, target, lambda *_: None).summary}[metric]
+        if not found:
+            raise ValueError(f"a run on {hw} with {backend} has no {metric}: no request was served")
+        return float(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a report: its factor is before over after of what *run* returns."""
+
+    report: str  # its number
+    says: str
+    reported: float  # factor
+    assumed: str  # of the set-up, which the report leaves out
+    run: Callable[[Parts], tuple[float, float]]
+
+
+HEADS = ("report", "figure", "reported", "simulated", "error", "verdict", "assumed")
+"""Names of the fields of `FigureRow`."""
+
+
+class FigureRow(NamedTuple):
+    """A figure and what was found."""
+
+    report: str
+    figure: str
+    reported: float
+    simulated: float
+    error: float
+    verdict: str
+    assumed: str
+
+
+def verdict(reported: float, simulated: float) -> str:
+    """Return whether the model reaches a factor."""
+    if max(reported, simulated) <= CLOSE * min(reported, simulated):
+        return "reached"
+    return "direction only" if min(reported, simulated) >= HELPS else "not reached"
+
+
+def _sides(prefill: Side, decode: Side) -> Parallel:
+    return Parallel(prefill=prefill, decode=decode)
+
+
+def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, Any]) -> float:
+    """Return how long one handoff of a prompt of 10,240 tokens takes."""
+    return parts.serve(
+        "transfer_avg_s",
+        *(hw, "deepseek-v3", "mooncake", policy),
+        parallel=parallel,
+        workload=burst(1, 10240),
+        kv=Kv(page_size=64, pool=4 << 30),
+        scheduler=Scheduler(chunk=16384),
+    )
+
+
+def _calls(parts: Parts) -> tuple[float, float]:
+    parallel = _sides(Side(tp=8), Side(tp=8))
+    return (
+        _deepseek(parts, "2x8xh800", parallel, {"grouping": "pages", "call": "descriptor", "queues": 1}),
+        _deepseek(parts, "2x8xh800", parallel, {"grouping": "pages", "call": "chunk", "queues": 1}),
+    )
+
+
+def _layers(parts: Parts) -> tuple[float, float]:
+    parallel = _sides(Side(tp=8, pp=2), Side(tp=16))
+    return (
+        _deepseek(parts, "8x8xh200", parallel, {"grouping": "pages", "call": "plane", "queues": 4}),
+        _deepseek(parts, "8x8xh200", parallel, {"grouping": "pages", "call": "chunk", "queues": 4}),
+    )
+
+
+def _prompts(parts: Parts, backend: str, count: int, staged: bool) -> float:
+    """Return the mean TTFT of *count* prompts at once, from TP 2 to TP 4."""
+    return parts.serve(
+        "ttft_avg_s",
+        *("8xh20", "llama-8b", backend, {}),
+        parallel=_sides(Side(tp=2), Side(tp=4)),
+        workload=burst(count, 1024, 16),
+        kv=Kv(staging=staged),
+    )
+
+
+def _staging(count: int) -> Callable[[Parts], tuple[float, float]]:
+    return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "nixl", count, True))
+
+
+def _engines(count: int) -> Callable[[Parts], tuple[float, float]]:
+    return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "mooncake_nvlink", count, False))
+
+
+def _polling(parts: Parts) -> tuple[float, float]:
+    def transfer(notify: str) -> float:
+        prompts: dict[str, Any] = {"input_mean": 4096, "input_cv": 0.0, "output_mean": 8, "output_cv": 0.0, "load": 0.9}
+        return parts.serve(
+            "transfer_avg_s",
+            *("8xh20", "llama-70b", "mooncake_nvlink", {"notify": notify, "staging": False}),
+            parallel=_sides(Side(tp=4), Side(tp=4)),
+            workload=Workload(arrivals="poisson", count=200, **prompts),
+        )
+
+    return transfer("poll"), transfer("write")
+
+
+def _reserved(parts: Parts) -> tuple[float, float]:
+    def throughput(tokens: int) -> float:
+        return parts.serve(
+            "output_tokens_per_s",
+            *("8xh20", "llama-8b", "mooncake_nvlink", {}),
+            parallel=_sides(Side(tp=1, instances=4), Side(tp=1)),
+            workload=burst(256, 512, 512),
+            kv=Kv(pool=12 << 30),
+            engine=replace(parts.options.sglang, reserved_tokens=tokens),
+        )
+
+    return throughput(512), throughput(1024)
+
+
+FIGURES = (
+    Figure(
+        report="#7236",
+        says="650 to 60 ms a handoff: a blocking call for each descriptor, one batch",
+        reported=650 / 60,
+        assumed="2 x 8 H800 instead of 12 nodes; a descriptor a page of 64 tokens and layer; one thread",
+        run=_calls,
+    ),
+    Figure(
+        report="#9149",
+        says="180 to 80 ms a handoff: a call for each layer, all layers in one batch",
+        reported=180 / 80,
+        assumed="H200 over RDMA; a descriptor a page of 64 tokens and layer; four threads",
+        run=_layers,
+    ),
+    *(
+        Figure(
+            report="#22536",
+            says=f"TTFT of {count} prompts, TP 2 to 4: sliced, staged",
+            reported=before / after,
+            assumed="8 H20, Llama-3.1-8B, prompts of 1,024 tokens",
+            run=_staging(count),
+        )
+        for count, before, after in ((1, 34, 32), (64, 226, 154), (256, 749, 355))
+    ),
+    *(
+        Figure(
+            report="#26406",
+            says=f"TTFT, TP 2 to 4: NIXL takes {reported:g} times as long as Mooncake ({end} of the range)",
+            reported=reported,
+            assumed=f"8 H20, Llama-3.1-8B, {count} prompts of 1,024 tokens, sliced",
+            run=_engines(count),
+        )
+        for end, count, reported in (("low end", 1, 2.0), ("high end", 64, 5.8))
+    ),
+    Figure(
+        report="#37766",
+        says="119 to 21 ms a transfer as reported: seen between forwards, seen when complete",
+        reported=119 / 21,
+        assumed="8 H20, Llama-3.1-70B, prompts of 4,096 tokens at 0.9 of what prefill can do",
+        run=_polling,
+    ),
+    Figure(
+        report="#6860",
+        says="20,163 to 8,810 tokens/s: 512 and 1,024 tokens reserved for each request at decode",
+        reported=20163 / 8810,
+        assumed="8 H20, Llama-3.1-8B, 256 requests of 512 + 512 tokens at once, 12 GiB of KV",
+        run=_reserved,
+    ),
+)
+"""What is compared.  A report has several figures where it has several points."""
+
+
+def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Result:
+    """Simulate all figures, or those of `Options.only`, and return the table."""
+    rows = list(simulated(config, progress))
+    reached = sum(row.verdict == "reached" for row in rows)
+    return Result(
+        summary=[
+            Metric("figures", len(rows), "that reports state, as factors"),
+            Metric("figures_reached", reached, f"of them, those that the model meets within a factor of {CLOSE:g}"),
+        ],
+        tables=[Table("Reports", dict.fromkeys(HEADS, ""), [list(row) for row in rows])],
+    )
+
+
+def simulated(config: Config, progress: Callable[[float, str], None]) -> Iterator[FigureRow]:
+    """Yield what the model says of each figure."""
+    options = Options.of(config)
+    chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
+    parts = Parts(config, options)
+    for number, figure in enumerate(chosen):
+        progress(number / len(chosen), f"{figure.report}: {figure.says}")
+        before, after = figure.run(parts)
+        reported, factor = round(figure.reported, 2), round(before / after, 2)
+        error, said = round(factor / reported - 1, 2), verdict(reported, factor)
+        yield FigureRow(figure.report, figure.says, reported, factor, error, said, figure.assumed)
+
+
+def keep(rows: Iterable[FigureRow], path: Path) -> None:
+    """Write *rows* to *path* as CSV."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(HEADS)
+        writer.writerows(rows)
+
+
+def kept() -> Iterator[FigureRow]:
+    """Yield the rows of ``data/reports/figures.csv``."""
+    with data("reports", "figures.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            reported, factor, error = (float(row[name]) for name in ("reported", "simulated", "error"))
+            yield FigureRow(row["report"], row["figure"], reported, factor, error, row["verdict"], row["assumed"])

@@ -1,0 +1,90 @@
+"""`experiment=compare_engines`: every row is what `serve` says of that combination, and what cannot be is skipped."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from experiments.compare_engines import Options, TransferEngine, run
+from experiments.serve import Options as ServeOptions
+from pdsim.errors import ConfigError
+from pdsim.fabric.job import Model
+from pdsim.kv.policy import Policy
+from pdsim.results.record import Result
+from pdsim.serving.settings import Kv, ServingEngine, Side
+from tests.support.composed import composed
+from tests.support.configs import ENGINE
+from tests.support.serving import GQA, ONE, configured, serve, values
+
+ROOMY = Kv(page_size=16, pool=1 << 24, staging_ring=1 << 22)
+STAGED = Policy(queues=2, staging=True)
+PULL = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow")
+
+
+def transfer(policy: Policy, **changes: Any) -> TransferEngine:
+    return TransferEngine(**{**{k: getattr(ENGINE, k) for k in asdict(ENGINE)}, **changes}, policy=policy)
+
+
+SLOW = replace(ENGINE.intra, call=5e-3)
+CHOICES = {
+    "backends": {"fast": transfer(STAGED), "slow": transfer(Policy(), intra=SLOW)},
+    "engines": {"push": ServingEngine(), "pull": PULL},
+}
+
+
+def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
+    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=Options(**{**CHOICES, **options}))
+    result = run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    return result, result.tables[0].rows
+
+
+def test_each_row_is_what_serving_says():
+    _, rows = compared()
+    found = {tuple(row[:4]): row[4:] for row in rows}
+    assert sorted(found) == [
+        ("fast", "pull", "as it is", "policy"),
+        ("fast", "push", "as it is", "policy"),
+        ("fast", "push", "staged", "policy"),
+        ("none: colocated", "pull", "as it is", "-"),
+        ("none: colocated", "push", "as it is", "-"),
+        ("slow", "pull", "as it is", "policy"),
+        ("slow", "push", "as it is", "policy"),
+    ]
+    plain = configured(ONE, Side(tp=2), GQA, kv=ROOMY)
+    for key, config in {
+        ("fast", "push", "staged"): replace(plain, policy=STAGED, kv=replace(plain.kv, staging=True)),
+        ("slow", "pull", "as it is"): replace(plain, backend=replace(ENGINE, intra=SLOW), engine=PULL),
+        ("none: colocated", "push", "as it is"): replace(plain, experiment=ServeOptions(deployment="colocated")),
+    }.items():
+        alone = values(serve(config))
+        expected = [alone[name] for name in ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "transfer_p50_s", "goodput")]
+        assert next(row for names, row in found.items() if names[:3] == key)[:5] == expected
+
+
+def test_rows_are_in_order_of_ttft_and_the_ends_are_named():
+    result, rows = compared()
+    assert [row[4] for row in rows] == sorted(row[4] for row in rows)
+    found = values(result)
+    assert (found["combinations"], found["combinations_skipped"]) == (7, 3)
+    assert (found["ttft_p50_best_s"], found["ttft_p50_worst_s"]) == (rows[0][4], rows[-1][4])
+
+
+def test_what_cannot_be_compared_is_skipped_with_the_reason():
+    result, rows = compared(decode=1, colocated=False)
+    assert {row[2] for row in rows} == {"as it is"}
+    reasons = {tuple(row[:2]): row[4] for row in result.tables[1].rows}
+    assert "set another parallel.decode.tp" in reasons["fast", "push"]
+    assert "pulled KV has no staging" in reasons["fast", "pull"]
+    with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
+        compared(decode=1, colocated=False, staging=(True,))
+    with pytest.raises(ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"):
+        Options(**CHOICES, metadata=("mail",))
+
+
+def test_the_shipped_choice_has_seven_backends_and_two_engines():
+    options = composed("experiment=compare_engines").experiment
+    assert len(options.backends) == 7
+    assert sorted(options.engines) == ["sglang", "vllm"]
+    assert options.backends["nixl"].policy.metadata == "write"

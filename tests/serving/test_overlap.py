@@ -1,0 +1,112 @@
+"""Sending while computing: layers as they are computed, and cached pages before; the overlap in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.serve import Options, job, specs
+from pdsim.errors import ConfigError
+from pdsim.fabric.job import Model
+from pdsim.job import Outcome
+from pdsim.kv.policy import Policy
+from pdsim.serving.settings import Cache, Kv, Scheduler, Side
+from pdsim.serving.workload import Request
+from tests.serving.test_cache import served
+from tests.serving.test_engines import QUIET
+from tests.support.configs import ENGINE
+from tests.support.serving import GQA, MLA, ONE, configured
+
+DEEP = replace(GQA, layers=8, context=1 << 17)
+LAYERS = Kv(page_size=64, pool=1 << 26, layerwise=True)
+WHOLE = replace(LAYERS, layerwise=False)
+QUEUE = Policy(queues=1)
+
+
+def run(tokens: int, kv: Kv, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any) -> tuple[list[float], Outcome]:
+    """Serve one request and return its times from the start, and the outcome."""
+    config = configured(
+        changes.pop("prefill", ONE),
+        changes.pop("decode", ONE),
+        changes.pop("model", DEEP),
+        **{"hw": QUIET, "kv": kv, "policy": policy, "scheduler": Scheduler(chunk=chunk)} | changes,
+    )
+    outcome = Model(config.hw, config.backend, memory=config.memory).run(
+        specs(config, job(config, Options()), [Request(0.0, tokens, 2)])
+    )
+    row = outcome.ranks["router"].value["rows"][0]
+    assert row[3] == "ok"
+    return row[4:], outcome
+
+
+@pytest.mark.parametrize("call", [1e-6, 5e-4], ids=["computing takes longer", "writing takes longer"])
+def test_planes_are_written_when_computed_and_the_one_before_is_written(call: float):
+    """With T of computing, L layers and w a plane, the last is there at the most of T (l + 1) / L + 2 (L - l) w."""
+    backend = replace(ENGINE, intra=replace(ENGINE.intra, call=call))
+    (_, _, started, prefilled, arrived, *_), outcome = run(512, LAYERS, backend=backend)
+    *planes, metadata = outcome.ranks["prefill0.0"].transfers
+    assert len(planes) == 16
+    step = (prefilled - started) / 8
+    each = planes[0].completed - planes[0].submitted
+    assert each == pytest.approx(call + 1e-6 + 512 * 8 * 16 * 2 / QUIET.interconnect.rate, rel=1e-6)
+    end = 0.0
+    for number, record in enumerate(planes):
+        end = max(end, started + step * (number // 2 + 1)) + each
+        assert record.completed == pytest.approx(end, abs=1e-9)
+    closed = max(step * (layer + 1) + 2 * (8 - layer) * each for layer in range(8))
+    assert end - started == pytest.approx(closed, abs=1e-9)
+    assert arrived == pytest.approx(end + metadata.completed - metadata.submitted, abs=1e-9)
+
+
+def test_a_handoff_by_layers_is_hidden_but_for_the_last():
+    (*_, prefilled, arrived, _, _, _), whole = run(4096, WHOLE)
+    (*_, by_layer, sooner, _, _, _), layers = run(4096, LAYERS)
+    assert by_layer == prefilled
+    assert sum(record.nbytes for record in layers.ranks["prefill0.0"].transfers) == sum(
+        record.nbytes for record in whole.ranks["prefill0.0"].transfers
+    )
+    assert sooner - by_layer < 0.5 * (arrived - prefilled)
+
+
+@pytest.mark.parametrize("model", [DEEP, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("policy", [QUEUE, Policy(), Policy(queues=2, call="plane", notify="message")])
+def test_every_byte_arrives_by_layers(model: Any, prefill: int, decode: int, policy: Policy):
+    kv = replace(LAYERS, pool=1 << 20, page_size=16)
+    sides = {"prefill": Side(tp=prefill), "decode": Side(tp=decode)}
+    run(100, kv, policy, 32, model=replace(model, context=1 << 17), memory="tracked", **sides)  # compared
+
+
+def test_context_parallel_ranks_write_their_layers():
+    kv = replace(LAYERS, pool=1 << 20, page_size=16, all_cp_ranks=True)
+    run(100, kv, QUEUE, 32, prefill=Side(tp=1, cp=2), memory="tracked")
+
+
+def test_what_cannot_go_by_layers_is_refused():
+    with pytest.raises(ConfigError, match=r"kv\.layerwise has target=model, a pushed handoff and no staging"):
+        run(100, replace(LAYERS, staging=True))
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: bool):
+    prompts = [(0.0, 4096, 2, list(range(8))), (5.0, 4600, 2, list(range(9)))]
+    kv = Kv(page_size=64, pool=1 << 24, layerwise=layerwise)
+    found = {}
+    for early in (False, True):
+        config, result, table = served(tmp_path, prompts, Cache(prefill=True, early=early), kv=kv)
+        records = [r for r in result.transfers if r.label.startswith("2/")]
+        found[early] = table[1], records
+        assert job(config, Options()).cache.early is early
+    (late, one), (soon, two) = found[False], found[True]
+    assert late["nbytes"] == soon["nbytes"]
+    assert late["ttft"] - late["transfer"] == pytest.approx(soon["ttft"] - soon["transfer"], abs=1e-9)
+    assert soon["transfer"] < late["transfer"]
+    begin = 5.0 + soon["ttft"] - soon["transfer"] - soon["compute"]  # roughly: the first forward begins after it
+    first = min(record.submitted for record in two)
+    assert first < min(record.submitted for record in one)
+    assert first >= begin
+    cached = 64 * 64 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
+    assert two[0].nbytes == cached

@@ -1,0 +1,153 @@
+"""Closed loops: a user's next turn comes a think time after the last token of the one before, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.serve import Options, job, run, specs
+from pdsim.errors import ConfigError
+from pdsim.fabric.job import Model
+from pdsim.serving.policies import HighestPriority
+from pdsim.serving.prefix_cache import hit_share
+from pdsim.serving.requests import Request
+from pdsim.serving.settings import Cache, Kv, Scheduler, Side, Workload
+from pdsim.serving.workload import load
+from tests.serving.test_engines import QUIET
+from tests.support.serving import LLM, ONE, configured, rows, values
+
+SESSIONS = Workload(
+    arrivals="sessions", count=24, users=3, turns=4, think=0.05, ramp=0.3, shared=600, input_mean=300, output_mean=12
+)
+MODEL = replace(LLM, context=1 << 17)
+
+
+def serve(workload: Workload, options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    settings = {"workload": workload, "hw": QUIET, "model": MODEL, "kv": Kv(page_size=16, pool=1 << 24), **changes}
+    config = configured(options=options or {}, **settings)
+    return run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+
+
+@pytest.mark.parametrize("options", [{}, {"deployment": "colocated"}], ids=["disaggregated", "colocated"])
+def test_a_turn_comes_a_think_time_after_the_answer(options: dict[str, str]):
+    result = serve(SESSIONS, options)
+    requests, table = load(SESSIONS, 0, MODEL.context), rows(result)
+    assert values(result)["requests_ok"] == 24
+    assert [row["arrival"] for row in table[:3]] == [0.0, pytest.approx(0.1), pytest.approx(0.2)]
+    for request, row in zip(requests, table, strict=True):
+        if request.after >= 0:
+            before = table[request.after]
+            assert row["arrival"] == pytest.approx(before["arrival"] + before["e2e"] + request.arrival, abs=1e-9)
+
+
+def test_there_are_never_more_requests_than_users():
+    table = rows(serve(SESSIONS))
+    times = sorted({row["arrival"] for row in table})
+    at_a_time = [sum(row["arrival"] <= time < row["arrival"] + row["e2e"] - 1e-9 for row in table) for time in times]
+    assert max(at_a_time) <= 3
+
+
+def test_a_prompt_begins_with_all_that_was_said():
+    for users in (3, 0):
+        requests = load(replace(SESSIONS, users=users, rate=5.0), 0, MODEL.context)
+        for number, request in enumerate(requests):
+            turn = number // 3 % 4 if users else number % 4
+            if turn:
+                before = requests[number - (3 if users else 1)]
+                assert request.after == number - (3 if users else 1)
+                assert request.input > before.input + before.output
+                assert request.hash_ids[: len(before.hash_ids)] == before.hash_ids
+            assert request.hash_ids[0] == 0  # shared by all
+            assert request.input >= 600
+        assert len({request.hash_ids[1] for request in requests}) == 6  # sessions
+
+
+def test_a_session_that_outgrows_the_context_begins_anew():
+    requests = load(replace(SESSIONS, turns=50), 0, 4096)
+    assert all(request.input + request.output <= 4096 for request in requests)
+    assert len({request.hash_ids[1] for request in requests}) > 3
+
+
+def test_a_cache_has_what_the_turns_repeat():
+    requests = load(SESSIONS, 0, MODEL.context)
+    result = serve(SESSIONS, cache=Cache(prefill=True))
+    counted, found = hit_share(requests), values(result)["prefix_hit_prefill"]
+    assert counted is not None
+    # answers are not computed by prefill, and a page that is not full is not cached
+    lost = 24 * (16 + max(request.output for request in requests)) / sum(request.input for request in requests)
+    assert counted - lost <= found <= counted
+
+
+def test_a_ramp_brings_as_many_requests_as_its_rate():
+    ramped = Workload(arrivals="poisson", count=4000, rate=100.0, ramp=10.0)
+    times = np.array([request.arrival for request in load(ramped, 0, MODEL.context)])
+    plain = np.array([request.arrival for request in load(replace(ramped, ramp=0.0), 0, MODEL.context)])
+    assert times[plain > 5] == pytest.approx(plain[plain > 5] + 5)
+    assert times[plain < 5] ** 2 / 20 == pytest.approx(plain[plain < 5])  # the integral of a rate that grows
+
+
+def test_a_closed_loop_has_no_offered_load_and_none_can_be_asked_for():
+    result = serve(SESSIONS)
+    assert result.notes[0] == "offered load: none, for users wait for their answers"
+    with pytest.raises(ValueError, match="sessions has no skip, seconds or load"):
+        replace(SESSIONS, load=0.5)
+    with pytest.raises(ConfigError, match=r"set workload\.count=N"):
+        load(replace(SESSIONS, count=None), 0, MODEL.context)
+
+
+# --- priorities, shedding, and what a router knows -------------------------------------------------------------------
+
+
+def outcome(requests: list[Request], options: dict[str, Any], **changes: Any) -> list[list[Any]]:
+    config = configured(
+        changes.pop("prefill", ONE), changes.pop("decode", ONE), options=options, hw=QUIET, model=MODEL, **changes
+    )
+    found = Model(config.hw, config.backend).run(specs(config, job(config, Options(**options)), requests))
+    return found.ranks["router"].value["rows"]
+
+
+def test_a_higher_priority_is_computed_first():
+    requests = [Request(0.0, 256, 2, priority=int(number == 3)) for number in range(4)]
+    config = configured()
+    engine = replace(config.engine, scheduler="priority")
+    scheduler = Scheduler(chunk=256, prefill_batch=1, decode_batch=8)
+    order = [row[6] for row in outcome(requests, {}, engine=engine, scheduler=scheduler)]
+    assert sorted(range(4), key=order.__getitem__) == [0, 3, 1, 2]  # the first had begun
+    assert HighestPriority().victim  # as SGLang's
+
+
+def test_what_exceeds_the_limit_is_shed_unless_it_has_priority():
+    requests = [Request(0.0, 100, 2, priority=int(number == 4)) for number in range(5)]
+    found = [row[3] for row in outcome(requests, {"shed": 200})]
+    assert found == ["ok", "ok", *["Shed: 200 tokens outstanding at prefill0"] * 2, "ok"]
+
+
+def test_shed_requests_are_counted_apart_and_users_go_on():
+    result = serve(replace(SESSIONS, users=12, ramp=0.0, priority=0.3), {"shed": 1500})
+    found = values(result)
+    assert found["requests_shed"] > 0
+    assert found["requests_failed"] == 0
+    assert found["requests_ok"] + found["requests_shed"] == 24
+    assert not result.failures
+    assert all(row["status"] == "ok" for row in rows(result) if row["priority"])
+
+
+def test_a_router_that_does_not_know_outputs_takes_those_of_others():
+    long, short = Request(0.0, 10, 200), Request(1e-4, 10, 2)
+    requests = [long, short, Request(2e-4, 10, 2), Request(3e-4, 10, 2)]
+    two = {"prefill": ONE, "decode": Side(tp=1, instances=2)}
+    known = [row[1] for row in outcome(requests, {}, **two)]
+    unknown = [row[1] for row in outcome(requests, {"output_known": False}, **two)]
+    assert known == ["decode0", "decode1", "decode1", "decode1"]
+    assert unknown == ["decode0", "decode1", "decode0", "decode1"]
+
+
+def test_arrivals_of_one_user_follow_each_other():
+    requests = load(replace(SESSIONS, users=1, count=6), 0, MODEL.context)
+    assert [request.after for request in requests] == [-1, 0, 1, 2, 3, 4]
+    ends = [(row["arrival"], row["arrival"] + row["e2e"]) for row in rows(serve(replace(SESSIONS, users=1, count=6)))]
+    assert all(end <= arrival for (_, end), (arrival, _) in pairwise(ends))
