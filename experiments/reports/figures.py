@@ -30,10 +30,10 @@ __all__ = [
     "CLOSE",
     "FIGURES",
     "TARGETS",
-    "Figure",
     "FigureRow",
     "Options",
     "Parts",
+    "ReportFigure",
     "keep",
     "kept",
     "run",
@@ -92,7 +92,7 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class ReportFigure:
     """One figure of a report: its factor is before over after of what *run* returns."""
 
     report: str  # its number
@@ -204,14 +204,14 @@ def _reserved(parts: Parts) -> tuple[float, float]:
 
 
 FIGURES = (
-    Figure(
+    ReportFigure(
         report="#7236",
         says="650 to 60 ms a handoff: a blocking call for each descriptor, one batch",
         reported=650 / 60,
         assumed="2 x 8 H800 instead of 12 nodes; a descriptor a page of 64 tokens and layer; one thread",
         run=_calls,
     ),
-    Figure(
+    ReportFigure(
         report="#9149",
         says="180 to 80 ms a handoff: a call for each layer, all layers in one batch",
         reported=180 / 80,
@@ -219,7 +219,7 @@ FIGURES = (
         run=_layers,
     ),
     *(
-        Figure(
+        ReportFigure(
             report="#22536",
             says=f"TTFT of {count} prompts, TP 2 to 4: sliced, staged",
             reported=before / after,
@@ -229,7 +229,7 @@ FIGURES = (
         for count, before, after in ((1, 34, 32), (64, 226, 154), (256, 749, 355))
     ),
     *(
-        Figure(
+        ReportFigure(
             report="#26406",
             says=f"TTFT, TP 2 to 4: NIXL takes {reported:g} times as long as Mooncake ({end} of the range)",
             reported=reported,
@@ -238,14 +238,14 @@ FIGURES = (
         )
         for end, count, reported in (("low end", 1, 2.0), ("high end", 64, 5.8))
     ),
-    Figure(
+    ReportFigure(
         report="#37766",
         says="119 to 21 ms a transfer as reported: seen between forwards, seen when complete",
         reported=119 / 21,
         assumed="8 H20, Llama-3.1-70B, prompts of 4,096 tokens at 0.9 of what prefill can do",
         run=_polling,
     ),
-    Figure(
+    ReportFigure(
         report="#6860",
         says="20,163 to 8,810 tokens/s: 512 and 1,024 tokens reserved for each request at decode",
         reported=20163 / 8810,

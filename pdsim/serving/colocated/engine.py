@@ -18,7 +18,7 @@ from pdsim.clock import Clock
 from pdsim.errors import ConfigError
 from pdsim.kv.messages import Submit
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.serving.decode.memory import GrowingMemory
+from pdsim.serving.decode.growing_memory import GrowingMemory
 from pdsim.serving.decode.steps import Member, RunningBatch
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefix_cache import page_keys, page_pool

@@ -29,7 +29,7 @@ from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import QuarantineStall
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
-from pdsim.serving.decode.memory import GrowingMemory
+from pdsim.serving.decode.growing_memory import GrowingMemory
 from pdsim.serving.decode.room_lookup import PATIENCE, RoomLookup
 from pdsim.serving.decode.steps import Member, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment, leader

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from simpy.events import Event
@@ -33,12 +32,12 @@ from pdsim.kv.messages import (
     Took,
 )
 from pdsim.kv.pages import Pages, SlotPool, after
-from pdsim.kv.plan import Runs, cut, pair
+from pdsim.kv.plan import cut, pair
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers
-from pdsim.kv.status import Status
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
 from pdsim.serving.host import Host
+from pdsim.serving.prefill.prefill_request import PrefillRequest
 from pdsim.serving.prefill.worker import PrefillWorker
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
@@ -52,34 +51,6 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
     """Run one rank of a prefill instance until the router stops it."""
     deployment = Deployment.from_plain(job)
     return (yield from handoff_of(deployment.engine).prefill(rank, deployment, instance, index).run())
-
-
-@dataclass(slots=True)
-class PrefillRequest:
-    """A request at the prefill leader."""
-
-    request: Submit
-    consensus: Consensus
-    destination: Destination | None = None
-    noticed: float = 0.0
-    started: float = 0.0
-    runs: Runs = ()  # of the whole request, once it has pages
-    state: tuple[Runs, ...] = ()  # of each component
-    done: int = 0  # tokens that a forward has covered or covers now, or that were cached
-    sent: int = 0  # pages that a chunk has, and those that decode holds
-    keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
-    priority: int = 0
-    begun: bool = False  # a step has a piece of it
-    chunks: int = 0
-    source_slot: int = -1
-    nbytes: int = 0
-    ended: float = 0.0  # its last forward, on this rank
-    ready: float = 0.0  # when the host has made it known to the scheduler
-
-    @property
-    def failed(self) -> bool:
-        """Whether its pages are in quarantine, until every rank says that nothing of it moves."""
-        return self.consensus.status is Status.FAILED
 
 
 class PrefillScheduler(PrefillWorker):

@@ -1,0 +1,45 @@
+"""What the prefill leader knows of a request: its phases, pages and times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdsim.kv.consensus import Consensus
+from pdsim.kv.messages import Destination, Submit
+from pdsim.kv.plan import Runs
+from pdsim.kv.status import Status
+
+__all__ = ["PrefillRequest"]
+
+
+@dataclass(slots=True)
+class PrefillRequest:
+    """A request at the prefill leader, from its `Submit` until every rank says that nothing of it moves.
+
+    It waits for its *destination*, takes pages (*runs*) when its first forward begins, goes through forwards that cover
+    *done* of its tokens, each of which sends a chunk of pages, and is *ended* with the last of them.
+    """
+
+    request: Submit
+    consensus: Consensus
+    destination: Destination | None = None
+    noticed: float = 0.0
+    started: float = 0.0
+    runs: Runs = ()  # of the whole request, once it has pages
+    state: tuple[Runs, ...] = ()  # of each component
+    done: int = 0  # tokens that a forward has covered or covers now, or that were cached
+    sent: int = 0  # pages that a chunk has, and those that decode holds
+    keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
+    priority: int = 0
+    begun: bool = False  # a step has a piece of it
+    chunks: int = 0
+    source_slot: int = -1
+    nbytes: int = 0
+    ended: float = 0.0  # its last forward, on this rank
+    ready: float = 0.0  # when the host has made it known to the scheduler
+
+    @property
+    def failed(self) -> bool:
+        """Whether its pages are in quarantine, until every rank says that nothing of it moves."""
+        return self.consensus.status is Status.FAILED
