@@ -8,14 +8,15 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.kv import mapping, sender_rooms
+from pdsim.fabric.endpoint import SimEndpoint
+from pdsim.kv import contents, mapping, sender_rooms, state
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.queues import Queues
 from pdsim.kv.reading import KvReader
@@ -75,7 +76,22 @@ from tests.mutants.defects import (
     stays_in_its_round,
     swapped,
     takes_up_late,
+    unbound,
     without_counting,
+)
+from tests.mutants.survivors import (
+    counts_metadata_twice,
+    fails_all,
+    failure_is_success,
+    frees_when_complete,
+    leaves_the_last,
+    never_ready_again,
+    one_page_late,
+    proven_at_once,
+    quiet_with_the_first,
+    sends_before,
+    sends_incomplete_pages,
+    takes_any_arrival,
 )
 
 __all__ = ["IMPOSSIBLE", "LIMIT", "MUTANTS", "Caught", "Mutant"]
@@ -86,7 +102,7 @@ REQUESTS = 50
 INTENSITY = 0.4
 """Probability of each kind of fault."""
 
-LIMIT = 150
+LIMIT = 2000
 """Seeds, from 0 on, within which every mutant must be caught."""
 
 
@@ -112,12 +128,12 @@ class Mutant:
     relevant: Callable[[Scenario], bool] = lambda _: True
     setting: tuple[Change, ...] = ()
 
-    def catch(self) -> Caught | None:
-        """Explore seeds until *invariant* does not hold; return None if it always does."""
+    def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
+        """Explore *seeds* until *invariant* does not hold; return None if it always does."""
         run = 0
-        for seed in range(LIMIT):
+        for seed in seeds:
             with patched(self.setting):
-                scenario = draw(seed, REQUESTS, INTENSITY)
+                scenario = draw(seed, REQUESTS, INTENSITY, self.without)
                 if not self.relevant(scenario):
                     continue
                 run += 1
@@ -128,6 +144,11 @@ class Mutant:
                     invariants = sorted({violation.invariant for violation in found})
                     return Caught(seed + 1, run, invariants)
         return None
+
+    @property
+    def without(self) -> frozenset[str]:
+        """The kinds that do not go with its setting: pulled handoffs have no prefixes at decode."""
+        return frozenset({"held"}) if self.setting in (PULLED, SHORT_LEASES, HELD) else frozenset()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -171,6 +192,15 @@ def delayed(scenario: Scenario) -> bool:
 def shares(scenario: Scenario) -> bool:
     """Context-parallel ranks divide the pages of a request."""
     return scenario.job.prefill.cp > 1 and scenario.job.all_cp_ranks
+
+
+def held_up(scenario: Scenario) -> bool:
+    """Messages may arrive when their receiver has been started again."""
+    return delayed(scenario) or bool(scenario.faults.silences)
+
+
+def messages_of_metadata(scenario: Scenario) -> bool:
+    return scenario.job.handoff.metadata_by == "control" and scenario.job.handoff.notify != "write"
 
 
 def lost_and_back(side: str) -> Callable[[Scenario], bool]:
@@ -253,6 +283,39 @@ MUTANTS = (
            lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
            (mutated(meets_as_another, EngineProcess, "_meet"),), both_back),
+    Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
+           (mutated(sends_incomplete_pages, prefill.PrefillScheduler, "_chunk"),)),
+    Mutant("S2", "the last token of a request is never computed", "I10",
+           (mutated(leaves_the_last, prefill.PrefillScheduler, "_chunk"),)),
+    Mutant("S3", "a chunk is sent when its forward begins", "I10",
+           (mutated(sends_before, prefill.PrefillWorker, "compute"),)),
+    Mutant("S4", "a metadata slot is freed before the first token is read", "I6",
+           (mutated(frees_when_complete, decode.DecodeScheduler, "_count"),
+            (decode.DecodeScheduler, "release_slot", nothing))),
+    Mutant("S5", "pages are given back while one rank still scatters", "I3",
+           ((decode.DecodeScheduler, "quiet", quiet_with_the_first),),
+           lambda scenario: staged_and_failing(scenario) and scenario.job.decode.size > 1),
+    Mutant("S6", "a write that the engine reports as failed counts as done", "I2",
+           (mutated(failure_is_success, KvSender, "_written"),),
+           lambda scenario: scenario.faults.broken > 0 and scenario.job.handoff.notify != "write"),
+    Mutant("S7", "the message at the end of a room counts the messages with metadata twice", "I5",
+           ((KvSender, "_notify", counts_metadata_twice),), messages_of_metadata),
+    Mutant("S8", "a window begins one token late, for those who write and those who compare", "I2",
+           (unbound(one_page_late, state, "window_span"), unbound(one_page_late, contents, "window_span")),
+           lambda scenario: scenario.job.shape.state.window > 0),
+    Mutant("S9", "an end-of-room message for an earlier life is counted", "I8",
+           ((reader.DecodeWorker, "_arrive", takes_any_arrival),),
+           lambda scenario: scenario.job.handoff.notify != "write" and bool(scenario.restart) and held_up(scenario)),
+    Mutant("S10", "an instance that was started again never becomes ready", "I9",
+           (mutated(never_ready_again, prefill.PrefillScheduler, "_count_ready"),), both_back),
+    Mutant("S11", "the loss of one instance fails the requests of all", "I5",
+           (mutated(fails_all, router.Router, "_lose"),),
+           lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
+    Mutant("S12", "a peer that is given up counts as quiesced at once", "I3",
+           ((SimEndpoint, "quiesced", proven_at_once),),
+           lambda scenario: bool(scenario.faults.silences and scenario.faults.late)),
+    Mutant("S13", "a gather buffer that was replaced is never given back", "I8",
+           ((GatherBuffers, "_discard", nothing),), staged_and_failing),
     Mutant("P1", "prefill hands pages out again when a lease ends, though they are still read", "I3",
            (mutated(gives_back_with_the_lease, PullPrefillScheduler, "_revoke"),), failing, SHORT_LEASES),
     Mutant("P2", "decode frees the pages of a room that failed while its reads are under way", "I3",

@@ -134,10 +134,10 @@ HELD = ((decode.DecodeScheduler, "held", lambda self, request: self.job.page_cou
 # --- pulled handoffs ------------------------------------------------------------------------------------------------
 
 
-def pulled(job: Any, random: Any, lease: float = 30.0) -> Any:
+def pulled(job: Any, random: Any, lease: float = 30.0, fixed: bool = False) -> Any:
     """Have decode pull what the scenario would have pushed."""
     engine = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
-    return replaced(SQUEEZED(job, random), engine=engine, staging=None)
+    return replaced(SQUEEZED(job, random, fixed), engine=engine, staging=None)
 
 
 SQUEEZED = scenarios._squeezed
@@ -396,6 +396,11 @@ def mutated(function: Any, owner: Any, name: str) -> Change:
         return function(original, self, *arguments)
 
     return owner, name, method
+
+
+def unbound(function: Any, owner: Any, name: str) -> Change:
+    """Return the change of function *name* of module *owner* to *function*, which is given the original first."""
+    return owner, name, partial(function, getattr(owner, name))
 
 
 def nothing(*_: Any) -> None:
