@@ -195,3 +195,10 @@ def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_
     with patched((mutated(takes_any, prefill.PrefillScheduler, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
+
+
+def test_a_room_that_only_prefill_calls_written_fails_with_its_prefill_instance():
+    """D9: the router held such a room for decoded, decode had given it up, and it ended as stalled."""
+    kinds = frozenset(KINDS) - {"kills", "restarts", "silences", "nodes"}
+    done = FaultTrial(100216, 1, 0.4, kinds).run()
+    assert (done.violations, done.statuses) == ([], {"PeerLost": 1})

@@ -118,11 +118,16 @@ class BlockManager(DecodeWorker, ABC):
         self._fenced(self.index, message)
 
     def peer_gone(self, life: str) -> None:
-        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more."""
+        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more.
+
+        The router has asked for most of them already.  It is told of those of which all was written, as far as it
+        knows, and whose arrival not every rank here has reported yet.
+        """
         rooms = [number for number, room in self._rooms.items() if room.request.prefill == life]
         rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
         for number in rooms:
-            self._rooms[number].consensus.fail()
+            if self._rooms[number].consensus.fail():
+                self.send(ROUTER, Failed(number, f"PeerLost: {life} is gone before all of its KV was known to be here"))
             self._timers.drop(number)
         self._begin_fence(life, rooms)
 
