@@ -129,7 +129,7 @@ class Bench:
         self.kept = right.kept_run(folder / "kept")
 
     def messages(self, random: Random) -> None:
-        """A payload of the control channel or of a notification."""
+        """Read a payload of the control channel or of a notification."""
         from pdsim.kv.messages import decode
 
         try:
@@ -138,7 +138,7 @@ class Bench:
             return
 
     def wire(self, random: Random) -> None:
-        """Frames of the connections between endpoints, and the address of one."""
+        """Read frames of the connections between endpoints, and the address of one."""
         from backends.base.control import _card, fields
         from pdsim.errors import TransferError
 
@@ -154,7 +154,7 @@ class Bench:
             return
 
     def traces(self, random: Random) -> None:
-        """A trace of Mooncake or Azure."""
+        """Read a trace of Mooncake or Azure."""
         from pdsim.serving.settings import Workload
         from pdsim.serving.workload import load
 
@@ -162,28 +162,28 @@ class Bench:
         refused_in_one_line(load, Workload(trace=str(self.path)), 0, 1000)
 
     def tools(self, random: Random) -> None:
-        """The output of another tool."""
+        """Read the output of another tool."""
         from pdsim.calibration import importers
 
         self._write(edited(random, random.choice(self.right.outputs())))
         refused_in_one_line(importers.read, self.path, random.choice(("", *importers.FORMATS)))
 
     def samples(self, random: Random) -> None:
-        """Samples of a calibration."""
+        """Read samples of a calibration."""
         from pdsim.calibration import samples
 
         self._write(edited(random, self.right.SAMPLES))
         refused_in_one_line(samples.read, self.path)
 
     def calibrations(self, random: Random) -> None:
-        """A calibration in a configuration."""
+        """Type a calibration in a configuration."""
         from pdsim.cli import typed
 
         values = {**self.right.CONFIG, "calibration": changed(random, self.right.CALIBRATION)}
         refused_in_one_line(typed.load, values)
 
     def configurations(self, random: Random) -> None:
-        """A composed configuration."""
+        """Type a composed configuration."""
         from pdsim.cli import typed
 
         values = changed(random, self.right.CONFIG)
@@ -191,7 +191,7 @@ class Bench:
             refused_in_one_line(typed.load, values)
 
     def overrides(self, random: Random) -> None:
-        """What is typed, up to Hydra's grammar."""
+        """Read what is typed, up to Hydra's grammar."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import OverrideParseException
 
@@ -213,7 +213,7 @@ class Bench:
         refused_in_one_line(act)
 
     def results(self, random: Random) -> None:
-        """A folder of results, read in every way there is."""
+        """Read a folder of results in every way there is."""
         from pdsim.results import compare, terminal
         from pdsim.results.store import FILES
 

@@ -200,7 +200,7 @@ class SimEndpoint:
         self._check_open()
         try:
             there = msgspec.json.decode(address, type=_Address)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
         remote = self._fabric.endpoints.get(there.rank)
         if remote is None or remote.ended is not None or remote.life != there.life:
