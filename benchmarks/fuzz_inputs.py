@@ -131,8 +131,8 @@ def address() -> bytes:
 
 @cache
 def _endpoints() -> tuple[Any, Any]:
-    from pdsim.cli.typed import build
     from pdsim.clock import Clock
+    from pdsim.config.typed import build
     from pdsim.fabric.endpoint import Fabric, SimEndpoint
     from pdsim.fabric.flows.network import Network
     from pdsim.fabric.job import _Records
