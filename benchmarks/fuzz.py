@@ -158,21 +158,21 @@ class Bench:
         from pdsim.serving.settings import Workload
         from pdsim.serving.workload import load
 
-        self._write(edited(random, random.choice(self.right.TRACES)))
+        self._damage(random, random.choice(self.right.TRACES))
         refused_in_one_line(load, Workload(trace=str(self.path)), 0, 1000)
 
     def tools(self, random: Random) -> None:
         """Read the output of another tool."""
         from pdsim.calibration import importers
 
-        self._write(edited(random, random.choice(self.right.outputs())))
+        self._damage(random, random.choice(self.right.outputs()))
         refused_in_one_line(importers.read, self.path, random.choice(("", *importers.FORMATS)))
 
     def samples(self, random: Random) -> None:
         """Read samples of a calibration."""
         from pdsim.calibration import samples
 
-        self._write(edited(random, self.right.SAMPLES))
+        self._damage(random, self.right.SAMPLES)
         refused_in_one_line(samples.read, self.path)
 
     def calibrations(self, random: Random) -> None:
@@ -236,8 +236,12 @@ class Bench:
         ):
             refused_in_one_line(act)
 
-    def _write(self, text: str) -> None:
-        self.path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    def _damage(self, random: Random, right: str) -> None:
+        """Write *right* with some of it changed or, now and then, bytes of no kind."""
+        if random.random() < 0.05:
+            self.path.write_bytes(torn(random, right[:200].encode()))
+        else:
+            self.path.write_text(edited(random, right), encoding="utf-8", errors="surrogatepass")
 
 
 FAMILIES: dict[str, Callable[[Bench, Random], None]] = {name: getattr(Bench, name) for name in SHARES}

@@ -71,7 +71,8 @@ def over_with_the_last(self: KvSender, state: Any) -> None:
 
 def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Exception) -> None:
     original(self, delivery, error)
-    self._over(delivery.state)
+    if delivery.state.room in self._rooms:
+        self._over(delivery.state)
 
 
 def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
