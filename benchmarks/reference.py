@@ -4,6 +4,7 @@ What is generated, each between two HTML comments of its page:
 
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
+- docs/faults.md: the kinds of faults and the invariants; docs/reliability.md: the laws of simulation.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
@@ -26,9 +27,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
+from pdsim.kv.verify.invariants import INVARIANTS
+from pdsim.kv.verify.laws import LAWS
 from pdsim.results.schema import LIVE, REQUESTS, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
@@ -79,7 +83,33 @@ def output() -> Iterator[str]:
     yield "```"
 
 
+def kinds() -> Iterator[str]:
+    """Yield the table of what a scenario of `experiment=faults` may have."""
+    yield from (
+        "| kind | effect |",
+        "|---|---|",
+        *(f"| {name} | {effect} |" for name, effect in KINDS_OF_FAULTS.items()),
+    )
+
+
+def invariants() -> Iterator[str]:
+    """Yield the table of the invariants of the protocol."""
+    yield from ("| invariant | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in INVARIANTS.items()))
+
+
+def laws() -> Iterator[str]:
+    """Yield the table of the laws of simulation."""
+    yield from (
+        "| law | rule | test |",
+        "|---|---|---|",
+        *(f"| {name} | {rule} | `{test}` |" for name, rule, test in LAWS),
+    )
+
+
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "kinds": ("docs/faults.md", kinds),
+    "invariants": ("docs/faults.md", invariants),
+    "laws": ("docs/reliability.md", laws),
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
     "output": ("README.md", output),

@@ -36,11 +36,11 @@ class PagePool:
         self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
-        self._owned: dict[int, Pages] = {}
+        self.owners: dict[int, Pages] = {}
 
     def __len__(self) -> int:
         """Return the number of owners."""
-        return len(self._owned)
+        return len(self.owners)
 
     @property
     def used(self) -> int:
@@ -49,7 +49,7 @@ class PagePool:
 
     def owned(self, owner: int) -> Pages:
         """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
-        return self._owned[owner]
+        return self.owners[owner]
 
     def allocate(self, owner: int, count: int) -> Pages | None:
         """Give *count* pages to *owner* and return their runs, or None if fewer are free.
@@ -58,11 +58,11 @@ class PagePool:
         """
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
-        if owner in self._owned:
+        if owner in self.owners:
             raise ValueError(f"owner {owner} has pages already: release them first")
         if count > self.free:
             return None
-        pages = self._owned[owner] = self._take(count)
+        pages = self.owners[owner] = self._take(count)
         return pages
 
     def extend(self, owner: int, count: int) -> bool:
@@ -72,16 +72,16 @@ class PagePool:
         """
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to extend")
         if count > self.free:
             return False
-        self._owned[owner] = tuple(sorted((*self._owned[owner], *self._take(count))))
+        self.owners[owner] = tuple(sorted((*self.owners[owner], *self._take(count))))
         return True
 
     def count(self, owner: int) -> int:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
-        return sum(count for _, count in self._owned[owner])
+        return sum(count for _, count in self.owners[owner])
 
     def _take(self, count: int) -> Pages:
         """Take *count* pages out, which are free."""
@@ -98,9 +98,9 @@ class PagePool:
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to release")
-        for start, count in self._owned.pop(owner):
+        for start, count in self.owners.pop(owner):
             self._insert(start, count)
             self.free += count
 
@@ -135,11 +135,11 @@ class SlotPool:
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))
-        self._owned: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return the number of owners."""
-        return len(self._owned)
+        return len(self.owners)
 
     @property
     def free(self) -> int:
@@ -148,15 +148,15 @@ class SlotPool:
 
     def allocate(self, owner: int) -> int | None:
         """Return a slot for *owner*, or None if all are taken.  Raise a `ValueError` if *owner* has one."""
-        if owner in self._owned:
-            raise ValueError(f"owner {owner} has slot {self._owned[owner]} already")
+        if owner in self.owners:
+            raise ValueError(f"owner {owner} has slot {self.owners[owner]} already")
         if not self._free:
             return None
-        slot = self._owned[owner] = self._free.pop()
+        slot = self.owners[owner] = self._free.pop()
         return slot
 
     def release(self, owner: int) -> None:
         """Take the slot of *owner* back.  Raise a `KeyError` if it has none."""
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no slot to release")
-        self._free.append(self._owned.pop(owner))
+        self._free.append(self.owners.pop(owner))

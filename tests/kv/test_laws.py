@@ -62,16 +62,17 @@ def test_bytes_that_land_twice_break_a_law(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_token_that_is_not_computed_breaks_a_law(monkeypatch: pytest.MonkeyPatch):
-    original = PrefillScheduler._next
+    original = PrefillScheduler.next_forward
 
     def one_less(self: PrefillScheduler) -> Any:
-        seconds, self._seconds = self._seconds, lambda pieces: seconds([(done, n - 1) for done, n in pieces])  # type: ignore[method-assign]
+        seconds = self.iteration_seconds
+        self.iteration_seconds = lambda pieces: seconds([(done, new - 1) for done, new in pieces])  # type: ignore[method-assign]
         try:
             return original(self)
         finally:
-            self._seconds = seconds  # type: ignore[method-assign]
+            self.iteration_seconds = seconds  # type: ignore[method-assign]
 
-    monkeypatch.setattr(PrefillScheduler, "_next", one_less)
+    monkeypatch.setattr(PrefillScheduler, "next_forward", one_less)
     assert found() == ["tokens"]
 
 
@@ -79,8 +80,8 @@ def test_a_page_that_is_lost_breaks_a_law(monkeypatch: pytest.MonkeyPatch):
     original = PagePool.release
 
     def loses_one(self: PagePool, owner: int) -> None:
-        (start, count), *rest = self._owned[owner]
-        self._owned[owner] = ((start, count - 1), *rest) if count > 1 else tuple(rest)
+        (start, count), *rest = self.owners[owner]
+        self.owners[owner] = ((start, count - 1), *rest) if count > 1 else tuple(rest)
         original(self, owner)
 
     monkeypatch.setattr(PagePool, "release", loses_one)

@@ -14,7 +14,6 @@ from pdsim.kv.plan import cut
 from pdsim.kv.sender import KvSender
 from pdsim.serving import router
 from pdsim.serving.decode import scheduler as decode
-from pdsim.serving.decode import worker as reader
 from pdsim.serving.deployment import epoch_of
 from pdsim.serving.prefill import scheduler as prefill
 from pdsim.transfer import Transfer
@@ -46,9 +45,9 @@ def sends_before(original: Any, self: prefill.PrefillWorker, message: Any) -> An
 
 def frees_when_complete(original: Any, self: decode.DecodeScheduler, *arguments: Any) -> None:
     """Give the slot of metadata back when all has arrived, before the scheduler has read it."""
-    before = len(self._complete)
+    before = len(self.complete)
     original(self, *arguments)
-    for room in self._complete[before:]:
+    for room in self.complete[before:]:
         self.slots.release(room.request.room)
 
 
@@ -82,11 +81,6 @@ def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tu
     """Begin a window one token late."""
     first = max(0, tokens - window + 1) // page_size
     return first, -(-tokens // page_size) - first
-
-
-def takes_any_arrival(self: reader.DecodeWorker, _: str, message: messages.Arrival) -> None:
-    """Count what is meant for an earlier life."""
-    self.receiver.arrive(message)
 
 
 def never_ready_again(original: Any, self: prefill.PrefillScheduler, rank: int, message: Any) -> None:

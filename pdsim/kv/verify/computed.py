@@ -48,15 +48,15 @@ class ComputedChecker:
     def joined(self, member: Any) -> None:
         """Watch what *member*, a rank's program, computes, if it is one of prefill; mark what it writes or compares."""
         part = getattr(member, "sender", getattr(member, "receiver", None))
-        contents: Contents | None = getattr(part, "_contents", None)
+        contents: Contents | None = getattr(part, "contents", None)
         if contents is not None:
             contents.marks = self._marks
         if not hasattr(member, "compute") or contents is None:
             return
         name = member.rank.name
         self._done[name] = {}
-        if hasattr(member, "_seconds"):
-            member._seconds = partial(self._planned, name, member._seconds)
+        if hasattr(member, "iteration_seconds"):
+            member.iteration_seconds = partial(self._planned, name, member.iteration_seconds)
         member.compute = partial(self._compute, name, member.compute)
         contents.computed = partial(self.computed, name)
 

@@ -26,11 +26,11 @@ class Law(NamedTuple):
     test: str
 
 
-_TEST = "tests/kv/test_laws.py::"
+_TEST, _SHARING = "tests/kv/test_laws.py::", "tests/fabric/test_sharing_properties.py::"
 
 LAWS = (
     Law("capacity", "No link carries more than its capacity, at any time; no pool lends more than it has.",
-        "tests/fabric/test_sharing_properties.py::test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck"),
+        f"{_SHARING}test_no_link_carries_more_than_it_can_and_every_flow_has_a_bottleneck"),
     Law("bytes", "What has been read at a source and has landed at its target is what was posted, and no more; a "
         "transfer that succeeds has landed.", f"{_TEST}test_bytes_that_land_twice_break_a_law"),
     Law("tokens", "Prefill computes each token of an input once, in order, before the request is decoded; decode ends "
@@ -70,10 +70,10 @@ class LawChecker:
         if hasattr(member, "registry"):
             self._rooms, self._computed, self._members = {}, {}, {}
         self._members[member.rank.name] = member
-        if hasattr(member, "_seconds"):
-            member._next = partial(self._planned, member._next, self._pieces_of(member))
-        if hasattr(member, "_batch"):
-            member._batch.join = partial(self._entered, member, member._batch.join)
+        if hasattr(member, "iteration_seconds"):
+            member.next_forward = partial(self._planned, member.next_forward, self._pieces_of(member))
+        if hasattr(member, "batch"):
+            member.batch.join = partial(self._entered, member, member.batch.join)
 
     def sent(self, sender: str, receiver: str, payload: bytes) -> None:  # noqa: ARG002
         """Look at a control message."""
@@ -121,13 +121,13 @@ class LawChecker:
     def _pieces_of(self, member: Any) -> list[tuple[int, int]]:
         """Return a list that is filled with the tokens of each forward that *member* plans."""
         pieces: list[tuple[int, int]] = []
-        seconds = member._seconds
+        seconds = member.iteration_seconds
 
         def watch(planned: list[tuple[int, int]]) -> Any:
             pieces[:] = planned
             return seconds(planned)
 
-        member._seconds = watch
+        member.iteration_seconds = watch
         return pieces
 
     def _planned(self, plan: Callable[[], Any], pieces: list[tuple[int, int]]) -> Any:
@@ -161,7 +161,7 @@ class LawChecker:
         for name, member in self._members.items():
             pool = getattr(member, "pages", None)
             if pool is not None:
-                owned = sum(count for runs in pool._owned.values() for _, count in runs)
+                owned = sum(count for runs in pool.owners.values() for _, count in runs)
                 if pool.free + owned != pool.pages:
                     self._found("pages", f"{name} has {pool.free} free and {owned} owned pages of {pool.pages}")
 

@@ -103,7 +103,7 @@ class LeakChecker:
         pool = getattr(member, "pages", None)
         if pool is None:
             return
-        owned = sum(count for pages in pool._owned.values() for _, count in pages)
+        owned = sum(count for pages in pool.owners.values() for _, count in pages)
         if pool.free + owned != pool.pages or sum(pool._counts) != pool.free:
             self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 

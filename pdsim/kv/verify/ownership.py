@@ -115,13 +115,13 @@ class OwnershipChecker:
         inside = (offsets >= kv.start) & (offsets < kv.end)
         if inside.all():
             rows = _rows(kv, offsets, sizes)
-            places = [place for place, row in enumerate(_numbered(leader.pages._owned.get(room, ()))) if row in rows]
+            places = [place for place, row in enumerate(_numbered(leader.pages.owners.get(room, ()))) if row in rows]
             tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
         self._computed.check(verb, rank, room, tokens)
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
-        foreign = _slots(layout, inside) - {leader.slots._owned.get(room)}
+        foreign = _slots(layout, inside) - {leader.slots.owners.get(room)}
         if foreign:
             self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
@@ -174,11 +174,11 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     """Return the owners of the rows of *table*, and what they own."""
     if table.component in ("kv", "index"):
-        owned: dict[int, Any] = leader.pages._owned
+        owned: dict[int, Any] = leader.pages.owners
     elif table.component == "window":
-        owned = leader.state._window._owned
+        owned = leader.state._window.owners
     else:
-        owned = leader.state._slots._owned
+        owned = leader.state._slots.owners
     return owned
 
 

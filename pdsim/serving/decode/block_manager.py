@@ -73,7 +73,7 @@ class BlockManager(DecodeWorker, ABC):
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}
-        self._complete: list[DecodeRequest] = []  # arrived, not noticed
+        self.complete: list[DecodeRequest] = []  # arrived, not noticed
         self._fences = FenceCount(self.incarnation, job.decode.size)
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
@@ -163,7 +163,7 @@ class BlockManager(DecodeWorker, ABC):
         if room.consensus.succeed(rank):
             room.arrived = self.clock.now
             self._timers.drop(message.room)
-            self._complete.append(room)
+            self.complete.append(room)
             self._wake()
 
     def _expire(self, number: int) -> None:

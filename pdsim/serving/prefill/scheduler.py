@@ -310,7 +310,7 @@ class PrefillScheduler(PrefillWorker):
     def _schedule(self) -> Program:
         while not self.ended.triggered:
             try:
-                forward = self._next()
+                forward = self.next_forward()
             except PdsimError as error:
                 self.fail(error)
                 return
@@ -321,7 +321,7 @@ class PrefillScheduler(PrefillWorker):
             self.send(self.followers, forward)
             yield self.compute(forward)
 
-    def _next(self) -> Forward | None:
+    def next_forward(self) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now."""
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
@@ -361,9 +361,9 @@ class PrefillScheduler(PrefillWorker):
             if room.done < room.request.input:
                 partial.append(room)
         self._queue.extendleft(reversed(partial))
-        return Forward(self.life, self._seconds(pieces) + held_up, tuple(chunks)) if chunks else None
+        return Forward(self.life, self.iteration_seconds(pieces) + held_up, tuple(chunks)) if chunks else None
 
-    def _seconds(self, pieces: list[tuple[int, int]]) -> float:
+    def iteration_seconds(self, pieces: list[tuple[int, int]]) -> float:
         """Return how long an iteration over *pieces* takes, the host's share included."""
         forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
         return max(forward, step) if self.job.engine.overlap else forward + step
