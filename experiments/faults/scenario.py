@@ -163,7 +163,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     if "nodes" in kinds:
         faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
-    specs[0] = replace(specs[0], program="experiments.faults.faulty_router:program", arguments=arguments)
+    specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
     text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"
@@ -337,7 +337,7 @@ def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Fault
 def _holding(spec: RankSpec) -> RankSpec:
     """Return *spec* with a leader that holds pages, if it is a decode rank."""
     decode = instance_of(spec.name).startswith("decode")
-    return replace(spec, program="experiments.faults.holding:program") if decode else spec
+    return replace(spec, program="experiments.faults.programs:decode") if decode else spec
 
 
 def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:

@@ -194,7 +194,7 @@ def shares(scenario: Scenario) -> bool:
 
 def holding(scenario: Scenario) -> bool:
     """Decode holds pages of requests, which no engine does yet."""
-    return any(spec.program.startswith("experiments.faults.holding") for spec in scenario.specs)
+    return any(spec.program == "experiments.faults.programs:decode" for spec in scenario.specs)
 
 
 def messages_of_metadata(scenario: Scenario) -> bool:
