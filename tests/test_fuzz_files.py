@@ -5,6 +5,7 @@ The inputs are the first of those that `benchmarks.fuzz` makes, with a seed of i
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from benchmarks import fuzz, fuzz_inputs
 from pdsim.config import loading
 from pdsim.errors import ConfigError, TransferFailed
 from pdsim.kv import messages
-from pdsim.results import compare
+from pdsim.results import compare, terminal
 from pdsim.results.store import FILES
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
@@ -109,3 +110,21 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path):
 def test_the_inputs_that_are_changed_are_right():
     values = {**fuzz_inputs.CONFIG, "calibration": fuzz_inputs.CALIBRATION}
     assert loading.load(values).backend.intra.call == 3e-6
+
+
+def test_a_share_of_a_link_that_is_no_number_is_refused(kept, tmp_path):
+    summary = json.loads((kept / "summary.json").read_bytes())
+    (use, *_) = [table for table in summary["tables"] if "utilisation" in table["columns"]]
+    use["rows"][0][1] = "much"
+    folder = copied(kept, tmp_path, "summary.json", json.dumps(summary).encode())
+    with pytest.raises(ConfigError, match="must have rows of a name and a number"):
+        compare.tables([folder, kept])
+
+
+@pytest.mark.parametrize("share", ["much", None, 10**400])
+def test_the_use_of_a_link_that_is_no_share_is_refused(kept, tmp_path, share):
+    summary = json.loads((kept / "summary.json").read_bytes())
+    summary["links"]["node0/gpu0/nvlink.in"] = share
+    folder = copied(kept, tmp_path, "summary.json", json.dumps(summary).encode())
+    with pytest.raises(ConfigError, match=r"summary\.json"):
+        terminal.show(folder, io.StringIO())

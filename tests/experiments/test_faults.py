@@ -202,3 +202,9 @@ def test_a_room_that_only_prefill_calls_written_fails_with_its_prefill_instance(
     kinds = frozenset(KINDS) - {"kills", "restarts", "silences", "nodes"}
     done = FaultTrial(100216, 1, 0.4, kinds).run()
     assert (done.violations, done.statuses) == ([], {"PeerLost": 1})
+
+
+@pytest.mark.parametrize("seed", [101708, 101769])
+def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept(seed: int):
+    """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
+    assert not FaultTrial(seed).run().violations

@@ -139,6 +139,8 @@ class PrefillWorker(EngineProcess):
         if message.life == self.life:  # or its leader is gone, and nobody would end what this begins
             self.compute(message)
         elif not self.life:  # where nobody reads from this rank, nobody has waited for it either
+            if not self._ahead:  # an introduction comes within a deadline, or not at all
+                self.clock.call_at(self.clock.now + self.job.deadline, lambda _: self._ahead.clear(), None)
             self._ahead.append(message)
         else:
             self.ignore()
