@@ -39,6 +39,8 @@ _RECORDS = ("record", "statistics", "environment", "schema")
 _SIMULATION = ("serving", "kv", "fabric", "waist")
 _ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)
 
+_OUTCOMES = ("results", "records", "config", "waist")
+
 ROOMS = {
     "waist": Room(tuple(f"pdsim.{name}" for name in (*_BASIS, *_WAIST))),  # what everything else stands on
     "fabric": Room(("pdsim.fabric",), ("waist",)),
@@ -49,7 +51,7 @@ ROOMS = {
     "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "waist")),
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
-    "execution": Room(("pdsim.execution",), ("registry", "live", "fabric", "results", "records", "config", "waist")),
+    "execution": Room(("pdsim.execution",), ("registry", "live", "fabric", "kv", *_OUTCOMES)),
     "sweep": Room(("pdsim.sweep",), ("execution", "results", "records", "config", "waist", "face")),
     "cli": Room(("pdsim.cli",), ("face", "registry", "live", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version

@@ -5,7 +5,8 @@ What is generated, each between two HTML comments of its page:
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
 - docs/reports.md: figures of reports, from `data/reports/figures.csv`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
-- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`.
+- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the laws
+  of simulation; docs/faults.md: the kinds of faults and the invariants.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
@@ -29,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults_real import table as faults_real
+from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import kept
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
+from pdsim.kv.verify.invariants import INVARIANTS
+from pdsim.kv.verify.laws import LAWS
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
@@ -100,8 +104,34 @@ def figures() -> Iterator[str]:
         yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
 
 
+def kinds() -> Iterator[str]:
+    """Yield the table of what a scenario of `experiment=faults` may have."""
+    yield from (
+        "| kind | effect |",
+        "|---|---|",
+        *(f"| {name} | {effect} |" for name, effect in KINDS_OF_FAULTS.items()),
+    )
+
+
+def invariants() -> Iterator[str]:
+    """Yield the table of the invariants of the protocol."""
+    yield from ("| invariant | rule |", "|---|---|", *(f"| {name} | {rule} |" for name, rule in INVARIANTS.items()))
+
+
+def laws() -> Iterator[str]:
+    """Yield the table of the laws of simulation."""
+    yield from (
+        "| law | rule | test |",
+        "|---|---|---|",
+        *(f"| {name} | {rule} | `{test}` |" for name, rule, test in LAWS),
+    )
+
+
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "faults-real": ("docs/reliability.md", faults_real.table),
+    "kinds": ("docs/faults.md", kinds),
+    "invariants": ("docs/faults.md", invariants),
+    "laws": ("docs/reliability.md", laws),
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
     "figures": ("docs/reports.md", figures),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdsim import plugins
 from pdsim.config import Config
@@ -20,6 +20,9 @@ from pdsim.results.evidence import extrapolations, host_spread
 from pdsim.results.record import Result
 from pdsim.results.store import Run
 from pdsim.units import format_time
+
+if TYPE_CHECKING:
+    from pdsim.kv.verify.laws import LawChecker
 
 __all__ = ["execute", "simulated"]
 
@@ -53,8 +56,11 @@ def execute(
         with kept, terminal.Progress(f"{experiment} on {config.hw.name}") as bar:
             meter = _Meter(None if quiet else bar)
             own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
-            with _target(config, meter, kept.folder) as target:
+            checker = _checker(config)
+            with _target(config, meter, kept.folder, checker) as target:
                 result = measure(config, target, meter, **own)
+                if config.checks == "on":
+                    result = _checked(result, checker)
                 own_notes = [
                     *notes,
                     *getattr(target, "notes", ()),
@@ -119,8 +125,28 @@ class _Meter:
             self._bar(self._share, text)
 
 
+def _checker(config: Config) -> LawChecker | None:
+    """Return what watches the jobs of a modelled run, if laws are to be checked."""
+    if config.checks == "off" or config.target != "model":
+        return None
+    from pdsim.kv.verify.laws import LawChecker
+
+    return LawChecker()
+
+
+def _checked(result: Result, checker: LawChecker | None) -> Result:
+    """Return *result* with a failure for each law that the run has broken, and a note of how many were checked."""
+    from pdsim.kv.verify import laws
+
+    landed = None if checker is None else checker.landed_bytes
+    found = [*(() if checker is None else checker.violations)]
+    found += laws.broken(result.outcome, result.requests, result.transfers, landed)
+    note = f"checks=on: {len(found)} violations of the laws of simulation"
+    return replace(result, failures=[*result.failures, *found], notes=[*result.notes, note])
+
+
 @contextmanager
-def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
+def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | None = None) -> Iterator[Any]:
     """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards."""
     if config.target == "model":
         from pdsim.fabric.job import Model
@@ -131,6 +157,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
             memory=config.memory,
             seed=config.seed,
             progress=meter.at,
+            observer=observer,
             collective=config.collective,
             jitter=config.jitter,
             samples=config.samples,

@@ -1,121 +1,70 @@
-"""Whatever files hold that others write, or that were edited: what is raised is a `ConfigError` of one line.
+"""Whatever others write, or that was edited: what is raised is the documented error, and of one line a mistake.
 
-Each file is one that is right, changed in a few places, or text of no kind; the changes of structured ones are of their
-values, so that they pass the first gate and reach what is behind it.
+The inputs are the first of those that `benchmarks.fuzz` makes, with a seed of its own; that of a campaign is another.
 """
 
 from __future__ import annotations
 
-import copy
+import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from pdsim.calibration import importers, samples
+from benchmarks import fuzz, fuzz_inputs
 from pdsim.config import loading
-from pdsim.errors import ConfigError
+from pdsim.errors import ConfigError, TransferFailed
+from pdsim.kv import messages
 from pdsim.results import compare, terminal
-from pdsim.results.store import FILES, Run
+from pdsim.results.store import FILES
 from pdsim.serving.settings import Workload
 from pdsim.serving.workload import load
 from pdsim.sweep import collect
-from tests.support.configs import make_config, make_result
-from tests.test_config import CONFIG
 
-BOUNDED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-OUTPUTS = sorted((Path(__file__).parent / "calibration" / "outputs").iterdir())
-
-ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=5), st.just([]),
-    st.just({}), st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
-EDITS = st.lists(
-    st.tuples(st.integers(0, 10**6), st.integers(0, 12), st.text("0123456789.-eE|:,{}[]\"'# \nNx\x00é", max_size=4)),
-    min_size=1,
-    max_size=6,
-)
+INPUTS = {"messages": 1000, "wire": 1000, "results": 60}
+"""Of a family, here; of the others 150."""
 
 
-def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
-    """Return *text* with some characters replaced, at places counted from its start, again and again."""
-    for place, length, new in edits:
-        at = place % (len(text) + 1)
-        text = text[:at] + new + text[at + length :]
-    return text
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return fuzz.Bench(tmp_path_factory.mktemp("fuzz"))
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return where something is in a tree of mappings and lists."""
-    below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, item in below for place in places(item, (*at, key)))]
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_what_is_changed_is_refused_as_documented(bench, family):
+    found = {number: fuzz.one(bench, family, 1, number) for number in range(INPUTS.get(family, 150))}
+    assert {number: what for number, what in found.items() if what} == {}
 
 
-def changed(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy of *value* with *new* at *place*."""
-    if not place:
-        return new
-    found = copy.deepcopy(value)
-    inner = found
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = new
-    return found
+def test_every_kind_of_message_is_fuzzed():
+    kinds = messages._kinds(messages.KvMessage)
+    assert {type(messages.decode(payload)) for payload in fuzz_inputs.payloads()[:-1]} == set(kinds)
 
 
-def is_refused_in_one_line(act: Any, *arguments: Any) -> None:
-    """Call *act*; what it may raise is a `ConfigError` of one line a mistake, none of them empty."""
-    try:
-        act(*arguments)
-    except ConfigError as error:
-        if not all(line.strip() for line in str(error).split("\n")):
-            raise AssertionError(repr(error)) from error
-
-
-# --- outputs of other tools, samples, traces
-
-
-@BOUNDED
-@given(st.sampled_from(OUTPUTS), EDITS, st.sampled_from(["", *importers.FORMATS]))
-def test_outputs_of_tools(tmp_path, output, edits, tool):
-    path = tmp_path / "output.txt"
-    path.write_text(edited(output.read_text(encoding="utf-8"), edits), encoding="utf-8")
-    is_refused_in_one_line(importers.read, path, tool)
-
-
-@BOUNDED
-@given(st.binary(max_size=200), st.sampled_from(["", *importers.FORMATS]))
-def test_files_that_are_no_outputs(tmp_path, content, tool):
-    path = tmp_path / "output.txt"
-    path.write_bytes(content)
-    is_refused_in_one_line(importers.read, path, tool)
-    is_refused_in_one_line(samples.read, path)
-
-
-@BOUNDED
-@given(EDITS)
-def test_samples(tmp_path, edits):
-    path = tmp_path / "samples.csv"
-    right = (
-        "# kind: measured\npattern,blocks,size,seconds,per_job,held\npair,1,4096,1e-5,1e-5 2e-5,0\nincast:2,8,1,3,,1\n"
+def test_a_run_is_resumed_where_it_was_cut(tmp_path, monkeypatch, capsys):
+    state = tmp_path / "state.json"
+    words = ["--state", str(state), "--families", "wire"]
+    monkeypatch.setattr(fuzz, "SHARES", {"wire": 1000})
+    assert fuzz.main([*words, "--scale", "0.01"]) == 0
+    tried = []
+    monkeypatch.setattr(
+        fuzz, "one", lambda bench, family, seed, number: tried.append(number) or "wrong" * (number == 12)
     )
-    path.write_text(edited(right, edits), encoding="utf-8")
-    is_refused_in_one_line(samples.read, path)
+    assert fuzz.main([*words, "--scale", "0.02"]) == 1
+    assert tried == list(range(10, 20))
+    known = json.loads(state.read_text())
+    assert (known["done"], known["findings"]) == ({"wire": 20}, [["wire", 12, "wrong"]])
+    assert "20 inputs, 1 findings" in capsys.readouterr().out
 
 
-MOONCAKE = '{"timestamp": 0, "input_length": 90, "output_length": 2, "hash_ids": [1]}\n' * 3
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.99,396,109\n"
+def test_an_input_that_ends_a_reader_is_a_finding(bench, monkeypatch):
+    monkeypatch.setitem(fuzz.FAMILIES, "wire", lambda bench, random: {}["missing"])
+    assert fuzz.one(bench, "wire", 0, 0).startswith("KeyError: \"'missing'\" in test_fuzz_files.py:")
 
 
-@BOUNDED
-@given(st.sampled_from([MOONCAKE, AZURE]), EDITS)
-def test_traces(tmp_path, right, edits):
-    path = tmp_path / "trace"
-    path.write_text(edited(right, edits), encoding="utf-8")
-    is_refused_in_one_line(load, Workload(trace=str(path)), 0, 1000)
+def test_an_address_that_is_not_text_is_refused():
+    with pytest.raises(TransferFailed, match="is not an address of model:e"):
+        fuzz_inputs.endpoint().connect(b'{"rank": "\xff"}')
 
 
 def test_a_trace_whose_values_lie_too_deep_is_refused(tmp_path):
@@ -125,27 +74,10 @@ def test_a_trace_whose_values_lie_too_deep_is_refused(tmp_path):
         load(Workload(trace=str(path)), 0, 1000)
 
 
-# --- folders of results
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """Return the folder of a right run."""
-    config = make_config(tmp_path_factory.mktemp("kept"))
-    return Run(config, overrides=("seed=1",)).finish(make_result())
-
-
-def reads(folder: Path, other: Path) -> None:
-    """Read the run in *folder* in every way there is."""
-    with (folder.parent.parent / "out.txt").open("w", encoding="utf-8") as out:
-        for act in (
-            lambda: terminal.show(folder, out),
-            lambda: terminal.as_json(folder),
-            lambda: compare.tables([other, folder]),
-            lambda: compare.as_dict([folder, other]),
-            lambda: [terminal.show_table(one, out) for one in compare.tables([folder, other])],
-        ):
-            is_refused_in_one_line(act)
+    return fuzz_inputs.kept_run(tmp_path_factory.mktemp("kept"))
 
 
 def copied(kept: Path, tmp_path: Path, name: str, content: bytes) -> Path:
@@ -154,21 +86,6 @@ def copied(kept: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     for file in FILES:
         (folder / file).write_bytes(content if file == name else (kept / file).read_bytes())
     return folder
-
-
-@BOUNDED
-@given(st.sampled_from(["run.json", "summary.json"]), st.data())
-def test_folders_of_results_with_other_values(kept, tmp_path, name, data):
-    right = json.loads((kept / name).read_bytes())
-    wrong = changed(right, data.draw(st.sampled_from(places(right)), "place"), data.draw(ODD, "value"))
-    reads(copied(kept, tmp_path, name, json.dumps(wrong).encode()), kept)
-
-
-@BOUNDED
-@given(st.sampled_from([name for name in FILES if not name.endswith("parquet")]), EDITS)
-def test_folders_of_results_with_other_characters(kept, tmp_path, name, edits):
-    content = edited((kept / name).read_text(encoding="utf-8"), edits)
-    reads(copied(kept, tmp_path, name, content.encode()), kept)
 
 
 @pytest.mark.parametrize("name", ["run.json", "summary.json", "config.yaml"])
@@ -190,47 +107,24 @@ def test_the_table_of_a_sweep_that_is_none(tmp_path):
             collect.show(tmp_path)
 
 
-# --- calibrations
-
-CALIBRATION = {
-    "name": "c",
-    "kind": "measured",
-    "hw": ["box"],
-    "backend": ["engine"],
-    "form": "sum",
-    "date": "2026-11-21",
-    "source": "us",
-    "parameters": {"backend.intra.call": "3us", "hw.interconnect.latency": 1e-6},
-    "intervals": {"backend.intra.call": ["2us", "4us"]},
-    "unidentified": ["backend.intra.wire_descriptor"],
-    "held_out": {"points": 9, "how": "at random", "mean": 0.1, "median": 0.1, "p95": 0.2, "bias": 0.0},
-    "provenance": {"commit": "abc"},
-}
+def test_the_inputs_that_are_changed_are_right():
+    values = {**fuzz_inputs.CONFIG, "calibration": fuzz_inputs.CALIBRATION}
+    assert loading.load(values).backend.intra.call == 3e-6
 
 
-def test_the_calibration_that_is_changed_below_is_right():
-    assert loading.load({**CONFIG, "calibration": CALIBRATION}).backend.intra.call == 3e-6
+def test_a_share_of_a_link_that_is_no_number_is_refused(kept, tmp_path):
+    summary = json.loads((kept / "summary.json").read_bytes())
+    (use, *_) = [table for table in summary["tables"] if "utilisation" in table["columns"]]
+    use["rows"][0][1] = "much"
+    folder = copied(kept, tmp_path, "summary.json", json.dumps(summary).encode())
+    with pytest.raises(ConfigError, match="must have rows of a name and a number"):
+        compare.tables([folder, kept])
 
 
-@BOUNDED
-@given(st.sampled_from(places(CALIBRATION)), ODD)
-def test_calibrations_with_other_values(place, new):
-    is_refused_in_one_line(loading.load, {**CONFIG, "calibration": changed(CALIBRATION, place, new)})
-
-
-@BOUNDED
-@given(st.text(max_size=20), ODD)
-def test_calibrations_of_other_parameters(key, new):
-    for name in (key, f"hw.{key}", f"backend.intra.{key}"):
-        calibration = {**CALIBRATION, "parameters": {name: new}}
-        is_refused_in_one_line(loading.load, {**CONFIG, "calibration": calibration})
-
-
-# --- configurations
-
-
-@BOUNDED
-@given(st.sampled_from(places(CONFIG)), ODD)
-def test_configurations_with_other_values(place, new):
-    if place:
-        is_refused_in_one_line(loading.load, changed(CONFIG, place, new))
+@pytest.mark.parametrize("share", ["much", None, 10**400])
+def test_the_use_of_a_link_that_is_no_share_is_refused(kept, tmp_path, share):
+    summary = json.loads((kept / "summary.json").read_bytes())
+    summary["links"]["node0/gpu0/nvlink.in"] = share
+    folder = copied(kept, tmp_path, "summary.json", json.dumps(summary).encode())
+    with pytest.raises(ConfigError, match=r"summary\.json"):
+        terminal.show(folder, io.StringIO())

@@ -25,8 +25,7 @@ PRIVATE = {
     "backends.collectives.nccl": (2, "PyTorch: an all-gather into one tensor of a group that is not the default one"),
     "backends.engines.nixl": (2, "NIXL's classes are in modules with private names"),
     "backends.jobs.worker": (1, "SimPy's counter of events, as of 6db8051"),
-    "pdsim.kv.verify.invariants": (3, "as of 6db8051, of pdsim.kv"),
-    "pdsim.kv.verify.ownership": (1, "as of 6db8051, of pdsim.kv"),
+    "pdsim.kv.verify.invariants": (2, "as of 6db8051, of pdsim.kv"),
 }
 """Uses of private names of other packages, by module."""
 

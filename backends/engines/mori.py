@@ -192,7 +192,7 @@ class MoriEndpoint(RealEndpoint):
             desc = self._io.EngineDesc.unpack(engine)
             remote = _Remote(desc.key, {name: self._io.MemoryDesc.unpack(memories[name]) for name in memories})
             self._engine.register_remote_engine(desc)
-        except (msgspec.DecodeError, RuntimeError) as error:
+        except (msgspec.MsgspecError, ValueError, RuntimeError) as error:
             raise TransferFailed(f"MORI did not take the peer's description: {error}") from error
         known = {memory.id for memory in remote.memories.values()}
         self._drop(lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)

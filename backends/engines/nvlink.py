@@ -127,7 +127,10 @@ class NvlinkEndpoint(RealEndpoint):
 
     def connect_engine(self, description: bytes) -> _Partner:
         """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
-        shared = msgspec.msgpack.decode(description, type=_Shared)
+        try:
+            shared = msgspec.msgpack.decode(description, type=_Shared)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise TransferFailed(f"{len(description)} bytes that describe no peer of this endpoint: {error}") from None
         partner = self._partners.get(shared.token)
         if partner is None:
             stream = self._gpu.cuda.stream() if isinstance(self.device, CudaDevice) else 0

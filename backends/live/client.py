@@ -96,7 +96,7 @@ def _check(status: int, server: LiveServer, data: bytes) -> None:
 
     try:
         said = msgspec.json.decode(data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, ValueError):
         said = data.decode(errors="replace")
     raise RequestFailed(f"HTTP {status}: {server.name}: {reason(said) or 'without a reason'}")
 

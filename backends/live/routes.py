@@ -207,7 +207,7 @@ class VllmPair:
     def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
         try:
             answer = msgspec.json.decode(data, type=_Answer)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise RequestFailed(f"Malformed: {server.name} answered {data[:80]!r}: {error}") from None
         if answer.error:
             raise RequestFailed(f"Error: {server.name}: {reason(answer.error)}")

@@ -15,8 +15,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children
+from pathlib import Path
 
-from experiments.faults.scenario import KINDS, Tried
+from experiments.faults.kinds import KINDS
+from experiments.faults.parts import Parts
+from experiments.faults.scenario import Tried
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
@@ -42,6 +45,7 @@ class Options(ExperimentOptions):
     intensity: float = 0.4  # probability of each kind of fault in a scenario
     without: tuple[str, ...] = ()  # kinds that do not happen, of `experiments.faults.scenario.KINDS`
     workers: int = 0  # processes; 0 is one for each core
+    parts: str = ""  # file that keeps finished scenarios: those that it has are not run again
 
     def __post_init__(self) -> None:
         for name in ("scenarios", "requests"):
@@ -62,18 +66,25 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     options = Options.of(config)
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
-    started, tried = time.monotonic(), []
-    for done in tries(trials, options.workers or os.cpu_count() or 1):
+    alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
+    parts = Parts(Path(options.parts), alike) if options.parts else None
+    tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts is not None else []
+    known = {each.seed for each in tried}
+    started = time.monotonic()
+    for done in tries([trial for trial in trials if trial.seed not in known], options.workers or os.cpu_count() or 1):
         tried.append(done)
+        if parts is not None:
+            parts.add(done)
         bad = sum(bool(each.violations) for each in tried)
         progress(len(tried) / len(trials), f"{len(tried)} scenarios, {bad} with violations")
-    return _result(trials, sorted(tried), time.monotonic() - started)
+    notes = [f"{len(known)} scenarios were run before; {parts.note()}"] if parts is not None else []
+    return _result(trials, sorted(tried), len(tried) - len(known), time.monotonic() - started, notes)
 
 
 def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
     """Run *trials* on so many processes and yield what became of each, in any order."""
     batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
-    workers = min(workers, len(batches))
+    workers = min(workers, max(1, len(batches)))
     with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
         if pool is None:
             yield from map(FaultTrial.run, trials)
@@ -100,7 +111,9 @@ def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
 # --- what is said of it ---------------------------------------------------------------------------------------------
 
 
-def _result(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: float) -> Result:
+def _result(
+    trials: Sequence[FaultTrial], tried: Sequence[Tried], ran: int, seconds: float, more: Sequence[str]
+) -> Result:
     by_seed = {trial.seed: trial for trial in trials}
     first: dict[str, Tried] = {}
     for each in tried:
@@ -112,11 +125,11 @@ def _result(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: float
         count = sum(any(found.invariant == invariant for found in other.violations) for other in tried)
         rows.append([invariant, count, violation.what, smallest.command()])
         failures.append(f"{violation} [{each.text}]; replay: {smallest.command()}")
-    notes = ["hw, backend, model and parallel are not used: every scenario draws its own"]
-    return Result(_metrics(trials, tried, seconds), _tables(tried, rows), failures=failures, notes=notes)
+    notes = ["hw, backend, model and parallel are not used: every scenario draws its own", *more]
+    return Result(_metrics(trials, tried, ran / seconds), _tables(tried, rows), failures=failures, notes=notes)
 
 
-def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: float) -> list[Metric]:
+def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) -> list[Metric]:
     requests = sum(trial.requests for trial in trials)
     events = sum(each.events for each in tried)
     bad = sum(bool(each.violations) for each in tried)
@@ -125,7 +138,7 @@ def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], seconds: floa
         Metric("requests", requests, "requests served in them"),
         Metric("violating", bad, "scenarios in which an invariant did not hold"),
         Metric("events", events, "SimPy events of all scenarios"),
-        Metric("scenarios_per_s", len(tried) / seconds, "scenarios / wall seconds, processes in parallel"),
+        Metric("scenarios_per_s", rate, "scenarios run now / wall seconds, processes in parallel"),
     ]
 
 

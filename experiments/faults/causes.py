@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from experiments.faults.description import Scenario
+from pdsim.costs import EngineModel
+from pdsim.fabric.faults import Silence
 from pdsim.job import Outcome
 from pdsim.serving.deployment import ROUTER, instance_of
 
@@ -20,6 +22,9 @@ They wait for the proof that nothing of the life before moves (0.1 s on the mode
 
 BACKLOG = 1.0
 """Seconds after the end of a slow time, or of a squeeze, in which what has piled up meanwhile may still time out."""
+
+GRACE = 0.5
+"""Seconds by which a slow message may delay the notice of the loss of the router."""
 
 _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
@@ -52,12 +57,18 @@ class Life(NamedTuple):
         return {instance for *_, prefill, decode in self.tries for instance in (prefill, decode)}
 
 
-def outages(kill: Mapping[str, float], restart: Mapping[str, float], dead: Iterable[str]) -> dict[str, Outage]:
-    """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error."""
+def outages(
+    kill: Mapping[str, float], restart: Mapping[str, float], dead: Iterable[str], silences: Iterable[Silence] = ()
+) -> dict[str, Outage]:
+    """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error.
+
+    A rank that is silent may be given up, and its instance with it.
+    """
     gone = {instance_of(name) for name in dead}
+    starts = [*kill.items(), *((silence.rank, silence.start) for silence in silences)]
     found: dict[str, Outage] = {}
-    for instance in dict.fromkeys(map(instance_of, kill)):
-        start = min(at for name, at in kill.items() if instance_of(name) == instance)
+    for instance in dict.fromkeys(instance_of(name) for name, _ in starts):
+        start = min(at for name, at in starts if instance_of(name) == instance)
         again = [at for name, at in restart.items() if instance_of(name) == instance]
         end = float("inf") if instance in gone or not again else max(again) + RECONNECTED
         found[instance] = Outage(start, end)
@@ -74,7 +85,8 @@ class Causes:
         self._outages: dict[str, Outage] = {}
         self._lives: list[Life] = []
         self._statuses: list[str] = []
-        self._held: set[int] = set()
+        self._held: Set[int] = frozenset()
+        self._broken: Set[int] = frozenset()
 
     def rank(self, name: str, error: str, at: float) -> bool:
         """Return whether rank *name* may end with *error* at that time: it is killed, or its instance has lost one."""
@@ -82,18 +94,31 @@ class Causes:
         if kind == "Killed":
             return name in kill
         losses = [when for other, when in kill.items() if instance_of(other) == instance_of(name)]
-        return kind == "PeerLost" and any(when <= at for when in losses)
+        losses += [each.start for each in self._scenario.faults.silences if instance_of(each.rank) == instance_of(name)]
+        return kind == "PeerLost" and (any(when <= at for when in losses) or self._alone(name, error, at))
 
-    def know(self, outcome: Outcome, held: set[int]) -> list[str]:
-        """Take note of what became of the scenario; return the statuses of its requests, empty if there are none.
+    def _alone(self, name: str, error: str, at: float) -> bool:
+        """Return whether rank *name* has lost the router, and noticed it in time."""
+        lost = self._scenario.kill.get(ROUTER)
+        if lost is None or f"nothing from {ROUTER}" not in error:
+            return False
+        deadline = self._scenario.job.deadline
+        born = self._scenario.restart.get(name, 0.0)
+        heard = [lost, born, *(each.end for each in self._scenario.faults.silences)]
+        return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
-        *held* are the rooms of which the completion of a transfer was held up.
+    def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
+        """Take note of what became of the scenario; return the statuses of its requests, none if the router was lost.
+
+        *held* are the rooms of which the completion of a transfer was held up, *broken* those of which the engine
+        reported one as failed.
         """
         value = outcome.ranks[ROUTER].value
+        self._broken = broken
         if value is None:
-            return [""] * len(self._scenario.requests)
+            return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
-        self._outages = outages(self._scenario.kill, self._scenario.restart, dead)
+        self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.silences)
         self._lives = [Life(ended, [tuple(row) for row in rows]) for ended, rows in value["lives"]]
         self._statuses = [row[3] for row in value["rows"]]
         self._held = held
@@ -107,8 +132,25 @@ class Causes:
         if kind == "PeerLost":
             return self._lost(status, life)
         if kind == "TransferTimeout":
-            return self._slowed(life)
+            return self._slowed(life) or self._limited(status, life)
+        if kind == "TransferFailed":
+            return any(room in self._broken for _, room, *_ in life.tries)
+        if kind == "SendQueueFull":
+            return any(model is not None and model.full == "refuse" and model.depth for model in self._models)
         return kind == "OutOfMemory" and self._short(number, life)
+
+    @property
+    def _models(self) -> tuple[EngineModel | None, ...]:
+        return self._scenario.engine.intra, self._scenario.engine.inter
+
+    def _limited(self, status: str, life: Life) -> bool:
+        """Return whether the scenario limits the time of a room as *status* says, and the request has taken so long."""
+        job = self._scenario.job
+        for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
+            if limit and words in status:
+                return life.ended - life.tries[-1][0] >= limit
+        delayed = self._scenario.faults.delay  # mean; heartbeats are a third of a lease apart
+        return "the lease of" in status and delayed > job.engine.lease / 100
 
     def unrecovered(self, outcome: Outcome) -> Iterator[str]:
         """Yield each pair of instances that lives at the end and has not served its probe."""
@@ -138,10 +180,17 @@ class Causes:
 
     def _slowed(self, life: Life) -> bool:
         """Return whether a transfer of the request was held up, or a rank or link of its instances slow meanwhile."""
-        if any(room in self._held for _, room, *_ in life.tries):
+        if any(room in self._held for _, room, *_ in life.tries) or self._queued(life):
             return True
         windows = [self._disturbed[name] for name in life.instances if name in self._disturbed]
         return any(start <= life.ended and life.began <= end + BACKLOG for each in windows for start, end in each)
+
+    def _queued(self, life: Life) -> bool:
+        """Return whether transfers wait for room in a send queue in which one of the same instances was held up."""
+        if not any(model is not None and model.full == "wait" and model.depth for model in self._models):
+            return False
+        beside = [other for other in self._lives if other.instances & life.instances and other.began <= life.ended]
+        return any(room in self._held for other in beside for _, room, *_ in other.tries)
 
     def _short(self, number: int, life: Life) -> bool:
         """Return whether another request left pages in quarantine at an instance of this one, by a fault."""
@@ -162,6 +211,8 @@ def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, f
     found: dict[str, list[tuple[float, float]]] = {}
     for slow in faults.slow:
         found.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
+    for silence in faults.silences:
+        found.setdefault(instance_of(silence.rank), []).append((silence.start, silence.end))
     for squeeze in faults.squeezes:
         rank: Any = places.get(squeeze.link.rpartition("/")[0])
         if rank is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdsim.costs import Engine
 from pdsim.fabric.faults import Faults
+from pdsim.hardware import Machine
 from pdsim.job import RankSpec
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.workload import Request
@@ -26,4 +28,6 @@ class Scenario:
     kill: Mapping[str, float]
     restart: Mapping[str, float]
     limit: float
+    machine: Machine
+    engine: Engine
     text: str  # what it is, in one line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,35 +10,33 @@ import numpy as np
 
 from experiments import serve
 from experiments.faults.causes import Causes
+from experiments.faults.circumstances import (
+    edge_lengths,
+    full_queue,
+    hasty,
+    limited,
+    other_policy,
+    silences,
+    slow_scatter,
+    tiny,
+    two_nodes,
+    wider,
+)
 from experiments.faults.description import Scenario
+from experiments.faults.kinds import KINDS, RARE
 from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.fabric.faults import Faults, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
+from pdsim.job import RankSpec
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.verify.invariants import InvariantChecker, Violation
-from pdsim.serving.deployment import Deployment, instance_of
+from pdsim.serving.deployment import ROUTER, Deployment, instance_of
 from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
 from pdsim.serving.workload import Request, stream
 
 __all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
-
-KINDS = (
-    "delays",
-    "late",
-    "stray",
-    "shuffle",
-    "slow",
-    "squeezes",
-    "aborts",
-    "kills",
-    "restarts",
-    "torn",
-    "losses",
-    "together",
-)
-"""What a scenario may suffer, one by one."""
 
 DEADLINE = 2.0
 """Seconds of silence after which a rank counts as gone."""
@@ -114,14 +112,33 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     *intensity* from 0 to 1 is the probability of each of `KINDS`, and scales it; those in *without* do not happen, and
     nothing else changes by that.
     """
+    draws = stream(seed, "faults.kinds").random(len(KINDS)).tolist()
+    happens = [draw < intensity * RARE.get(kind, 1.0) for kind, draw in zip(KINDS, draws, strict=True)]
+    kinds = [kind for kind, yes in zip(KINDS, happens, strict=True) if yes and kind not in without]
     geometry = stream(seed, "faults.geometry")
     config = _config(seed, geometry)
-    requests = _requests(seed, count)
+    if "layouts" in kinds:
+        config = wider(config, stream(seed, "faults.layouts"))
+    if "nodes" in kinds:
+        config = two_nodes(config)
     asks = config.parallel.prefill.dp > 1 and stream(seed, "faults.query").random() < 0.5
     job = serve.job(config, serve.Options(deadline=DEADLINE, dp_rank="query" if asks else "room"))
-    job = _squeezed(job, geometry)
-    happens = stream(seed, "faults.kinds").random(len(KINDS)) < intensity
-    kinds = [kind for kind, yes in zip(KINDS, happens.tolist(), strict=True) if yes and kind not in without]
+    if "policies" in kinds:
+        job = replace(job, handoff=other_policy(stream(seed, "faults.policies")))
+    job = _squeezed(job, geometry, fixed="policies" in kinds)
+    requests = _requests(seed, count)
+    if "edges" in kinds:
+        requests = edge_lengths(requests, _LONGEST, job, stream(seed, "faults.edges"))
+    if "silences" in kinds and "delays" not in kinds:
+        job = replace(job, deadline=hasty(DEADLINE, stream(seed, "faults.haste")))
+    if "limits" in kinds:
+        job = limited(job, stream(seed, "faults.limits"))
+    machine, engine = config.hw, config.backend
+    if "full" in kinds:
+        engine = full_queue(engine, stream(seed, "faults.full"))
+    if "scatter" in kinds:
+        least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
+        job, machine = tiny(job, least, stream(seed, "faults.scatter")), slow_scatter(machine)
     ranks = [name for instance in (*job.prefills, *job.decodes) for name in job.ranks(instance)]
     cancels = _cancels(seed, count) if "aborts" in kinds else {}
     span = 50 * _gap(seed) + 0.5  # whatever the number of requests, so that fewer suffer the same
@@ -132,10 +149,21 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         both = _together(seed, job, span)
         kill, restart = kill | both[0], restart | both[1]
     faults = _faults(seed, kinds, ranks, span)
+    if "silences" in kinds:
+        quiet = silences(ranks, span, job.deadline, stream(seed, "faults.silences"))
+        faults = replace(faults, silences=quiet)
+        again = dict.fromkeys(job.ranks(instance_of(quiet[0].rank)), quiet[0].end + 2 * DEADLINE)
+        restart = again | restart if "restarts" in kinds else restart
+    if "router" in kinds:
+        kill = kill | {ROUTER: float(stream(seed, "faults.router").uniform(0.0, span))}
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
     specs = serve.specs(config, job, requests)
+    if "held" in kinds:
+        specs = [_holding(spec) for spec in specs]
+    if "nodes" in kinds:
+        faults = replace(faults, squeezes=tuple(_beside(squeeze, specs) for squeeze in faults.squeezes))
     arguments = dict(specs[0].arguments) | {"leaves": [[number, at] for number, at in cancels.items()], "calm": calm}
-    specs[0] = replace(specs[0], program="experiments.faults.faulty_router:program", arguments=arguments)
+    specs[0] = replace(specs[0], program="experiments.faults.programs:router", arguments=arguments)
     sides = f"{_side(config.parallel.prefill)} to {_side(config.parallel.decode)}"
     text = f"{sides}, page_size={job.page_size}, pages={job.prefill_pages}/{job.decode_pages}"
     text += f"{', staged' if job.staging else ''}{', asked' if asks else ''}, {', '.join(kinds)}"
@@ -149,6 +177,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         kill,
         restart,
         80.0 + calm,
+        machine,
+        engine,
         text,
     )
 
@@ -158,8 +188,8 @@ def attempt(scenario: Scenario) -> Tried:
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
     model = Model(
-        _MACHINE,
-        _ENGINE,
+        scenario.machine,
+        scenario.engine,
         memory="tracked",
         seed=scenario.seed,
         faults=scenario.faults,
@@ -167,7 +197,7 @@ def attempt(scenario: Scenario) -> Tried:
         observer=checks,
     )
     outcome = model.run(scenario.specs, scenario.kill, scenario.restart)
-    statuses = causes.know(outcome, checks.held)
+    statuses = causes.know(outcome, checks.held, checks.broken_rooms)
     counts: dict[str, int] = {}
     for status in statuses:
         word = status.partition(":")[0]
@@ -199,12 +229,13 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     )
 
 
-def _squeezed(job: Deployment, random: np.random.Generator) -> Deployment:
-    """Return *job* with pools that hold from one to six of the longest requests."""
+def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False) -> Deployment:
+    """Return *job* with pools that hold from one to six of the longest requests; its policy is drawn unless *fixed*."""
     least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
     prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
     job = replace(job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12)))
-    policy = _POLICIES[random.integers(len(_POLICIES))]
+    drawn = _POLICIES[random.integers(len(_POLICIES))]
+    policy = job.handoff if fixed else drawn
     factor, wait, chance = random.random(3).tolist()
     chunk = (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
     size = int(chunk * (0.7 + 2 * factor))  # some chunks exceed the ring, some rings hold only one
@@ -266,7 +297,8 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
 
 def _ends(faults: Faults) -> list[float]:
     """Return when each fault is over that has an end."""
-    return [*(fault.end for fault in faults.slow), *(fault.end for fault in faults.squeezes)]
+    ends = [slow.end for slow in faults.slow] + [squeeze.end for squeeze in faults.squeezes]
+    return ends + [silence.end for silence in faults.silences]
 
 
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
@@ -298,7 +330,20 @@ def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Fault
         shuffle="shuffle" in kinds,
         slow=(slow,) if "slow" in kinds else (),
         squeezes=(squeeze,) if "squeezes" in kinds else (),
+        broken=0.1 * float(stream(seed, "faults.broken").random()) if "broken" in kinds else 0.0,
     )
+
+
+def _holding(spec: RankSpec) -> RankSpec:
+    """Return *spec* with a leader that holds pages, if it is a decode rank."""
+    decode = instance_of(spec.name).startswith("decode")
+    return replace(spec, program="experiments.faults.programs:decode") if decode else spec
+
+
+def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
+    """Return *squeeze*, of the link of a GPU by its number on one node, on the way from that GPU to a network card."""
+    place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
+    return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")
 
 
 def _side(side: Side) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from experiments.faults.scenario import KINDS, Tried, attempt, draw
+from experiments.faults.kinds import KINDS
+from experiments.faults.scenario import Tried, attempt, draw
 from pdsim.kv.verify.invariants import Violation
 
 __all__ = ["FaultTrial", "shrunk"]

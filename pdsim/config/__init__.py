@@ -129,6 +129,7 @@ class Config:
     jitter: Jitter = field(default_factory=Jitter)  # of the model
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     samples: int = 0  # of the model: at how many instants, at least, the use of links and memories is kept; 0: never
+    checks: str = "off"  # of the laws of simulation, in docs/reliability.md: "on" watches the run and fails it
     seed: int = 0
     output: str = "results"
 
@@ -139,6 +140,8 @@ class Config:
             raise ValueError("launch is about processes, which target=model has none of; set target=real or leave it")
         if self.memory not in ("timing", "tracked"):
             raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
+        if self.checks not in ("on", "off"):
+            raise ValueError(f"checks must be one of on, off, got {self.checks!r}")
         if not 0.1 <= self.host_factor <= 10.0:
             raise ValueError(f"host_factor must be 0.1 to 10, got {self.host_factor}")
         if not 0 <= self.samples <= 100_000:

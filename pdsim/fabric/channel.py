@@ -31,9 +31,9 @@ class SimChannel:
     """One rank's sockets: the simulated `pdsim.transfer.Channel`.
 
     *ranks* maps every rank's name to its channel and is shared by all; *job* is the clock that messages travel on.
-    *hold*, if given, is asked for how many seconds each message is held up, *watch* told of every message, *delay*
-    asked how long the links between sender and receiver take one way, and *host_latency* when the rank acts on a
-    message.
+    *hold*, if given, is asked when a message arrives: with sender, receiver and the time at which it would without
+    faults.  *watch* is told of every message, *delay* asked how long the links between sender and receiver take one
+    way, and *host_latency* when the rank acts on a message.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SimChannel:
         job: Clock,
         clock: Clock,
         ranks: dict[str, SimChannel],
-        hold: Callable[[], float] | None = None,
+        hold: Callable[[str, str, float], float] | None = None,
         watch: Callable[[str, str, bytes], None] | None = None,
         delay: Callable[[str, str], float] | None = None,
         host_latency: HostLatency | None = None,
@@ -103,7 +103,7 @@ class SimChannel:
         if self._hold is None:
             return at
         after = nextafter(self._arrivals.get(receiver, 0.0), inf)
-        at = self._arrivals[receiver] = max(at + self._hold(), after)
+        at = self._arrivals[receiver] = max(self._hold(self.name, receiver, at), after)
         return at
 
     def _arrive(self, message: Message) -> None:

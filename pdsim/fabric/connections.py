@@ -93,6 +93,7 @@ class PostedTransfer:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
     __slots__ = (
+        "breaks_after",
         "connection",
         "held",
         "local",
@@ -123,6 +124,7 @@ class PostedTransfer:
         self.notify = notify
         self.submitted = submitted
         self.posting: Posting | None = None
+        self.breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
         self.parts: list[Part] = []  # that are read, or land, before the end
         there = connection.remote.registration(remote)
         self.held = None if there is None else there.buffer

@@ -200,7 +200,7 @@ class SimEndpoint:
         self._check_open()
         try:
             there = msgspec.json.decode(address, type=_Address)
-        except msgspec.DecodeError as error:
+        except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
         remote = self._fabric.endpoints.get(there.rank)
         if remote is None or remote.ended is not None or remote.life != there.life:
@@ -330,6 +330,11 @@ class SimEndpoint:
         held = fabric.chance.transfer()
         if held and fabric.observer is not None:
             fabric.observer.held_up(flight.transfer.label)
+        share = fabric.chance.breaks()
+        if share is not None:
+            flight.breaks_after = int(share * batch.nbytes)
+            if fabric.observer is not None:
+                fabric.observer.broken(flight.transfer.label)
         posting = queue.post(batch.nbytes, len(batch), not flight.write, self._on_complete, number, held)
         if fabric.chance.strays and posting.posted is not None:
             self._payload.stray(flight, number, fabric.chance, queue.seconds(posting))
@@ -341,7 +346,10 @@ class SimEndpoint:
         there = flight.connection.remote
         buffers = flight.buffers()
         error = None
-        if buffers is None:
+        if flight.breaks_after is not None and buffers is not None:
+            self._payload.move(flight, *buffers, end=flight.breaks_after)
+            error = TransferFailed(f"{self.engine} reports an error of {flight.transfer.batch!r}, as asked")
+        elif buffers is None:
             name = f"{flight.remote.owner}/{flight.remote.name}"
             error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
         else:

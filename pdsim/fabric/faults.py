@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.transfer import Batch
 
-__all__ = ["Chance", "Faults", "Observer", "Slow", "Squeeze", "Ties", "uniforms"]
+__all__ = ["Chance", "Faults", "Observer", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
 
 
 class Slow(NamedTuple):
@@ -29,6 +29,17 @@ class Slow(NamedTuple):
     start: float
     end: float
     factor: float
+
+
+class Silence(NamedTuple):
+    """From *start* to *end*, no control message to or from *rank* arrives; at *end* all do, in order.
+
+    The rank goes on, and so do its transfers: to the others it looks dead until it is back.
+    """
+
+    rank: str
+    start: float
+    end: float
 
 
 class Squeeze(NamedTuple):
@@ -48,15 +59,17 @@ class Faults:
     delay: float = 0.0  # for how long, exponential
     late: float = 0.0  # share of transfers whose last byte is held up, also beyond their deadline
     lateness: float = 0.0  # for how long, exponential
+    broken: float = 0.0  # share of transfers that the engine reports as failed, though some or all bytes have moved
     stray: bool = False  # bytes are read and land at any instant between post and completion, not at the last
     torn: bool = False  # the same, and a transfer moves in two to four parts, each of them at instants of its own
     shuffle: bool = False  # what is due at one instant on several ranks happens in any order
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
+    silences: tuple[Silence, ...] = ()
     until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
 
     def __post_init__(self) -> None:
-        for name in ("delayed", "late"):
+        for name in ("delayed", "late", "broken"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"faults.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
         for name in ("delay", "lateness"):
@@ -67,6 +80,9 @@ class Faults:
         for name, start, end, factor in (*self.slow, *self.squeezes):
             if not 0 <= start <= end or not factor >= 0:
                 raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
+        for name, start, end in self.silences:
+            if not 0 <= start <= end:
+                raise ValueError(f"{name}: start={start} and end={end} must be in order")
 
     def kinds(self) -> tuple[str, ...]:
         """Return the names of what this plan makes use of."""
@@ -84,6 +100,9 @@ class Observer(Protocol):
 
     def held_up(self, label: str) -> None:
         """Take note that the completion of the transfer that has just been posted is held up."""
+
+    def broken(self, label: str) -> None:
+        """Take note that the engine will report the transfer that has just been posted as failed."""
 
     def read(self, batch: Batch, label: str) -> None:
         """Take note that these bytes of a transfer, maybe not all of it, are read at the source now."""
@@ -110,6 +129,7 @@ class Chance:
         self._lateness = uniforms(seed, "fabric.lateness")
         self._instants = uniforms(seed, "fabric.instants")
         self._tears = uniforms(seed, "fabric.tears")
+        self._breaks = uniforms(seed, "fabric.breaks")
         self.ties = uniforms(seed, "fabric.ties")
         self.strays = faults.stray or faults.torn
         self._calm = False
@@ -118,9 +138,22 @@ class Chance:
         """Hold up nothing from now on."""
         self._calm = True
 
-    def message(self) -> float:
-        """Return for how long the next control message is held up."""
-        return 0.0 if self._calm else _held(self._messages, self._faults.delayed, self._faults.delay)
+    def message(self, sender: str, receiver: str, at: float) -> float:
+        """Return when the next control message between these ranks arrives that would do so *at*."""
+        if self._calm:
+            return at
+        at += _held(self._messages, self._faults.delayed, self._faults.delay)
+        for rank, start, end in self._faults.silences:
+            if rank in (sender, receiver) and start <= at < end:
+                at = end
+        return at
+
+    def breaks(self) -> float | None:
+        """Return the share of the bytes of the next transfer that move before the engine reports a failure, or None."""
+        if self._calm or not self._faults.broken or next(self._breaks) >= self._faults.broken:
+            return None
+        kind = 3 * next(self._breaks)
+        return 0.0 if kind < 1 else 1.0 if kind < 2 else next(self._breaks)
 
     def transfer(self) -> float:
         """Return for how long the completion of the next transfer is held up."""

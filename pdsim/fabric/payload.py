@@ -72,8 +72,14 @@ class Payload:
         stopped = flight is None or flight.posting is None or flight.posting.aborted
         return None if stopped else flight
 
-    def move(self, flight: PostedTransfer, source: SimBuffer, target: SimBuffer) -> None:
-        """Move what has not moved yet."""
+    def move(self, flight: PostedTransfer, source: SimBuffer, target: SimBuffer, end: int | None = None) -> None:
+        """Move what has not moved yet; of a transfer that has not begun, only the bytes before *end* if it is given."""
+        if end is not None:
+            if end and not flight.parts:
+                part = Part(part_of(flight.transfer.batch, 0, end))
+                self._read(part, flight, source)
+                self._put(part, flight, target)
+            return
         for part in flight.parts:
             if part.pieces is None:
                 self._read(part, flight, source)

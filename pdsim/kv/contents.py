@@ -7,7 +7,7 @@ layer and dimension.  Used wherever a device keeps contents: on real memory and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -26,7 +26,9 @@ EVERY = 1 << 62
 
 Bytes = npt.NDArray[np.uint8]
 
-_TOKEN, _HEAD, _PLANE, _ROOM = 0, 24, 36, 48  # first bit of each field
+_TOKEN, _MARK, _HEAD, _PLANE, _ROOM = 0, 17, 24, 36, 48  # first bit of each field
+_MARKED = 1 << _MARK
+"""Tokens of which contents can be marked: the bits above are those of later tokens, if there are any."""
 _AUX, _INDEX = 0xFFF, 0xFFE  # no head has these numbers
 
 
@@ -37,6 +39,11 @@ class Contents:
     """
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
+        self.layout = layout
+        self.marks: Callable[[int, range], npt.NDArray[np.uint64]] | None = None
+        """Says by which chunk each of some tokens of a room was computed, if bytes are to carry that too."""
+        self.computed: Callable[[int], int] | None = None
+        """Says how many tokens of a room are computed here, if no others are to be written."""
         self._buffer = buffer
         self._metadata = aux or buffer
         self._layout = layout
@@ -71,7 +78,7 @@ class Contents:
 
         The first *held* pages are not looked at: *pages* are those after them.
         """
-        return self._verify(self._kv, 0, room, pages, range(held * self._layout.page_size, tokens))
+        return self.differs(self._kv, 0, room, pages, range(held * self._layout.page_size, tokens))
 
     def verify_state(self, room: int, rows: tuple[Pages, ...], tokens: int, held: int = 0) -> str:
         """Return "" if *rows* hold the state of *room* after *tokens* tokens, else the first thing that differs.
@@ -79,7 +86,7 @@ class Contents:
         Index rows are those of its pages without the first *held* ones.
         """
         for number, table, pages, first in self._parts(rows, tokens, held):
-            reason = self._verify(table, number, room, pages, range(first, tokens if table.tensor is None else 1))
+            reason = self.differs(table, number, room, pages, range(first, tokens if table.tensor is None else 1))
             if reason:
                 return f"{table.component}: {reason}"
         return ""
@@ -104,9 +111,13 @@ class Contents:
 
     def _fill(self, table: PageTable, number: int, room: int, pages: Pages, first_token: int) -> None:
         for plane, offset, tokens in _stretches(table, pages, first_token):
-            self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
+            if self.computed is not None and table.tensor is None:
+                tokens = range(tokens.start, min(tokens.stop, self.computed(room)))
+            if tokens:
+                self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
 
-    def _verify(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
+    def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
+        """Return "" if *pages* of *table*, the *number*-th of the state, hold *tokens* of *room*, else what differs."""
         for plane, offset, stretch in _stretches(table, pages, tokens.start):
             piece = range(stretch.start, min(stretch.stop, tokens.stop))
             if not piece:
@@ -125,7 +136,8 @@ class Contents:
         if table.tensor is not None:
             return _slot(table.tensor, self._layout.tp, self._tp_rank, (room, number, plane))
         heads = (_INDEX,) if table.component == "index" else self._heads
-        return _token_rows(heads, table.item // table.tokens, room, plane, tokens)
+        marks = self.marks(room, tokens) if self.marks is not None and tokens.stop <= _MARKED else None
+        return _token_rows(heads, table.item // table.tokens, room, plane, tokens, marks)
 
 
 def _stretches(table: PageTable, pages: Pages, first_token: int) -> Iterator[tuple[int, int, range]]:
@@ -142,9 +154,18 @@ def _word(room: int, plane: int, head: int) -> int:
     return (room & 0xFFFF) << _ROOM | (plane & 0xFFF) << _PLANE | (head & 0xFFF) << _HEAD
 
 
-def _token_rows(heads: range | tuple[int, ...], row: int, room: int, plane: int, tokens: range) -> Bytes:
+def _token_rows(
+    heads: range | tuple[int, ...],
+    row: int,
+    room: int,
+    plane: int,
+    tokens: range,
+    marks: npt.NDArray[np.uint64] | None = None,
+) -> Bytes:
     few = len(tokens) * row <= _SMALL
     words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
+    if marks is not None:
+        words |= (marks % np.uint64(1 << _HEAD - _MARK) << np.uint64(_MARK))[:, None, None]
     return words.view(np.uint8)[:, :, : row // len(heads)].reshape(len(tokens), row)
 
 

@@ -53,7 +53,7 @@ class KvLender:
         self._rooms: dict[int, _ComputedRoom] = {}
         buffer = rank.device.allocate(layout.size, policy.memory_pool)
         rank.endpoint.register(buffer, REGION)
-        self._contents = Contents(buffer, layout, grid.at(index).tp)
+        self.contents = Contents(buffer, layout, grid.at(index).tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being computed."""
@@ -80,9 +80,9 @@ class KvLender:
             self._settle(chunk.room, room)
             return
         if self._rank.device.holds_bytes and chunk.room <= self._checked:
-            self._contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
+            self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
             if chunk.last:
-                self._contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
+                self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
         if chunk.last:
             del self._rooms[chunk.room]
             self._report(Sent(chunk.room, 0))

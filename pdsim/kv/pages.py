@@ -26,6 +26,13 @@ class Pool(Protocol):
     def free(self) -> int:
         """Pages without an owner."""
 
+    @property
+    def owners(self) -> dict[int, Pages]:
+        """The runs of each owner, in the order of its tokens."""
+
+    def is_whole(self) -> bool:
+        """Return whether pages with an owner and pages without one are all pages: a law, for checks."""
+
     def __len__(self) -> int:
         """Return the number of owners."""
 
@@ -92,11 +99,11 @@ class PagePool:
         self.peak = 0  # most pages that had an owner at one time
         self._starts = [0]  # of free runs, ascending, never adjacent
         self._counts = [pages]
-        self._owned: dict[int, Pages] = {}
+        self.owners: dict[int, Pages] = {}
 
     def __len__(self) -> int:
         """Return the number of owners."""
-        return len(self._owned)
+        return len(self.owners)
 
     @property
     def free(self) -> int:
@@ -110,7 +117,7 @@ class PagePool:
 
     def owned(self, owner: int) -> Pages:
         """Return the runs of *owner*.  Raise a `KeyError` if it has none."""
-        return self._owned[owner]
+        return self.owners[owner]
 
     def allocate(self, owner: int, count: int) -> Pages | None:
         """Give *count* pages to *owner* and return their runs, or None if fewer are free.
@@ -119,11 +126,11 @@ class PagePool:
         """
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
-        if owner in self._owned:
+        if owner in self.owners:
             raise ValueError(f"owner {owner} has pages already: release them first")
         if count > self.free:
             return None
-        pages = self._owned[owner] = self.take(count)
+        pages = self.owners[owner] = self.take(count)
         return pages
 
     def extend(self, owner: int, count: int) -> bool:
@@ -133,16 +140,16 @@ class PagePool:
         """
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to extend")
         if count > self.free:
             return False
-        self._owned[owner] = tuple(sorted((*self._owned[owner], *self.take(count))))
+        self.owners[owner] = tuple(sorted((*self.owners[owner], *self.take(count))))
         return True
 
     def count(self, owner: int) -> int:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
-        return sum(count for _, count in self._owned[owner])
+        return sum(count for _, count in self.owners[owner])
 
     def take(self, count: int) -> Pages:
         """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
@@ -159,10 +166,15 @@ class PagePool:
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to release")
-        for start, count in self._owned.pop(owner):
+        for start, count in self.owners.pop(owner):
             self.put_back(start, count)
+
+    def is_whole(self) -> bool:
+        """Return whether pages with an owner and pages without one are all pages, however many owners one has."""
+        lent = {page for runs in self.owners.values() for start, count in runs for page in range(start, start + count)}
+        return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def _choose(self, count: int) -> int:
         counts = self._counts
@@ -216,6 +228,11 @@ class FreeQueue:
         self._queue = deque(range(pages))
         self._owned: dict[int, list[int]] = {}
 
+    @property
+    def owners(self) -> dict[int, Pages]:
+        """The runs of each owner."""
+        return {owner: _runs(pages) for owner, pages in self._owned.items()}
+
     def __len__(self) -> int:
         """Return the number of owners."""
         return len(self._owned)
@@ -266,6 +283,11 @@ class FreeQueue:
             raise KeyError(f"owner {owner} has no pages to release")
         self._queue.extend(reversed(self._owned.pop(owner)))
 
+    def is_whole(self) -> bool:
+        """As `Pool.is_whole`."""
+        pages = [*self._queue, *(page for owned in self._owned.values() for page in owned)]
+        return sorted(pages) == list(range(self.pages))
+
     def _take(self, count: int) -> list[int]:
         taken = [self._queue.popleft() for _ in range(count)]
         self.peak = max(self.peak, self.used)
@@ -288,11 +310,11 @@ class SlotPool:
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))
-        self._owned: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return the number of owners."""
-        return len(self._owned)
+        return len(self.owners)
 
     @property
     def free(self) -> int:
@@ -301,15 +323,15 @@ class SlotPool:
 
     def allocate(self, owner: int) -> int | None:
         """Return a slot for *owner*, or None if all are taken.  Raise a `ValueError` if *owner* has one."""
-        if owner in self._owned:
-            raise ValueError(f"owner {owner} has slot {self._owned[owner]} already")
+        if owner in self.owners:
+            raise ValueError(f"owner {owner} has slot {self.owners[owner]} already")
         if not self._free:
             return None
-        slot = self._owned[owner] = self._free.pop()
+        slot = self.owners[owner] = self._free.pop()
         return slot
 
     def release(self, owner: int) -> None:
         """Take the slot of *owner* back.  Raise a `KeyError` if it has none."""
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no slot to release")
-        self._free.append(self._owned.pop(owner))
+        self._free.append(self.owners.pop(owner))

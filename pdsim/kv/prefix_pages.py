@@ -87,7 +87,7 @@ class PrefixPagePool(PagePool):
         if not found + back:
             pages = self.allocate(owner, count)
             return None if pages is None else (pages, 0)
-        if owner in self._owned:
+        if owner in self.owners:
             raise ValueError(f"owner {owner} has pages already: release them first")
         if not found + back < count:
             raise ValueError(f"{found + back} cached pages of {count}: at least one must be computed")
@@ -100,10 +100,10 @@ class PrefixPagePool(PagePool):
         if self._radix and keys:
             self._split(keys[-1])
         self._keys[owner] = list(keys)
-        self._owned[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - found))
+        self.owners[owner] = (*_runs(self._cached[key].page for key in keys), *self.take(count - found))
         self.commit(owner, every)  # what comes back is known again
         self.loaded = back
-        return self._owned[owner], found + back
+        return self.owners[owner], found + back
 
     def commit(self, owner: int, keys: Sequence[int]) -> int:
         """Make the first pages of *owner* known by *keys*, one each: their tokens are computed.
@@ -115,7 +115,7 @@ class PrefixPagePool(PagePool):
         if len(keys) <= begin:
             return 0
         self._node += 1
-        for key, page in zip(keys[begin:], _pages(self._owned[owner], begin), strict=False):
+        for key, page in zip(keys[begin:], _pages(self.owners[owner], begin), strict=False):
             if key in self._cached:
                 mine.append(None)
                 continue
@@ -141,18 +141,18 @@ class PrefixPagePool(PagePool):
         """As `PagePool.extend`; the new pages come after those that there are."""
         if count < 1:
             raise ValueError(f"count must be >= 1, got {count}")
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to extend")
         if count > self.free:
             return False
-        self._owned[owner] = (*self._owned[owner], *self.take(count))
+        self.owners[owner] = (*self.owners[owner], *self.take(count))
         return True
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back, those that are known by a hash to be found again."""
-        if owner not in self._owned:
+        if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to release")
-        pages = self._owned.pop(owner)
+        pages = self.owners.pop(owner)
         keys = self._keys.pop(owner, [])
         private = [page for key, page in zip(keys, _pages(pages, 0), strict=False) if key is None]
         for first, count in (*_runs(private), *_from(pages, len(keys))):

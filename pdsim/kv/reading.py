@@ -84,7 +84,7 @@ class KvReader:
         self.posted = 0.0  # when all reads are posted that this rank has begun, on its clock
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         self._region = rank.endpoint.register(self._buffer, REGION)
-        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
+        self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp)
 
     def __len__(self) -> int:
         """Return the number of rooms that are being read, or not forgotten after a failure."""
@@ -208,8 +208,8 @@ class KvReader:
         number, reason = room.fetch.room, ""
         if self._rank.device.holds_bytes and number <= self._checked:
             fetch = room.fetch
-            reason = self._contents.verify(number, first(fetch.pages, fetch.source), fetch.input)
-            reason = reason or self._contents.verify_state(number, fetch.state, fetch.input)
+            reason = self.contents.verify(number, first(fetch.pages, fetch.source), fetch.input)
+            reason = reason or self.contents.verify_state(number, fetch.state, fetch.input)
         if reason:
             self._fail(room, MessageError(reason), "")
             return

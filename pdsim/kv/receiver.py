@@ -81,7 +81,7 @@ class KvReceiver:
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(self._buffer, REGION)
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
-        self._contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
+        self.contents = Contents(self._buffer, layout, rank_map.decode.at(index).tp, self._rows)
         self.landing = StagingReceiver(rank, layout, index, rank_map, region, staging, quiet) if staging else None
         self._quiet = quiet
 
@@ -171,6 +171,6 @@ class KvReceiver:
         self._report(Arrived(number, reason), room.last)
 
     def _verify(self, reserve: Reserve) -> str:
-        reason = self._contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
-        reason = reason or self._contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
-        return reason or self._contents.verify_aux(reserve.room, reserve.slot)
+        reason = self.contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)
+        reason = reason or self.contents.verify_state(reserve.room, reserve.state, reserve.input, reserve.held)
+        return reason or self.contents.verify_aux(reserve.room, reserve.slot)

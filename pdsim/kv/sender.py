@@ -85,7 +85,7 @@ class KvSender(SenderRooms):
         self._limit = staging.buffer if staging else 0
         self._gathers = GatherBuffers(rank, policy.queues, staging.buffer) if staging else None
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
-        self._contents = Contents(self._buffer, layout, self._place.tp, self._rows)
+        self.contents = Contents(self._buffer, layout, self._place.tp, self._rows)
         self._under_way = 0  # writes that have neither succeeded nor failed; the engine ends each by its deadline
         self._succeeded = False  # whether one has since `progressed` was called
 
@@ -160,10 +160,10 @@ class KvSender(SenderRooms):
     # --- what is to be written ---
 
     def _fill(self, chunk: Chunk) -> None:
-        self._contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
+        self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
         if chunk.last:
-            self._contents.fill_aux(chunk.room, chunk.slots[0])
-            self._contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
+            self.contents.fill_aux(chunk.room, chunk.slots[0])
+            self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
     def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
         pages, now = self._pages(chunk), self._rank.clock.now + seconds

@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+from pdsim.errors import ConfigError
 from pdsim.results import reading
 from pdsim.results.evidence import Evidence
 from pdsim.units import format_time
@@ -79,6 +80,9 @@ def _values(run: Mapping[str, Any]) -> dict[str, Any]:
 def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
     met = metrics.get("slo_attainment") or 0.0
+    limits = [config.get(f"slo.{name}") for name in ("ttft", "tpot")]
+    if not all(isinstance(limit, int | float) for limit in limits):
+        raise ConfigError(f"config.yaml of the run has no limits in slo, got {limits}; it was changed since")
     slo = f"TTFT <= {format_time(config['slo.ttft'])} and TPOT <= {format_time(config['slo.tpot'])}"
     yield from (note for note in run["notes"] if note.startswith("offered load: "))
     offered = max(metrics.get(f"offered_load_{side}") or 0.0 for side in ("prefill", "decode"))

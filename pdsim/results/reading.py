@@ -103,6 +103,13 @@ class _Table(msgspec.Struct):
     def __post_init__(self) -> None:
         if wrong := [len(row) for row in self.rows if len(row) != len(self.columns)]:
             raise ValueError(f"table {self.title!r} has {len(self.columns)} columns and a row of {wrong[0]}")
+        if "utilisation" in self.columns and not all(_is_use(row) for row in self.rows):
+            raise ValueError(f"table {self.title!r} must have rows of a name and a number")
+
+
+def _is_use(row: list[Any]) -> bool:
+    """Return whether *row* is a name and the share of something that is used."""
+    return [type(value) in kinds for value, kinds in zip(row, ((str,), (int, float)), strict=False)] == [True, True]
 
 
 class _Summary(msgspec.Struct):
@@ -112,6 +119,8 @@ class _Summary(msgspec.Struct):
     tables: list[_Table]
     failures: list[str]
     notes: list[str]
+    links: dict[str, _Whole | float] = {}
+    pools: dict[str, _Whole | float] = {}
 
 
 def about(path: Path, *, ended: bool = True) -> dict[str, Any]:

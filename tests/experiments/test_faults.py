@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from experiments.faults import Options, run, tries
-from experiments.faults.scenario import KINDS, attempt, draw
+from experiments.faults.kinds import KINDS, RARE
+from experiments.faults.parts import Parts
+from experiments.faults.scenario import attempt, draw
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
 from pdsim.kv.sender import KvSender
@@ -25,7 +27,9 @@ from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.support.configs import make_config
 
-SINCE = frozenset({"losses", "together"})
+SINCE = frozenset(KINDS) - {
+    "delays", "late", "stray", "shuffle", "slow", "squeezes", "aborts", "kills", "restarts", "torn"
+}  # fmt: skip
 """Kinds that there were not when these seeds were found."""
 
 
@@ -39,7 +43,7 @@ def values(result: Result) -> dict[str, Any]:
 
 
 def test_the_real_code_is_clean():
-    trials = [FaultTrial(seed) for seed in range(1000, 1120)]
+    trials = [FaultTrial(seed) for seed in range(1000, 1100)]
     found = [each for each in tries(trials, workers=2) if each.violations]
     assert [(each.seed, str(each.violations[0])) for each in found] == []
 
@@ -57,13 +61,13 @@ def test_a_seed_gives_one_scenario_and_one_course_of_events():
 
 
 def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_is():
-    scenario = draw(1, 50, 1.0)
-    assert scenario.text.endswith(", ".join(KINDS))
+    scenario = draw(next(seed for seed in range(100) if draw(seed, 1, 1.0).text.endswith(", ".join(KINDS))), 50, 1.0)
     assert scenario.cancels
     assert scenario.kill
     assert scenario.restart
     named = {"delayed", "delay", "late", "lateness", "stray", "torn", "shuffle", "slow", "squeezes"}
-    assert set(scenario.faults.kinds()) == named
+    assert set(scenario.faults.kinds()) == named | {"broken", "silences"}
+    assert set(RARE) <= set(KINDS)
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
 
@@ -87,6 +91,34 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
     assert violation.invariant == "I8"
     (failure,) = [text for text in explore(seed=3, requests=20, without=tuple(SINCE)).failures if text.startswith("I8")]
     assert failure.endswith(trial.command())
+
+
+def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
+    file = tmp_path / "parts.jsonl"
+    first = explore(scenarios=2, requests=5, parts=str(file))
+    with file.open("a") as cut:  # as if a run had been ended by force
+        cut.write('[2, [], {"ok"')
+    both = explore(scenarios=4, requests=5, parts=str(file))
+    assert "0 scenarios were run before" in first.notes[1]
+    assert "2 scenarios were run before" in both.notes[1]
+    assert both.notes[1].endswith("keeps 4 scenarios, 0 with violations")
+    again = explore(scenarios=4, requests=5, parts=str(file))
+    assert "4 scenarios were run before" in again.notes[1]
+    whole = explore(scenarios=4, requests=5)
+    assert again.tables[0].rows == both.tables[0].rows == whole.tables[0].rows
+
+
+def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "parts.jsonl"
+    Parts(file, {"requests": 5})
+    with pytest.raises(ConfigError, match="requests=5, these are of 6"):
+        Parts(file, {"requests": 6})
+    monkeypatch.setattr("experiments.faults.parts.code", lambda: "other")
+    with pytest.raises(ConfigError, match="these are of other"):
+        Parts(file, {"requests": 5})
+    file.write_text("{}\n")
+    with pytest.raises(ConfigError, match="does not keep scenarios"):
+        Parts(file, {"requests": 5})
 
 
 def test_real_engines_are_refused():
@@ -163,3 +195,16 @@ def test_pages_that_were_reserved_for_an_earlier_life_of_a_prefill_instance_are_
     with patched((mutated(takes_any, prefill.PrefillScheduler, "_destination"),)):
         assert [violation.invariant for violation in trial.run().violations] == ["I8"]
     assert not trial.run().violations
+
+
+def test_a_room_that_only_prefill_calls_written_fails_with_its_prefill_instance():
+    """D9: the router held such a room for decoded, decode had given it up, and it ended as stalled."""
+    kinds = frozenset(KINDS) - {"kills", "restarts", "silences", "nodes"}
+    done = FaultTrial(100216, 1, 0.4, kinds).run()
+    assert (done.violations, done.statuses) == ([], {"PeerLost": 1})
+
+
+@pytest.mark.parametrize("seed", [101708, 101769])
+def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept(seed: int):
+    """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
+    assert not FaultTrial(seed).run().violations

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.faults.causes import BACKLOG, RECONNECTED, Causes, outages
+from experiments.faults.causes import BACKLOG, GRACE, RECONNECTED, Causes, outages
 from experiments.faults.scenario import Scenario, draw
-from pdsim.fabric.faults import Faults, Slow, Squeeze
+from pdsim.fabric.faults import Faults, Silence, Slow, Squeeze
 from pdsim.job import Outcome, RankResult
 from pdsim.serving.deployment import ROUTER
 
@@ -30,6 +30,7 @@ def causes(
     rows: Sequence[tuple[str, float, str, float, str]],
     dead: Sequence[str] = (),
     held: frozenset[int] = frozenset(),
+    broken: frozenset[int] = frozenset(),
     probes: Sequence[Sequence[str]] = (),
     **changes: Any,
 ) -> tuple[Causes, Outcome]:
@@ -39,7 +40,7 @@ def causes(
     ranks = {name: RankResult(name, error="Killed" if name in dead else "") for name in RANKS}
     outcome = Outcome({ROUTER: RankResult(ROUTER, value=value), **ranks}, 20.0)
     found = Causes(scenario(**changes))
-    assert found.know(outcome, set(held)) == [status for *_, status in rows]
+    assert found.know(outcome, held, broken) == [status for *_, status in rows]
     return found, outcome
 
 
@@ -115,6 +116,48 @@ def test_a_stall_and_an_unknown_failure_are_never_explained():
     kill = {"prefill0.0": 2.0}
     for status in ("Stalled: no request got anywhere", "TransferFailed: what"):
         assert not explained(("prefill0", 1.0, "decode0", 4.0, status), kill=kill, held=frozenset({1}))
+
+
+def test_a_silent_rank_may_be_given_up_and_its_instance_with_it():
+    faults = Faults(silences=(Silence("prefill0.0", 2.0, 4.0),))
+    row = ("prefill0", 1.0, "decode0", 4.0, LOST)
+    assert explained(row, faults=faults, dead=("prefill0.0",))
+    assert not explained(("prefill1", 1.0, "decode0", 4.0, LOST), faults=faults, dead=("prefill0.0",))
+    assert not explained(("prefill0", 1.0, "decode0", 1.9, LOST), faults=faults, dead=("prefill0.0",))
+    found, _ = causes([], faults=faults)
+    assert [found.rank("prefill0.1", "PeerLost: prefill0 is given up", at) for at in (1.9, 2.1)] == [False, True]
+    assert not found.rank("decode0.0", "PeerLost: decode0 is given up", 2.1)
+
+
+def test_a_reported_failure_is_that_of_a_room_whose_transfer_broke():
+    row = ("prefill0", 1.0, "decode0", 4.0, "TransferFailed: the engine reports an error")
+    assert not explained(row)
+    assert explained(row, broken=frozenset({1}))
+    assert not explained(row, broken=frozenset({2}))
+
+
+def test_a_limit_explains_a_room_that_took_as_long():
+    status = "TransferTimeout: not all of it has arrived within 0.5 s"
+    job = replace(scenario().job, waiting_timeout=0.5)
+    assert explained(("prefill0", 1.0, "decode0", 1.6, status), job=job)
+    assert not explained(("prefill0", 1.0, "decode0", 1.4, status), job=job)
+    assert not explained(("prefill0", 1.0, "decode0", 1.6, status))
+
+
+def test_a_full_queue_explains_a_refusal_where_it_refuses():
+    status = "SendQueueFull: 9 descriptors on top of 90 outstanding"
+    engine = scenario().engine
+    for full, may in (("refuse", True), ("wait", False)):
+        other = replace(engine, intra=replace(engine.intra, depth=96, full=full))
+        assert explained(("prefill0", 1.0, "decode0", 1.6, status), engine=other) is may
+
+
+def test_ranks_end_in_time_when_the_router_is_lost():
+    found, _ = causes([], kill={ROUTER: 1.0})
+    alone, deadline = f"PeerLost: nothing from {ROUTER} for 2.0 s", scenario().job.deadline
+    latest = 1.0 + 1.5 * deadline + GRACE
+    assert [found.rank("decode0.0", alone, at) for at in (0.9, 2.0, latest, latest + 0.1)] == [False, True, True, False]
+    assert not causes([])[0].rank("decode0.0", alone, 2.0)
 
 
 def test_a_rank_ends_once_its_instance_has_lost_one():

@@ -7,7 +7,7 @@ import pytest
 
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.connections import part_of
-from pdsim.fabric.faults import Faults, Slow, Squeeze
+from pdsim.fabric.faults import Faults, Silence, Slow, Squeeze
 from pdsim.fabric.job import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
@@ -180,6 +180,18 @@ def test_nothing_is_held_up_any_more_after_the_end_of_the_plan():
     assert run((writer, {"timeout": 3.0}), reader, model=model(late, seed=2)).ranks["writer"].value == ["ok", 2.75]
 
 
+def test_a_silent_rank_hears_and_says_nothing_until_it_is_back():
+    def of(sender, found):
+        return [(number, at) for name, number, at in found if name == sender]
+
+    plain, quiet = heard(None), heard(Faults(silences=(Silence("one", 0.45, 1.25),)))
+    assert of("two", quiet) == of("two", plain)
+    before, held = of("one", plain), of("one", quiet)
+    assert [number for number, _ in held] == list(range(20))
+    expected = [was if not 0.45 <= was < 1.25 else 1.25 for _, was in before]
+    assert [at for _, at in held] == pytest.approx(expected)
+
+
 # --- transfers ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +254,23 @@ def test_a_transfer_that_is_held_up_times_out_and_lands_later():
     assert at > 3.0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_transfer_that_the_engine_reports_as_failed_may_have_moved_in_part(seed):
+    outcome = run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed))
+    assert outcome.ranks["writer"].value == ["TransferFailed", 2.75]  # settled at once
+    there = outcome.ranks["reader"].value
+    landed = there.count("a")
+    assert there == "a" * landed + "\0" * (100 - landed)
+
+
+def test_all_some_or_none_of_a_transfer_that_failed_has_moved():
+    outcomes = [
+        run(writer, (reader, {"whole": True}), model=model(Faults(broken=1.0), seed=seed)) for seed in range(12)
+    ]
+    landed = {outcome.ranks["reader"].value.count("a") for outcome in outcomes}
+    assert {0, 100} < landed
+
+
 # --- slow ranks and links -------------------------------------------------------------------------------------------
 
 
@@ -292,7 +321,13 @@ def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"delayed": 1.5}, "delayed"), ({"delay": -1.0}, "delay"), ({"slow": (Slow("a", 2.0, 1.0, 2.0),)}, "in order")],
+    [
+        ({"delayed": 1.5}, "delayed"),
+        ({"broken": -0.1}, "broken"),
+        ({"delay": -1.0}, "delay"),
+        ({"slow": (Slow("a", 2.0, 1.0, 2.0),)}, "in order"),
+        ({"silences": (Silence("a", 2.0, 1.0),)}, "in order"),
+    ],
 )
 def test_a_plan_is_checked(changes, words):
     with pytest.raises(ValueError, match=words):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 
-from tests.mutants.catalog import IMPOSSIBLE, MUTANTS, Caught
+from tests.mutants.catalog import BY_TEST, IMPOSSIBLE, MUTANTS, Caught
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
 WIDTH = 118
@@ -28,7 +28,12 @@ def main() -> None:
     impossible = [
         fill(f"- **{hazard}**: {reason}.", WIDTH, subsequent_indent="  ") for hazard, reason in IMPOSSIBLE.items()
     ]
-    lines = [*head, *table(caught), "", "Not possible in this design:", "", *impossible]
+    tested = [
+        fill(f"- **{hazard}**, {what}: {why}. `{test}`", WIDTH, subsequent_indent="  ", break_long_words=False)
+        for hazard, (what, test, why) in BY_TEST.items()
+    ]
+    lines = [*head, *table(caught), "", "Not shown by a scenario, but by a test:", "", *tested]
+    lines += ["", "Not possible in this design:", "", *impossible]
     before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     DOCUMENT.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")

@@ -10,9 +10,10 @@ from msgspec.structs import replace as changed
 
 from experiments.faults import scenario as scenarios
 from pdsim.errors import TransferTimeout
+from pdsim.hardware import Interconnect
 from pdsim.kv import mapping, messages, sender
 from pdsim.kv.mapping import HeadSlice
-from pdsim.kv.messages import Arrived, Ask
+from pdsim.kv.messages import Arrived
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
 from pdsim.kv.queues import Queues
@@ -23,7 +24,6 @@ from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.kv.staging.ring import Ring
 from pdsim.kv.status import Status
 from pdsim.serving import router
-from pdsim.serving.decode import scheduler as decode
 from pdsim.serving.decode import worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
 from pdsim.serving.prefill import scheduler as prefill
@@ -71,7 +71,8 @@ def over_with_the_last(self: KvSender, state: Any) -> None:
 
 def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Exception) -> None:
     original(self, delivery, error)
-    self._over(delivery.state)
+    if delivery.state.room in self._rooms:
+        self._over(delivery.state)
 
 
 def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
@@ -127,17 +128,13 @@ def counted_in_the_request(original: Any, self: prefill.PrefillScheduler, room: 
     return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
 
 
-HELD = ((decode.DecodeScheduler, "held", lambda self, request: self.job.page_count(request.input) // 2),)
-"""Decode has the first half of the pages of every request already."""
-
-
 # --- pulled handoffs ------------------------------------------------------------------------------------------------
 
 
-def pulled(job: Any, random: Any, lease: float = 30.0) -> Any:
+def pulled(job: Any, random: Any, lease: float = 30.0, fixed: bool = False) -> Any:
     """Have decode pull what the scenario would have pushed."""
     engine = ServingEngine(name="pull", handoff="pull", recompute=1, memory="grow", lease=lease, heartbeat=lease / 3)
-    return replaced(SQUEEZED(job, random), engine=engine, staging=None)
+    return replaced(SQUEEZED(job, random, fixed), engine=engine, staging=None)
 
 
 SQUEEZED = scenarios._squeezed
@@ -175,14 +172,6 @@ def forgets_the_reader(self: PullPrefillScheduler, life: str) -> None:
 
 
 # --- staging --------------------------------------------------------------------------------------------------------
-
-
-def knows_rooms_only(original: Any, self: reader.DecodeWorker, *arguments: Any) -> None:
-    """Drop a question that overtakes the registration of its room, which is never asked again."""
-    original(self, *arguments)
-    ask, rooms = self.handlers.get(Ask), self.receiver._rooms
-    if ask is not None:
-        self.handlers[Ask] = lambda sender_, message: ask(sender_, message) if message.room in rooms else None
 
 
 def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
@@ -261,7 +250,7 @@ def releases_at_once(original: Any, self: Any, room: Any) -> None:
 
 def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
     number = room.request.room
-    if not room.consensus.over and number in self.slots._owned:
+    if not room.consensus.over and number in self.slots.owners:
         self.slots.release(number)
     original(self, room)
 
@@ -269,7 +258,7 @@ def frees_slot_at_once(original: Any, self: Any, room: Any) -> None:
 def drops_without_slot(self: Any, number: int) -> None:
     del self._rooms[number]
     self.pages.release(number)
-    if number in self.slots._owned:
+    if number in self.slots.owners:
         self.slots.release(number)
     self.state.release(number)
     self._end_if_drained()
@@ -342,6 +331,13 @@ TWO_STAGED = (
 """Ranks of two prefill instances that have slots in the same rings."""
 
 
+SLOW_WIRE = (
+    (scenarios, "_MACHINE", replaced(scenarios._MACHINE, interconnect=Interconnect(kind="switch", rate=5e4))),
+    (scenarios, "_ENGINE", replaced(scenarios._ENGINE, timeout=5.0)),
+)
+"""Writes so long that an instance is given up while they are under way."""
+
+
 def overtaken(self: Any, rank: int, message: Any) -> None:
     if message.peer not in self._met:
         self.ignore()
@@ -396,6 +392,11 @@ def mutated(function: Any, owner: Any, name: str) -> Change:
         return function(original, self, *arguments)
 
     return owner, name, method
+
+
+def unbound(function: Any, owner: Any, name: str) -> Change:
+    """Return the change of function *name* of module *owner* to *function*, which is given the original first."""
+    return owner, name, partial(function, getattr(owner, name))
 
 
 def nothing(*_: Any) -> None:

@@ -7,14 +7,16 @@ it back to life (the stale-metadata guard of SGLang's MORI backend).
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from pdsim.job import Outcome
-from pdsim.kv.messages import Destination
+from pdsim.kv.messages import Arrival, Destination
 from pdsim.serving.decode import scheduler as decode
+from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
 
@@ -71,3 +73,13 @@ def test_a_room_that_is_over_is_not_written_again(monkeypatch: pytest.MonkeyPatc
     assert writes(outcome) == writes(plain)
     assert account(outcome, "prefill0.0")[1:] == (0, 0)
     assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_an_arrival_for_an_earlier_life_is_not_counted():
+    """No scenario of faults shows this: `BY_TEST` in tests/mutants/catalog.py says why."""
+    counted: list[Arrival] = []
+    worker = SimpleNamespace(life="decode0@2", receiver=SimpleNamespace(arrive=counted.append))
+    stale, mine = (Arrival(1, 0, 1, 4, 0.0, 0.0, 0.0, to=life) for life in ("decode0@1", "decode0@2"))
+    DecodeWorker._arrive(worker, "prefill0.0", stale)  # type: ignore[arg-type]
+    DecodeWorker._arrive(worker, "prefill0.0", mine)  # type: ignore[arg-type]
+    assert counted == [mine]

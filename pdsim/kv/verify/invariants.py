@@ -1,27 +1,16 @@
 """Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
 
-==  ==========================================================================================================
-I1  a room ends once on each rank: what has failed never succeeds
-I2  a room that is done at decode holds there, on every rank, exactly what was computed: every byte is compared
-I3  nothing is read from, or lands on, a page or state row that is not its room's at that moment
-I4  staging: nothing is written outside the slot that its room has, and slots never overlap
-I5  every request ends; what fails was reached by a fault; no rank ends but those of instances that lost one
-I6  first-token metadata is read from, and lands in, the slot that its room has, and is that room's
-I7  the ranks of a group take up the same chunks of the same rooms in one order, at decode the same pages
-I8  when all is over nothing is left: no pages, slots, ring bytes, and no container longer than at the start
-I9  a while after the last fault all instances that live are connected, and every pair of them serves a request
-==  ==========================================================================================================
-
-`InvariantChecker` is a `pdsim.fabric.faults.Observer`.  The model tells it of messages and transfers, shows it every
-rank's program object (`joined`), and asks these objects whose a page is at the instant at which bytes land
-(`pdsim.kv.verify.ownership`) and what they still have at the end (`pdsim.kv.verify.leaks`).  All of it holds for
-every life of a rank that is started again.  It changes nothing, and costs nothing where there is none.  I9 takes
-requests of its own, which the router of the job has to send.
+They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.fabric.faults.Observer`.  The model tells it of messages and
+transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the instant
+at which bytes land (`pdsim.kv.verify.ownership`), what has been computed (`pdsim.kv.verify.computed`), and what is left
+at the end (`pdsim.kv.verify.leaks`).  All of it holds for every life of a rank that is started again.  It changes
+nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job has to send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from pdsim.kv.contents import Contents
@@ -38,17 +27,39 @@ from pdsim.kv.messages import (
     Submit,
     decode,
 )
+from pdsim.kv.pages import Pages
+from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.verify.computed import ComputedChecker, window_differs
 from pdsim.kv.verify.leaks import LeakChecker
 from pdsim.kv.verify.ownership import OwnershipChecker
 from pdsim.transfer import Batch
 
-__all__ = ["InvariantChecker", "Violation"]
+__all__ = ["INVARIANTS", "InvariantChecker", "Violation"]
+
+INVARIANTS = {
+    "I1": "A room ends once on each rank; what has failed never succeeds.",
+    "I2": "A room holds at decode, on every rank, exactly what prefill computed: every byte is compared when it has "
+    "arrived, when decoding begins and when it ends, and windows by a formula that writers do not share.",
+    "I3": "Nothing is read from, or lands on, a page or state row that is not its room's at that moment.",
+    "I4": "Nothing is written outside the staging slot of its room, writer and chunk; slots never overlap.",
+    "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that lost "
+    "one or fell silent, or of a job whose router is lost.",
+    "I6": "First-token metadata is read from, and lands in, the slot of its room; when the scheduler reads it, the "
+    "slot is the room's and holds it.",
+    "I7": "The ranks of a group take up the same chunks of the same rooms, and pages, in one order.",
+    "I8": "At the end nothing is left: no pages, slots, ring bytes, memory regions or outstanding tokens; no container "
+    "has grown.",
+    "I9": "At the end every pair of live instances is connected and serves its probe.",
+    "I10": "What is read of a room at prefill (pages, state, metadata) was computed there by forwards that have ended; "
+    "bytes carry the chunk that computed them.",
+}
+"""What is checked, by name; `docs/faults.md` has the table."""
 
 
 class Violation(NamedTuple):
     """An invariant that did not hold, when and how."""
 
-    invariant: str  # "I1" to "I9"
+    invariant: str  # "I1" to "I10"
     at: float  # seconds after the start
     what: str
 
@@ -61,14 +72,16 @@ class InvariantChecker:
     """Watches one job.
 
     *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms of
-    which the completion of a transfer was held up.
+    which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as failed.
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
         self.violations: list[Violation] = []
         self.held: set[int] = set()
+        self.broken_rooms: set[int] = set()
         self._allowed = allowed
-        self._owners = OwnershipChecker(self._found)
+        self._computed = ComputedChecker(self._found)
+        self._owners = OwnershipChecker(self._found, self._computed)
         self._leftovers = LeakChecker(self._found)
         self._members: dict[str, Any] = {}
         self._gone: set[str] = set()
@@ -94,6 +107,11 @@ class InvariantChecker:
         self._members[member.rank.name] = member
         self._gone.discard(member.rank.name)
         self._owners.joined(member)
+        self._computed.joined(member)
+        if isinstance(getattr(member, "receiver", None), KvReceiver) and hasattr(member, "_poll"):
+            member._poll = partial(self._polled, member, member._poll)
+        if hasattr(member, "batch"):
+            member.batch.join = partial(self._entered, member, member.batch.join)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
@@ -122,6 +140,10 @@ class InvariantChecker:
     def held_up(self, label: str) -> None:
         """Take note of the room."""
         self.held.add(int(label.partition("/")[0]))
+
+    def broken(self, label: str) -> None:
+        """Take note of the room."""
+        self.broken_rooms.add(int(label.partition("/")[0]))
 
     def read(self, batch: Batch, label: str) -> None:
         """Check that what is read is the room's."""
@@ -199,22 +221,50 @@ class InvariantChecker:
             self._found("I1", f"room {message.room} failed on {sender}, which says that it is written")
 
     def _on_finished(self, _: str, message: Finished) -> None:
-        request, target = self._rooms[message.room], self._targets.get(message.room)
-        if target is None:
+        if message.room not in self._targets:
             self._found("I2", f"room {message.room} finished without a destination")
             return
+        self._compare(message.room, "at the end of decoding")
+
+    def _compare(self, room: int, when: str) -> None:
+        """Compare what *room* has on every rank of its decode instance with what prefill computed."""
+        request, target = self._rooms[room], self._targets[room]
         held = 0 if isinstance(target, Fetch) else target.held
-        ranks = list(self._ranks(request.decode))
+        ranks = list(_in_life(self._members, request.decode))
         if any(getattr(member, "preemptions", 0) for _, member in ranks):
             return  # KV that was computed again or came back from host memory has no contents
         for name, member in ranks:
-            contents: Contents = member.receiver._contents
+            contents: Contents = member.receiver.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
-            reason = contents.verify(message.room, target.pages, request.input, held)
-            reason = reason or contents.verify_state(message.room, target.state, request.input, held)
+            reason = contents.verify(room, target.pages, request.input, held)
+            reason = reason or contents.verify_state(room, target.state, request.input, held)
+            reason = reason or _window(contents, room, target.state, request.input)
             if reason:
-                self._found("I2", f"{name} at the end of decoding: {reason}")
+                self._found("I2", f"{name} {when}: {reason}")
+
+    # --- what decode reads ---
+
+    def _polled(self, leader: Any, poll: Callable[[], None]) -> None:
+        """Check the metadata of what has arrived when the scheduler reads it: there, and in a slot of its own."""
+        for incoming in leader.complete:
+            room = incoming.request.room
+            slot = leader.slots.owners.get(room)
+            if slot is None:
+                self._found("I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more")
+            elif not incoming.reason:
+                for name, member in _in_life(self._members, incoming.request.decode):
+                    contents: Contents = member.receiver.contents
+                    reason = name not in self._gone and member.rank.device.holds_bytes
+                    if reason and (what := contents.verify_aux(room, slot)):
+                        self._found("I6", f"{name} when it is read: {what}")
+        poll()
+
+    def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
+        """Check the pages of a room when decode reads them first."""
+        if number in self._targets and self._rooms[number].decode == leader.life:
+            self._compare(number, "when decoding begins")
+        join(number, *more)
 
     # --- I7 ---
 
@@ -234,13 +284,11 @@ class InvariantChecker:
         for number, (member, order) in enumerate(self._orders):
             for other, theirs in self._orders[number + 1 :]:
                 if member.life and member.life == other.life:
-                    self._check_pair(member.rank.name, order, other.rank.name, theirs)
-
-    def _check_pair(self, one: str, order: list[tuple[Any, ...]], other: str, theirs: list[tuple[Any, ...]]) -> None:
-        for mine, its in zip(order, theirs, strict=False):  # one may have been stopped sooner
-            if mine != its:
-                self._found("I7", f"{one} took up {mine} where {other} took up {its}")
-                return
+                    one, two = member.rank.name, other.rank.name
+                    pairs = zip(order, theirs, strict=False)  # one may have been stopped sooner
+                    for mine, its in ((mine, its) for mine, its in pairs if mine != its):
+                        self._found("I7", f"{one} took up {mine} where {two} took up {its}")
+                        break
 
     # --- I8 ---
 
@@ -254,14 +302,26 @@ class InvariantChecker:
 
     # --- all ---
 
-    def _ranks(self, life: str) -> Iterator[tuple[str, Any]]:
-        """Yield the ranks that are in that life of their instance now."""
-        for name, member in self._members.items():
-            if getattr(member, "life", "") == life:
-                yield name, member
-
     def _found(self, invariant: str, what: str) -> None:
         self.violations.append(Violation(invariant, self._now(), what))
 
     def _now(self) -> float:
         return next(iter(self._members.values())).clock.now if self._members else 0.0
+
+
+def _in_life(members: Mapping[str, Any], life: str) -> Iterator[tuple[str, Any]]:
+    """Yield those of *members* that are in that life of their instance now."""
+    for name, member in members.items():
+        if getattr(member, "life", "") == life:
+            yield name, member
+
+
+def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int) -> str:
+    """Return what is wrong with the window of *room* by a formula that nobody else uses, "" if nothing is."""
+    names = contents.layout.shape.state.components
+    for number, table in enumerate(contents.layout.tables[1:]):
+        if table.component == "window":
+            reason = window_differs(contents, table, number, room, rows[names.index("window")], tokens)
+            if reason:
+                return reason
+    return ""

@@ -8,6 +8,7 @@ other list of what may be kept, so that nothing which is added to the protocol c
 * but tables of peers, whose keys are names: once a rank was lost they may hold what they did not before.  They may name
   only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no more of each
   than an instance has ranks.
+* No more memory may be registered than at the start.
 * No tokens may be outstanding at an instance, by the router's account.
 """
 
@@ -23,7 +24,7 @@ _NOT_STATE = frozenset({"rank", "job", "clock", "handlers", "layout", "requests"
 """Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or what is remembered
 of rooms that are over for longer than a scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
-_POOLS = frozenset({"_starts", "_counts", "_free"})
+_POOLS = frozenset({"_starts", "_counts", "_free", "unused"})
 """Lists of what is free; how much that is says what is owned."""
 
 _NUMBERED = frozenset({"_fences"})
@@ -39,6 +40,7 @@ class LeakChecker:
         self._found = found
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
+        self._regions: dict[str, int] = {}  # by rank
         self._lost = False  # a rank has ended
         self._began = False
 
@@ -48,6 +50,7 @@ class LeakChecker:
         self._members[name] = member
         if self._began:
             self._before[name] = _census(member)
+            self._regions[name] = _regions(member)
 
     def lost(self) -> None:
         """Take note that a rank has ended: others remember that, and meet it again if it is started again."""
@@ -58,6 +61,7 @@ class LeakChecker:
         if not self._began:
             self._began = True
             self._before = {name: _census(member) for name, member in self._members.items()}
+            self._regions = {name: _regions(member) for name, member in self._members.items()}
 
     def check(self, name: str) -> None:
         """Check what rank *name* has left."""
@@ -69,6 +73,7 @@ class LeakChecker:
                 self._found("I8", f"{name}{path} still has rooms {rooms[:5]} when all is over")
             elif grown > 0 and not (self._lost and self._is_of_peers(container)):
                 self._found("I8", f"{name}{path} still has {grown} entries when all is over")
+        self._check_memory(name, member)
         self._check_pool(name, member)
         self._check_load(name, member)
 
@@ -88,12 +93,18 @@ class LeakChecker:
         """Return how many ranks the largest instance has."""
         return max(Counter(name.partition(".")[0] for name in self._members).values())
 
+    def _check_memory(self, name: str, member: Any) -> None:
+        """Check that the rank has registered no more memory than it had at the start: gather buffers come and go."""
+        grown = _regions(member) - self._regions.get(name, 0)
+        if grown > 0:
+            self._found("I8", f"{name} has {grown} regions of memory more than at the start when all is over")
+
     def _check_pool(self, name: str, member: Any) -> None:
         pool = getattr(member, "pages", None)
         if pool is None:
             return
-        owned = sum(count for pages in pool._owned.values() for _, count in pages)
-        if pool.free + owned != pool.pages or sum(pool._counts) != pool.free:
+        if not pool.is_whole():
+            owned = sum(count for pages in pool.owners.values() for _, count in pages)
             self._found("I8", f"{name}: {pool.free} pages free and {owned} owned of {pool.pages}")
 
     def _check_load(self, name: str, member: Any) -> None:
@@ -103,6 +114,11 @@ class LeakChecker:
         for instance, tokens in {**registry.prefills.load, **registry.decodes.load}.items():
             if tokens:
                 self._found("I8", f"{name}: {tokens} tokens are outstanding at {instance} when all is over")
+
+
+def _regions(member: Any) -> int:
+    """Return how many regions of memory the rank of *member* has registered."""
+    return len(member.rank.endpoint._regions)
 
 
 def _census(member: Any) -> dict[str, int]:

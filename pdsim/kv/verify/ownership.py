@@ -16,6 +16,7 @@ import numpy as np
 from pdsim.kv.layout import AUX_ROWS, KvLayout, PageTable
 from pdsim.kv.pages import Pages
 from pdsim.kv.paths import REGION, STAGING
+from pdsim.kv.verify.computed import ComputedChecker
 from pdsim.transfer import Batch
 
 __all__ = ["OwnershipChecker"]
@@ -27,8 +28,9 @@ _AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
 class OwnershipChecker:
     """Tells *found*, with an invariant (I3, I4 or I6) and a text, of what is touched and not the room's that does."""
 
-    def __init__(self, found: Callable[[str, str], None]) -> None:
+    def __init__(self, found: Callable[[str, str], None], computed: ComputedChecker) -> None:
         self._found = found
+        self._computed = computed
         self._members: dict[str, Any] = {}
         self._leaders: dict[str, list[Any]] = {}  # of all lives, by the rank's name
         self._gathers: dict[int, tuple[Batch, int]] = {}  # copies under way by identity, and their rooms
@@ -90,6 +92,8 @@ class OwnershipChecker:
         if leader is None:
             self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
             return
+        if hasattr(leader, "sender"):
+            self._check_computed(verb, leader, layout, room, rank, offsets, sizes)
         for table in layout.tables:
             inside = (offsets >= table.start) & (offsets < table.end)
             if inside.any():
@@ -100,9 +104,24 @@ class OwnershipChecker:
                     self._found("I3", text)
         self._check_aux(verb, leader, layout, room, rank, offsets)
 
+    def _check_computed(
+        self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any
+    ) -> None:
+        """Check that what is read on a prefill rank has been computed there: of keys and values, the tokens in it."""
+        request = leader._rooms.get(room) or getattr(leader, "_lent", {}).get(room)
+        if request is None:
+            return  # over: whose pages these are says I3
+        tokens, kv = request.request.input, layout.tables[0]
+        inside = (offsets >= kv.start) & (offsets < kv.end)
+        if inside.all():
+            rows = _rows(kv, offsets, sizes)
+            places = [place for place, row in enumerate(_numbered(leader.pages.owners.get(room, ()))) if row in rows]
+            tokens = min(tokens, (max(places, default=-1) + 1) * layout.page_size)
+        self._computed.check(verb, rank, room, tokens)
+
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
-        foreign = _slots(layout, inside) - {leader.slots._owned.get(room)}
+        foreign = _slots(layout, inside) - {leader.slots.owners.get(room)}
         if foreign:
             self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
@@ -155,18 +174,20 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     """Return the owners of the rows of *table*, and what they own."""
     if table.component in ("kv", "index"):
-        owned: dict[int, Any] = leader.pages._owned
+        owned: dict[int, Any] = leader.pages.owners
     elif table.component == "window":
-        owned = leader.state._window._owned
+        owned = leader.state._window.owners
     else:
-        owned = leader.state._slots._owned
+        owned = leader.state._slots.owners
     return owned
 
 
 def _numbers(rows: Pages | int) -> set[int]:
-    if isinstance(rows, int):
-        return {rows}
-    return {row for start, count in rows for row in range(start, start + count)}
+    return {rows} if isinstance(rows, int) else set(_numbered(rows))
+
+
+def _numbered(rows: Pages) -> list[int]:
+    return [row for start, count in rows for row in range(start, start + count)]
 
 
 def _owned(leader: Any, table: PageTable, room: int) -> set[int]:

@@ -83,7 +83,7 @@ class BlockManager(DecodeWorker, ABC):
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.receiver.layout)
         self._rooms: dict[int, DecodeRequest] = {}
-        self._complete: list[DecodeRequest] = []  # arrived, not noticed
+        self.complete: list[DecodeRequest] = []  # arrived, not noticed
         self._fences = FenceCount(self.incarnation, job.decode.size)
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
@@ -130,11 +130,16 @@ class BlockManager(DecodeWorker, ABC):
         self._fenced(self.index, message)
 
     def peer_gone(self, life: str) -> None:
-        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more."""
+        """Fail the rooms that *life* was to write, and wait for the proof that it writes no more.
+
+        The router has asked for most of them already.  It is told of those of which all was written, as far as it
+        knows, and whose arrival not every rank here has reported yet.
+        """
         rooms = [number for number, room in self._rooms.items() if room.request.prefill == life]
         rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
         for number in rooms:
-            self._rooms[number].consensus.fail()
+            if self._rooms[number].consensus.fail():
+                self.send(ROUTER, Failed(number, f"PeerLost: {life} is gone before all of its KV was known to be here"))
             self._timers.drop(number)
         self._begin_fence(life, rooms)
 
@@ -170,7 +175,7 @@ class BlockManager(DecodeWorker, ABC):
         if room.consensus.succeed(rank):
             room.arrived = self.clock.now
             self._timers.drop(message.room)
-            self._complete.append(room)
+            self.complete.append(room)
             self._wake()
 
     def _expire(self, number: int) -> None:

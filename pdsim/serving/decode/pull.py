@@ -248,7 +248,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
             room.arrived = self.clock.now
             self._timers.drop(message.room)
             self._collect(self._sources.pop(message.room), self._nbytes.pop(message.room))
-            self._complete.append(room)
+            self.complete.append(room)
             self._wake()
 
     def _fail(self, room: DecodeRequest) -> None:

@@ -69,10 +69,10 @@ class DecodeScheduler(BlockManager):
         self._waiting: deque[DecodeRequest] = deque()  # noticed, no place in the batch
         self._preempted: deque[DecodeRequest] = deque()  # gave their pages up
         self._recomputing: list[DecodeRequest] = []  # have pages again, and not all of their KV
-        self._batch = RunningBatch(
+        self.batch = RunningBatch(
             job.decode_time, job.decode_batch, self.host.costs, job.engine.overlap, self.host.steps
         )
-        self._memory = GrowingMemory(job, self.pages, self._batch) if job.engine.memory == "grow" else None
+        self._memory = GrowingMemory(job, self.pages, self.batch) if job.engine.memory == "grow" else None
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
         self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
@@ -158,7 +158,7 @@ class DecodeScheduler(BlockManager):
 
     def _wake(self) -> None:
         """See to what has come at the end of the current step, or when an idle scheduler looks next."""
-        self._set(self._batch.boundary(self.clock.now))
+        self._set(self.batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
         """Make *time* the next boundary, unless an earlier one is set."""
@@ -175,11 +175,11 @@ class DecodeScheduler(BlockManager):
             self.guard(self._between_steps, due)
 
     def _between_steps(self, due: float) -> None:
-        self._batch.advance(due)
+        self.batch.advance(due)
         self._held_up = 0.0
         if self._recomputing:
             self._computed_again()
-        for number in self._batch.finished():
+        for number in self.batch.finished():
             self._done(self._rooms[number])
         self._ripen()
         self._poll()
@@ -200,8 +200,8 @@ class DecodeScheduler(BlockManager):
 
     def _poll(self) -> None:
         """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them."""
-        room_lag = self.job.engine.pipeline if self._batch.runs else 0
-        for room in self._complete:
+        room_lag = self.job.engine.pipeline if self.batch.runs else 0
+        for room in self.complete:
             room.polled = self.clock.now
             self.release_slot(room)
             if room.reason:
@@ -215,7 +215,7 @@ class DecodeScheduler(BlockManager):
                 self._late.append(room)
             else:
                 self._waiting.append(room)
-        self._complete.clear()
+        self.complete.clear()
 
     def release_slot(self, room: DecodeRequest) -> None:
         """Give the row back that the metadata of *room* came in, which have been read."""
@@ -224,7 +224,7 @@ class DecodeScheduler(BlockManager):
     def _leave(self) -> None:
         """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
         self._left = False
-        for number in self._batch.leave(lambda number: self._rooms[number].left):
+        for number in self.batch.leave(lambda number: self._rooms[number].left):
             self._free(number)
         others: list[deque[DecodeRequest] | list[DecodeRequest]] = [
             self._waiting, self._late, self._preempted, self._recomputing
@@ -236,7 +236,7 @@ class DecodeScheduler(BlockManager):
 
     def _join(self) -> None:
         recompute = self.job.engine.recompute
-        while self._waiting and len(self._batch) + len(self._recomputing) < self._batch.limit:
+        while self._waiting and len(self.batch) + len(self._recomputing) < self.batch.limit:
             index = self.policy.join([room.request for room in self._waiting])
             room = self._waiting[index]
             del self._waiting[index]
@@ -244,28 +244,28 @@ class DecodeScheduler(BlockManager):
             request = room.request
             if recompute:
                 self._joined.append(room)
-                self._batch.join(request.room, request.input, request.output)
+                self.batch.join(request.room, request.input, request.output)
             elif request.output == 1:
                 self._done(room)
             else:
-                self._batch.join(request.room, request.input + 1, request.output - 1)
+                self.batch.join(request.room, request.input + 1, request.output - 1)
 
     def _begin(self) -> None:
         """Begin the next step, and say how long it is before anything can change by itself."""
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds:
-            start = self._batch.held(self.clock.now, max(start, self.posted()))
+            start = self.batch.held(self.clock.now, max(start, self.posted()))
         if pieces := self._pieces():
-            self._set(self._batch.begin_mixed(start, pieces))
+            self._set(self.batch.begin_mixed(start, pieces))
         else:
             most = 1.0 if self._late else math.inf
             if self._memory is not None:
                 most = min(most, self._memory.steps())
-            self._set(self._batch.begin(start, most))
-            if not self._batch.runs and self._late:
+            self._set(self.batch.begin(start, most))
+            if not self.batch.runs and self._late:
                 self._set(start)
         for room in self._joined:
-            room.first = self._batch.first_step() + self.host.answer(room.request.input)
+            room.first = self.batch.first_step() + self.host.answer(room.request.input)
         self._joined.clear()
 
     def _admit(self) -> None:
@@ -347,12 +347,12 @@ class DecodeScheduler(BlockManager):
     def _make_room(self, memory: GrowingMemory) -> None:
         """Give everyone the pages of the next step; preempt, and let the preempted go on, as far as there are any."""
         while memory.short():
-            members = list(self._batch)
+            members = list(self.batch)
             running = [self._running(member) for member in members]
             running.sort(key=lambda one: self._rooms[one.room].joined)
             self._preempt(running[self.policy.victim(running)].room)
         memory.grow()
-        while self._preempted and len(self._batch) + len(self._recomputing) < self._batch.limit:
+        while self._preempted and len(self.batch) + len(self._recomputing) < self.batch.limit:
             room = self._preempted[0]
             others = len(self._rooms) - len(self._preempted)
             again = self.job.engine.preemption == "recompute"
@@ -384,8 +384,8 @@ class DecodeScheduler(BlockManager):
     def _preempt(self, number: int) -> None:
         """Take *number* out of the batch, and its pages."""
         room = self._rooms[number]
-        member = next(member for member in self._batch if member.number == number)
-        self._batch.leave(lambda other: other == number)
+        member = next(member for member in self.batch if member.number == number)
+        self.batch.leave(lambda other: other == number)
         self.pages.release(number)
         room.has_pages = False
         room.context, room.steps, room.recomputed = member.context, member.left, 0
@@ -402,7 +402,7 @@ class DecodeScheduler(BlockManager):
         room.context = room.recomputed = 0
         if not room.first or (self.job.engine.recompute and steps == room.request.output):
             self._joined.append(room)
-        self._batch.join(room.request.room, context, steps)
+        self.batch.join(room.request.room, context, steps)
 
     def _moving(self, tokens: int) -> float:
         """Return how long the KV of *tokens* takes to host memory or back."""
@@ -410,7 +410,7 @@ class DecodeScheduler(BlockManager):
 
     def _pieces(self) -> list[tuple[int, int]]:
         """Return what the next step computes again, and count it as done."""
-        budget, pieces = self.job.chunk - len(self._batch), []
+        budget, pieces = self.job.chunk - len(self.batch), []
         for room in self._recomputing:
             tokens = min(budget, room.context - room.recomputed)
             if tokens <= 0:
@@ -429,6 +429,6 @@ class DecodeScheduler(BlockManager):
                 room.first = self.clock.now + self.host.answer(room.request.input)
             room.context = room.recomputed = 0
             if steps:
-                self._batch.join(room.request.room, context, steps)
+                self.batch.join(room.request.room, context, steps)
             else:
                 self._done(room)

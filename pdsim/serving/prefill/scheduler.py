@@ -306,7 +306,7 @@ class PrefillScheduler(PrefillWorker):
     def _schedule(self) -> Program:
         while not self.ended.triggered:
             try:
-                forward = self._next()
+                forward = self.next_forward()
             except PdsimError as error:
                 self.fail(error)
                 return
@@ -333,7 +333,7 @@ class PrefillScheduler(PrefillWorker):
         self.send(self.followers, message)
         return self.offload(message)
 
-    def _next(self) -> Forward | None:
+    def next_forward(self) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now."""
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
@@ -380,7 +380,7 @@ class PrefillScheduler(PrefillWorker):
         self._queue.extendleft(reversed(partial))
         if not chunks:
             return None
-        seconds = self._seconds(pieces) + held_up
+        seconds = self.iteration_seconds(pieces) + held_up
         if cached:
             return Preceded(self.life, seconds, tuple(chunks), tuple(cached))
         return Forward(self.life, seconds, tuple(chunks))
@@ -395,7 +395,7 @@ class PrefillScheduler(PrefillWorker):
             return 0.0
         return max(0.0, 2 * self.host.costs.launch - forward)
 
-    def _seconds(self, pieces: list[tuple[int, int]]) -> float:
+    def iteration_seconds(self, pieces: list[tuple[int, int]]) -> float:
         """Return how long an iteration over *pieces* takes, the host's share included."""
         forward, step = max(self.job.prefill_time.prefill(pieces), self.host.costs.launch), self.host.step()
         return max(forward, step) if self.job.engine.overlap else forward + step

@@ -15,6 +15,7 @@ from pdsim.kv.messages import (
     Gone,
     Grant,
     KvMessage,
+    Meet,
     MessageError,
     Offload,
     Preceded,
@@ -44,6 +45,7 @@ class PrefillWorker(EngineProcess):
         self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
+        self._ahead: list[Forward | Abort] = []  # of the leader: came before this rank was told of its own life
         self.handlers |= {
             Register: self._register,
             Forward: self._forward,
@@ -157,6 +159,14 @@ class PrefillWorker(EngineProcess):
             self._register(sender, register)
         self._found(peer)
 
+    def _meet(self, sender: str, message: Meet) -> None:
+        """As an `EngineProcess`, and do what the leader has asked for before this rank knew its life."""
+        super()._meet(sender, message)
+        if self.life:
+            ahead, self._ahead = self._ahead, []
+            for each in ahead:
+                self.handlers[type(each)](leader(self.instance), each)
+
     def _register(self, sender: str, message: Register) -> None:
         if message.peer != self.life or message.instance not in self._met:
             self._early[sender] = message  # the newest of each rank, and of no life that is over for long
@@ -178,8 +188,15 @@ class PrefillWorker(EngineProcess):
     def _forward(self, _: str, message: Forward) -> None:
         if message.life == self.life:  # or its leader is gone, and nobody would end what this begins
             self.compute(message)
+        elif not self.life:  # where nobody reads from this rank, nobody has waited for it either
+            if not self._ahead:  # an introduction comes within a deadline, or not at all
+                self.clock.call_at(self.clock.now + self.job.deadline, lambda _: self._ahead.clear(), None)
+            self._ahead.append(message)
         else:
             self.ignore()
 
     def _abort(self, _: str, message: Abort) -> None:
-        self.sender.abort(message.room)
+        if self._ahead and not self.life:
+            self._ahead.append(message)
+        else:
+            self.sender.abort(message.room)

@@ -1,4 +1,8 @@
-"""The router of `experiment=faults`: keeps what explains a failure, and asks at the end whether all has recovered."""
+"""Programs of `experiment=faults`.
+
+The router keeps what explains a failure, and asks at the end whether all has recovered.  A decode instance may hold
+some first pages of requests, as with a prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdsim.job import Rank
+from pdsim.kv.messages import Submit
+from pdsim.serving.decode.scheduler import DecodeScheduler
+from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program
 
-__all__ = ["LINGER", "program"]
+__all__ = ["LINGER", "HoldingScheduler", "decode", "router"]
 
 LINGER = 5.0
 """Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for good."""
@@ -22,7 +29,7 @@ _PROBE = 9, 3
 """Input and output tokens of a probe."""
 
 
-def program(
+def router(
     rank: Rank,
     *,
     job: Mapping[str, Any],
@@ -40,9 +47,9 @@ def program(
     ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for each request the time
     at which it ended and a row for each time that it was sent out: when, in which room, to which two instances.
     """
-    router = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
-    router.calm, router.linger, router.patience, router.expected = calm, linger, patience, frozenset(expected)
-    return (yield from router.run())
+    quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
+    quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
+    return (yield from quiet.run())
 
 
 class _QuietRouter(Router):
@@ -110,3 +117,19 @@ class _QuietRouter(Router):
             else:
                 probe.prefill, probe.decode, probe.status = prefill, decode, "PeerLost: they are not connected"
         self._stop_if_done()
+
+
+def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> Program:
+    """Run one rank of a decode instance whose leader says that it holds pages already."""
+    kind = DecodeWorker if index else HoldingScheduler
+    return (yield from kind(rank, Deployment.from_plain(job), instance, index).run())
+
+
+class HoldingScheduler(DecodeScheduler):
+    """Holds from none to all but one of the pages of a request's input, by the number of its room."""
+
+    def held(self, request: Submit) -> int:
+        """Return how many pages of *request* are not to be sent."""
+        pages = self.job.page_count(request.input)
+        # a page that the input fills in part is sent, whatever is held
+        return min(request.room % pages, (request.input - 1) // self.job.page_size)

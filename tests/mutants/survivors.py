@@ -1,0 +1,103 @@
+"""Changes of our code that an earlier trial did not see: incomplete pages, lost failures, leaks, lives mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace as changed
+from simpy.events import Event
+
+from pdsim.errors import TransferFailed
+from pdsim.kv import messages
+from pdsim.kv.messages import encode
+from pdsim.kv.plan import cut
+from pdsim.kv.sender import KvSender
+from pdsim.serving import router
+from pdsim.serving.decode import scheduler as decode
+from pdsim.serving.deployment import epoch_of
+from pdsim.serving.prefill import scheduler as prefill
+from pdsim.transfer import Transfer
+
+
+def sends_incomplete_pages(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
+    """Send a page with the chunk that begins it, and not again with the one that completes it."""
+    before = room.done
+    chunk = original(self, room, tokens)
+    first, end = (max(chunk.held, self.job.page_count(done)) for done in (before, room.done))
+    return changed(chunk, first_page=first, runs=cut(room.runs, first - chunk.held, end - first))
+
+
+def leaves_the_last(original: Any, self: prefill.PrefillScheduler, room: Any, tokens: int) -> Any:
+    """Take a request of which one token is left for computed."""
+    left = room.request.input - room.done - tokens
+    return original(self, room, tokens + 1 if left == 1 else tokens)
+
+
+def sends_before(original: Any, self: prefill.PrefillWorker, message: Any) -> Any:
+    """Send chunks when their forward begins."""
+    self._write, write = lambda _: None, self._write  # type: ignore[method-assign]
+    forward = original(self, message)
+    del self._write
+    write(message)
+    forward.callbacks.pop()
+    return forward
+
+
+def frees_when_complete(original: Any, self: decode.DecodeScheduler, *arguments: Any) -> None:
+    """Give the slot of metadata back when all has arrived, before the scheduler has read it."""
+    before = len(self.complete)
+    original(self, *arguments)
+    for room in self.complete[before:]:
+        self.slots.release(room.request.room)
+
+
+def quiet_with_the_first(self: decode.DecodeScheduler, message: Any) -> None:
+    """Give pages back when one rank has forgotten the room."""
+    if message.room not in self._rooms:
+        self.ignore()
+        return
+    self._drop(message.room)
+    self._wake()
+
+
+def failure_is_success(original: Any, self: KvSender, delivery: Any, event: Transfer) -> None:
+    """Take a write that the engine reports as failed for done."""
+    if event.ok or not isinstance(event.value, TransferFailed):
+        original(self, delivery, event)
+        return
+    self._under_way -= 1
+    delivery.state.moving -= 1
+    self._over(delivery.state)
+
+
+def counts_metadata_twice(self: KvSender, state: Any, last: messages.Arrival) -> None:
+    """Count, in the message at the end of a room, the messages with metadata that went before it twice."""
+    for name in state.writes:
+        arrival = changed(last, count=1 + 2 * state.controls.get(name, 0))
+        self._rank.channel.send(name, encode(arrival))
+
+
+def one_page_late(original: Any, tokens: int, window: int, page_size: int) -> tuple[int, int]:
+    """Begin a window one token late."""
+    first = max(0, tokens - window + 1) // page_size
+    return first, -(-tokens // page_size) - first
+
+
+def never_ready_again(original: Any, self: prefill.PrefillScheduler, rank: int, message: Any) -> None:
+    """Do not become ready in a second life."""
+    if epoch_of(message.life) < 2:
+        original(self, rank, message)
+
+
+def fails_all(original: Any, self: router.Router, instance: str, reason: str) -> None:
+    """Fail the requests of all instances with the loss of one."""
+    original(self, instance, reason)
+    for request in tuple(self._rooms.values()):
+        self._fail(request, reason)
+
+
+def proven_at_once(self: Any, peer: str) -> Event:
+    """Say that nothing of a peer moves any more, without a proof."""
+    event = Event(self._clock)
+    event.succeed()
+    return event
