@@ -5,6 +5,7 @@ Folders of results are copied, edited and cut short; a `ConfigError` names the f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -141,6 +142,7 @@ def configuration(path: Path) -> dict[str, Any]:
         plain = yaml.load(path.read_bytes(), Loader=_loader())  # noqa: S506  # it is a safe one
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} has no keys; {_AGAIN}")
+        json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
         return dict(_flat(plain))
     except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a configuration: {_line(error)}; {_AGAIN}") from error
@@ -148,10 +150,10 @@ def configuration(path: Path) -> dict[str, Any]:
 
 @cache
 def _loader() -> Any:
-    """Return what reads YAML as OmegaConf does, dates as text, by libyaml where PyYAML has it."""
+    """Return what reads YAML as OmegaConf does, dates as text; libyaml is ended by deep nesting."""
     import yaml
 
-    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    base: Any = yaml.SafeLoader
     resolvers = {
         first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
         for first, found in base.yaml_implicit_resolvers.items()

@@ -11,6 +11,7 @@ import pytest
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.pages import PagePool, SlotPool
 from pdsim.kv.paths import REGION
+from pdsim.kv.verify.computed import ComputedChecker
 from pdsim.kv.verify.leaks import LeakChecker
 from pdsim.kv.verify.ownership import OwnershipChecker
 from pdsim.transfer import Batch, Region
@@ -19,7 +20,16 @@ LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, 
 
 
 def member(name: str, **state: Any) -> Any:
-    return SimpleNamespace(rank=SimpleNamespace(name=name), **state)
+    return SimpleNamespace(rank=SimpleNamespace(name=name, endpoint=SimpleNamespace(_regions={})), **state)
+
+
+def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
+    """Return a checker that tells *found*."""
+
+    def tell(invariant: str, text: str) -> None:
+        found.append((invariant, text))
+
+    return OwnershipChecker(tell, ComputedChecker(lambda *_: None))
 
 
 # --- whose memory is whose ------------------------------------------------------------------------------------------
@@ -48,7 +58,7 @@ def found() -> list[tuple[str, str]]:
 @pytest.fixture
 def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
     """Return the owners of a group whose leader, of its first life, gave page 0 and slot 1 to room 7 and then died."""
-    owners = OwnershipChecker(lambda invariant, text: found.append((invariant, text)))
+    owners = ownership(found)
     first = leader("decode0@1")
     first.pages.allocate(7, 1)
     first.slots.allocate(7)
@@ -87,8 +97,8 @@ def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: OwnershipC
 
 
 def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
-    owners = OwnershipChecker(lambda invariant, text: found.append((invariant, text)))
-    prefill = member("prefill0.0", life="prefill0@1", pages=PagePool(8), slots=SlotPool(2))
+    owners = ownership(found)
+    prefill = member("prefill0.0", life="prefill0@1", pages=PagePool(8), slots=SlotPool(2), _rooms={})
     prefill.sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
     prefill.pages.allocate(7, 1)
     owners.joined(prefill)
