@@ -134,6 +134,7 @@ def _target(config: Config, meter: _Meter, folder: Path) -> Iterator[Any]:
             collective=config.collective,
             jitter=config.jitter,
             samples=config.samples,
+            fold=config.simulate.fold == "auto",
         )
         return
     if config.target == "live":
