@@ -34,7 +34,7 @@ HEAVY = (
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
 _BASIS = ("version", "errors", "units", "guards", "plugins", "repository", "clock")
-_WAIST = ("transfer", "lazy_batch", "descriptors", "group", "job", "hardware", "costs")
+_WAIST = ("transfer", "transfer_log", "lazy_batch", "descriptors", "group", "job", "hardware", "costs")
 _RECORDS = ("record", "statistics", "environment", "schema")
 _SIMULATION = ("serving", "kv", "fabric", "waist")
 _ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)

@@ -161,6 +161,7 @@ def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | 
             collective=config.collective,
             jitter=config.jitter,
             samples=config.samples,
+            fold=config.simulate.fold == "auto",
         )
         return
     if config.target == "live":

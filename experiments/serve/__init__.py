@@ -23,6 +23,7 @@ from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
 from pdsim.serving.settings import Parallel, Side, Workload
 from pdsim.serving.workload import Request, draw
+from pdsim.transfer_log import joined
 from pdsim.units import Seconds
 
 __all__ = ["TARGETS", "Options", "check_fits", "job", "observed", "run", "specs"]
@@ -263,7 +264,8 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 own = {"instance": instance, "index": index, "job": plain}
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, own))
+                like = what.like(instance, index)
+                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, own, like))
     return found
 
 
@@ -313,7 +315,7 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
         ],
         tables=tables.tables(columns, config.workload, outcome) + paths.tables(),
         requests=columns,
-        transfers=[record for rank in outcome.ranks.values() for record in rank.transfers],
+        transfers=joined(rank.transfers for rank in outcome.ranks.values()),
         failures=failures,
         notes=tables.notes(columns, config.workload, what, outcome) + notes(outcome),
         outcome=outcome,

@@ -8,7 +8,7 @@ from typing import Any
 from pdsim.job import Outcome
 from pdsim.kv.paths import PATHS
 from pdsim.results.record import Metric, Table
-from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import RecordRun, runs
 
 __all__ = ["Paths", "notes"]
 
@@ -20,17 +20,17 @@ class Paths:
         self._taken: list[str] = [""] * count
         self._totals: dict[str, list[int]] = {}
         for rank in outcome.ranks.values():
-            for record in rank.transfers:
-                self._count(record)
+            for run in runs(rank.transfers):
+                self._count(run)
 
-    def _count(self, record: TransferRecord) -> None:
-        room, _, path = record.label.split("/")
+    def _count(self, run: RecordRun) -> None:
+        room, _, path = run.label.split("/")
         total = self._totals.get(path)
         if total is None:
             total = self._totals[path] = [0, 0, 0]
-        total[0] += 1
-        total[1] += record.nbytes
-        total[2] += record.descriptors
+        total[0] += run.count
+        total[1] += run.nbytes * run.count
+        total[2] += run.descriptors * run.count
         number = (int(room) - 1) % len(self._taken)  # a request that is sent out anew has another room
         taken = self._taken[number]
         if path not in taken:  # most rooms take one path, so its very name is kept

@@ -22,7 +22,7 @@ from pdsim.serving.live import Live
 from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
 from pdsim.units import Seconds
 
-__all__ = ["Check", "Config", "ExperimentOptions", "Launch"]
+__all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,17 @@ class ExperimentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """How ``target=model`` simulates; no choice here changes a result."""
+
+    fold: str = "auto"  # equal ranks: "auto" simulates one for all where that is exact, "off" each
+
+    def __post_init__(self) -> None:
+        if self.fold not in ("auto", "off"):
+            raise ValueError(f"simulate.fold must be one of auto, off, got {self.fold!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on."""
 
@@ -127,6 +138,7 @@ class Config:
     live: Live = field(default_factory=Live)  # the servers of target=live
     host_factor: float = 1.0  # of the model: the host's part of a transfer, as a multiple of the calibrated one's
     jitter: Jitter = field(default_factory=Jitter)  # of the model
+    simulate: Simulate = field(default_factory=Simulate)  # how the model does it
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
     samples: int = 0  # of the model: at how many instants, at least, the use of links and memories is kept; 0: never
     checks: str = "off"  # of the laws of simulation, in docs/reliability.md: "on" watches the run and fails it

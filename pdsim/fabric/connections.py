@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
-from pdsim.transfer import Batch
+from pdsim.transfer import Batch, Region
 
 if TYPE_CHECKING:
-    from pdsim.clock import Mailbox
     from pdsim.fabric.engine import Posting, SendQueue
+    from pdsim.fabric.host_latency import HostLatency
     from pdsim.fabric.memory import Bytes, SimBuffer
-    from pdsim.transfer import Notification, Region, Transfer
+    from pdsim.transfer import Notification, Transfer
 
-__all__ = ["Connection", "Part", "PostedTransfer", "Registration", "part_of"]
+__all__ = ["Connection", "EndpointAddress", "Part", "PostedTransfer", "Registration", "part_of"]
+
+
+class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `pdsim.fabric.endpoint.SimEndpoint.address` says, as JSON."""
+
+    rank: str
+    engine: str
+    regions: list[Region]
+    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
 
 class Registration:
@@ -40,18 +50,17 @@ class Remote(Protocol):
         """When it was closed or killed."""
 
     @property
-    def notifications(self) -> Mailbox:
-        """What its program learns at once."""
-
-    @property
-    def acts_at_once(self) -> bool:
-        """Whether its rank acts upon notifications when they arrive."""
+    def host_latency(self) -> HostLatency:
+        """When its rank acts upon what arrives."""
 
     def registration(self, region: Region) -> Registration | None:
         """Return what is registered there as *region*, if it still is."""
 
     def notify(self, notification: Notification) -> None:
         """Deliver *notification* when the rank acts upon what comes now."""
+
+    def notify_at(self, at: float, notification: Notification) -> None:
+        """Deliver *notification* at the time *at*, at once if that is not to come."""
 
 
 class Connection:

@@ -31,20 +31,22 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.connections import Connection, PostedTransfer, Registration
+from pdsim.fabric.connections import Connection, EndpointAddress, PostedTransfer, Registration
 from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
+from pdsim.fabric.fold import Columns
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
-from pdsim.fabric.posted import PostedTransfers
+from pdsim.fabric.posted import PostedTransfers, SeriesRecorder
 from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.series import SimSeries
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Repeated, Transfer
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Repeated, Transfer
 
 if TYPE_CHECKING:
     from pdsim.costs import Engine
     from pdsim.fabric.engine import Stages, Times
     from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.flows.network import Flow, Network
+    from pdsim.fabric.host_latency import HostLatency
     from pdsim.fabric.jitter import Draws
     from pdsim.fabric.memory import SimDevice
     from pdsim.fabric.topology import Site, Topology
@@ -73,6 +75,7 @@ class Fabric:
     gpu: Gpu | None = None  # the machine's
     draws: Draws | None = None  # of what jitters
     crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
+    columns: Columns = field(default_factory=Columns)  # the ranks that run for others
     endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
     copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
     shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
@@ -88,20 +91,11 @@ class Fabric:
         return PostingThreads(share, engine.threads)
 
 
-class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `SimEndpoint.address` says, as JSON."""
-
-    rank: str
-    engine: str
-    regions: list[Region]
-    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
-
-
 class SimEndpoint:
     """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
 
     def __init__(
-        self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: Recorder
+        self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: SeriesRecorder
     ) -> None:
         self.name = name
         self.site = site
@@ -142,9 +136,9 @@ class SimEndpoint:
         return self._notifications
 
     @property
-    def acts_at_once(self) -> bool:
-        """Whether the rank acts upon notifications when they arrive."""
-        return self._device.host_latency.instant
+    def host_latency(self) -> HostLatency:
+        """When the rank acts upon what arrives."""
+        return self._device.host_latency
 
     @property
     def quarantined(self) -> int:
@@ -190,7 +184,7 @@ class SimEndpoint:
         """Return JSON: this rank's name, its engine and the regions registered so far."""
         self._check_open()
         regions = [registration.region for registration in self._regions.values()]
-        return msgspec.json.encode(_Address(self.name, self.engine, regions, self.life))
+        return msgspec.json.encode(EndpointAddress(self.name, self.engine, regions, self.life))
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
@@ -199,17 +193,21 @@ class SimEndpoint:
         """
         self._check_open()
         try:
-            there = msgspec.json.decode(address, type=_Address)
+            there = msgspec.json.decode(address, type=EndpointAddress)
         except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's
             raise TransferFailed(f"{address[:40]!r} is not an address of {self.engine}: {error}") from None
         remote = self._fabric.endpoints.get(there.rank)
         if remote is None or remote.ended is not None or remote.life != there.life:
             raise PeerLost(f"{there.rank} is gone: nothing answers at its address")
+        self._fabric.columns.meet(self.name, there.rank)
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
             connection = self._connections[there.rank] = Connection(self, remote, self._send_queue(remote))
             remote._visitors.setdefault(self.name, []).append(self)
-        return Peer(there.rank, {region.name: region for region in there.regions}, connection)
+        # the peer's own objects where they are equal: then comparing them later is one look
+        known = [(remote.registration(region), region) for region in there.regions]
+        regions = {region.name: region if mine is None else mine.region for mine, region in known}
+        return Peer(there.rank, regions, connection)
 
     def write(
         self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
@@ -227,13 +225,13 @@ class SimEndpoint:
         """Begin *count* writes like that of *batch* if their times are known; see `pdsim.transfer.Endpoint.foresee`.
 
         They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
-        nothing else and the peer acts upon notifications at once, and `SendQueue.foresee` and `Foreseen.add` say so.
+        nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._check_local(batch.source), connection.remote
         watched = fabric.chance is not None or fabric.observer is not None or fabric.draws is not None
         watched = watched or self._device.holds_bytes
-        if watched or self._posted.moving or self._series or there.ended is not None or not there.acts_at_once:
+        if watched or self._posted.moving or self._series or there.ended is not None:
             return None
         way = connection.send_queue.foresee(batch.nbytes, len(batch), count)
         if way is None:
@@ -246,6 +244,8 @@ class SimEndpoint:
             flight.release()
             return None
         self._series = series
+        if notify and not there.host_latency.instant:
+            there.host_latency.expect(series)
         return series
 
     def quiesced(self, peer: str) -> Event:
@@ -302,14 +302,26 @@ class SimEndpoint:
         self._posted.time_out_at(now + limit, number)
         return transfer
 
-    def _report(self, flight: PostedTransfer, last: bool, submitted: Times, posted: Times, complete: Times) -> None:
+    def _report(
+        self, flight: PostedTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
+    ) -> None:
         """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
-        self._series = None
-        count = self._posted.record_series(flight, submitted, posted, complete)
+        series, self._series = self._series, None
+        assert series is not None
+        count, there, now = (
+            self._posted.record_series(flight, submitted, posted, complete),
+            flight.connection.remote,
+            0.0,
+        )
+        if count:
+            flight.connection.send_queue.carried(max(ended[-1], posted[-1]))
         if last:
             flight.release()
-        if flight.notify and count:
-            flight.connection.remote.notifications.deliver(Repeated(self.name, flight.notify, count))
+        if flight.notify:
+            if not there.host_latency.instant:
+                now = there.host_latency.conclude(series, count, self._fabric.clock.now)
+            if count:
+                there.notify_at(now, Repeated(self.name, flight.notify, count))
 
     def _resume(self, flight: PostedTransfer, stages: Stages, flow: Flow | None) -> Transfer:
         """Make *flight* the write of a series that is under way."""
@@ -366,6 +378,13 @@ class SimEndpoint:
             self._notifications.deliver(notification)
         else:
             clock.call_at(host_latency.acts(clock.now), self._wake_with, notification)
+
+    def notify_at(self, at: float, notification: Notification) -> None:
+        """Deliver *notification* at the time *at*, at once if that is not to come."""
+        if at > self._fabric.clock.now:
+            self._fabric.clock.call_at(at, self._wake_with, notification)
+        else:
+            self._notifications.deliver(notification)
 
     def _wake_with(self, notification: Notification) -> None:
         if self.ended is None:
@@ -484,5 +503,6 @@ class SimEndpoint:
         copier = None
         if model.in_order:
             copier = fabric.copiers.setdefault(self.site.name, CopyEngine(fabric.clock, fabric.gpu, fabric.draws))
+            copier.posters.add(self._poster)
         name = f"{self.name}>{remote.name}"
         return SendQueue(fabric.network, self._poster, model, outward, inward, name, copier, fabric.draws)

@@ -71,7 +71,7 @@ class CopyEngine:
     After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin with the next.
     """
 
-    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_idle_after", "_idle_wake", "_waiting")
+    __slots__ = ("_busy", "_clock", "_draws", "_idle", "_idle_after", "_idle_wake", "_waiting", "posters")
 
     def __init__(self, clock: Clock, gpu: Gpu | None = None, draws: Draws | None = None) -> None:
         self._clock = clock
@@ -80,6 +80,8 @@ class CopyEngine:
         self._idle = clock.now  # since when, or when it will be awake
         self._busy: dict[PostingThread, Posting] = {}
         self._waiting: dict[PostingThread, deque[tuple[Callable[[Posting], None], Posting]]] = {}
+        self.posters: set[PostingThread] = set()
+        """Those of the ranks that post through it."""
 
     def take(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
         """Call ``start(posting)`` when its turn has come among those of *poster*."""
@@ -103,6 +105,19 @@ class CopyEngine:
     def sleeps(self) -> bool:
         """Whether it takes time to begin after it was idle."""
         return self._idle_wake > 0.0
+
+    def stays_awake(self, at: float, pause: float) -> bool:
+        """Return whether it is idle and needs no rousing for a transfer at *at*, nor after *pause* seconds without.
+
+        It is not known where several ranks post: then its rest depends on all of them.
+        """
+        now = self._clock.now
+        idle = not self._busy and len(self.posters) == 1 and self._idle <= now
+        return idle and at - self._idle <= self._idle_after and pause < self._idle_after / 2
+
+    def rests_since(self, at: float) -> None:
+        """Take note that a transfer that was not shown to it ended at *at*."""
+        self._idle = max(self._idle, at)
 
     def hold(self, posting: Posting, poster: PostingThread) -> None:
         """Carry *posting*, which has begun before."""
@@ -277,11 +292,14 @@ class SendQueue:
         model, wire, poster = self.model, self._outward, self._poster
         simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
-        sleeps = self._copier is not None and self._copier.sleeps
         size = nbytes + descriptors * wire.occupancy
-        if not simple or at_once or sleeps or poster.free > self._clock.now or not size:
+        if not simple or at_once or poster.free > self._clock.now or not size:
             return None
         posting = model.posting(descriptors) * poster.slowness
+        if self._copier is not None and self._copier.sleeps:
+            first = self._clock.now if model.overlap else self._clock.now + posting
+            if not self._copier.stays_awake(first, posting + wire.latency):
+                return None
         return wire.path, size, SeriesSteps(count, posting, model.overlap, wire.latency)
 
     def resume(
@@ -321,6 +339,11 @@ class SendQueue:
             if flow is None and ended > now:
                 self._clock.call_at(ended, self._make_way, posting)
         return posting
+
+    def carried(self, at: float) -> None:
+        """Take note that the last of a series was carried at *at*, which is past."""
+        if self._copier is not None:
+            self._copier.rests_since(at)
 
     def seconds(self, posting: Posting) -> float:
         """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""

@@ -7,30 +7,105 @@ what came before it.  A rank's own timers, the steps of decode among them, do no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import inf, nextafter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdsim.hardware import Host
 
-__all__ = ["HostLatency"]
+__all__ = ["Coming", "HostLatency"]
+
+MANY = 8
+"""How many have to have come before it pays to look for those that leave no trace."""
+
+APART = 1e-9
+"""Seconds between two that come one after the other and not, but for rounding, together."""
+
+
+class Coming(Protocol):
+    """What comes at times that are known, without an event for each."""
+
+    coming: list[float]
+    """When, in order."""
+    met: int
+    """How many of them the rank has acted upon, or will."""
+    acted: float
+    """When it acts upon the last of those."""
 
 
 class HostLatency:
     """One life of one rank; a rank that has just started is not idle."""
 
-    __slots__ = ("_idle_after", "_idle_wake", "_last", "_wake", "instant")
+    __slots__ = ("_coming", "_idle_after", "_idle_wake", "_last", "_wake", "instant")
 
     def __init__(self, host: Host | None = None, now: float = 0.0) -> None:
         self._wake, self._idle_wake, self._idle_after = (
             (host.wake, host.idle_wake, host.idle_after) if host is not None else (0.0, 0.0, 0.0)
         )
         self._last = now  # when it acted, or will have acted, upon all that has come
+        self._coming: list[Coming] = []
         self.instant = not (self._wake or self._idle_wake)
         """Whether it acts upon everything at once."""
 
     def acts(self, now: float) -> float:
         """Return when it acts upon what comes at *now*; calls are in the order of time."""
+        if self._coming:
+            self._meet(now)
         late = self._idle_wake if now - self._last > self._idle_after else 0.0
         self._last = max(now + self._wake + late, nextafter(self._last, inf))
         return self._last
+
+    def expect(self, series: Coming) -> None:
+        """Act upon what *series* says at its times, until `conclude`."""
+        self._coming.append(series)
+
+    def conclude(self, series: Coming, count: int, now: float) -> float:
+        """Take note that no more of *series* comes than the first *count*, none after *now*; return when it acts."""
+        self._meet(now)
+        self._coming.remove(series)
+        while series.met < count:
+            self._act(series)
+        return series.acted
+
+    def _meet(self, now: float) -> None:
+        """Act upon all that has come before *now*, in the order of time."""
+        waiting = [(series, bisect_left(series.coming, now, series.met)) for series in self._coming]
+        if sum(end - series.met for series, end in waiting) > MANY:
+            self._skip([(series, end) for series, end in waiting if end > series.met])
+        while True:
+            first, at = None, now
+            for series in self._coming:
+                if series.met < len(series.coming) and series.coming[series.met] < at:
+                    first, at = series, series.coming[series.met]
+            if first is None:
+                return
+            self._act(first)
+
+    def _skip(self, waiting: Sequence[tuple[Coming, int]]) -> None:
+        """Skip what leaves no trace: all but the last few of each series, if none of it finds the rank asleep.
+
+        *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long as
+        it takes to wake from the cold, on the first.
+        """
+        kept = min(series.coming[max(end - 2, series.met)] for series, end in waiting)
+        ends = [(series, bisect_left(series.coming, kept, series.met, end)) for series, end in waiting]
+        skipped = [series.coming[end - 1] for series, end in ends if end > series.met]
+        if not skipped or kept - max(skipped) < APART:
+            return
+        if self._idle_wake:
+            first, begun = min(((series.coming[series.met], series) for series, _ in waiting), key=lambda pair: pair[0])
+            pause = begun.coming[1] - begun.coming[0] if len(begun.coming) > 1 else inf
+            if pause > self._idle_after or kept - first < self._idle_wake + APART:
+                return
+        for series, end in ends:
+            series.met = end
+        self._last = max(self._last, max(skipped) + self._wake)
+
+    def _act(self, series: Coming) -> None:
+        at = series.coming[series.met]
+        late = self._idle_wake if at - self._last > self._idle_after else 0.0
+        series.acted = self._last = max(at + self._wake + late, nextafter(self._last, inf))
+        series.met += 1

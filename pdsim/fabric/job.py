@@ -17,11 +17,12 @@ from simpy.core import EmptySchedule
 
 from pdsim.costs import Jitter
 from pdsim.errors import ConfigError
-from pdsim.fabric.channel import SimChannel
-from pdsim.fabric.collective import SimGroups
+from pdsim.fabric.channel import Absent, SimChannel
+from pdsim.fabric.collective import SimGroup, SimGroups
 from pdsim.fabric.endpoint import Fabric, SimEndpoint
 from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.flows.network import Network
+from pdsim.fabric.fold import Columns, plan
 from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.jitter import Draws
 from pdsim.fabric.job_clock import JobClock, RankClock
@@ -30,7 +31,8 @@ from pdsim.fabric.sampling import Sampling
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
 from pdsim.job import Outcome, Rank, RankResult, RankSpec
-from pdsim.transfer import Program, TransferRecord
+from pdsim.transfer import Program
+from pdsim.transfer_log import TransferLog, joined, logs
 
 if TYPE_CHECKING:
     from simpy.events import Event
@@ -59,6 +61,10 @@ class Model:
     With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants or
     up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
     ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
+
+    With *fold*, ranks that say that they are alike run once (`pdsim.fabric.fold`) where that is exact: with
+    ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody killed.
+    If a rank of such a job ends with an error, it is run again with all of them.
     """
 
     machine: Machine
@@ -72,6 +78,7 @@ class Model:
     collective: Collective | None = None
     jitter: Jitter | None = None
     samples: int = 0
+    fold: bool = True
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -94,7 +101,9 @@ class Model:
         Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
         or a program that cannot be imported.
         """
-        return _ModelJob(self, ranks, kill or {}, restart or {}).run()
+        job = _ModelJob(self, ranks, kill or {}, restart or {})
+        outcome = job.run()
+        return outcome if job.exact(outcome) else replace(self, fold=False).run(ranks)
 
     def using(self, engine: Engine) -> Model:
         """Return the same machine with another *engine*."""
@@ -105,10 +114,9 @@ class _Records:
     """A rank's recorder: keeps everything."""
 
     def __init__(self) -> None:
-        self.transfers: list[TransferRecord] = []
-
-    def transfer(self, record: TransferRecord) -> None:
-        self.transfers.append(record)
+        self.transfers = TransferLog()
+        self.transfer = self.transfers.append
+        self.series = self.transfers.extend_run
 
 
 class _Member:
@@ -146,7 +154,7 @@ class _ModelJob:
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
     ) -> None:
         names = [spec.name for spec in specs]
-        ranks_named(names, kill=kill, restart=restart)
+        ranks_named(names, kill=kill, restart=restart, like={spec.like: 0.0 for spec in specs if spec.like})
         programs = [_load(spec) for spec in specs]
         self._model = model
         self._chance = Chance(model.faults, model.seed) if model.faults is not None else None
@@ -159,15 +167,25 @@ class _ModelJob:
         draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
         ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
         crowded = frozenset(place for place, count in ranks.items() if count > 1)
-        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded)
         self._sampling = Sampling(self._clock, self._network, model.samples) if model.samples and not shuffled else None
+        exact = not (kill or restart) and model.observer is None and draws is None and self._chance is None
+        exact = exact and model.memory == "timing" and not isfinite(model.limit) and not model.samples
+        columns = plan(specs, self._topology, model.engine) if model.fold and exact else Columns()
+        self._fabric = Fabric(*shared, model.machine.gpu, draws, crowded, columns)
         self._groups = SimGroups(self._fabric, model.collective) if model.collective is not None else None
-        self._channels: dict[str, SimChannel] = {}
+        self._channels: dict[str, SimChannel | Absent] = {}
         self._memories: dict[str, DeviceMemory] = {}
         self._specs = {spec.name: (spec, program) for spec, program in zip(specs, programs, strict=True)}
-        self._live = {spec.name: self._member(spec) for spec in specs}
+        self._columns = self._fabric.columns
+        absent = self._columns.originals
+        self._live: dict[str, _Member] = {}
+        for spec in specs:
+            if spec.name in absent:
+                self._stand_in(spec, self._specs[absent[spec.name]][0])
+            else:
+                self._live[spec.name] = self._member(spec)
         self._results: dict[str, RankResult] = {}
-        for name in names:
+        for name in self._live:
             self._start(name)
         for name, at in kill.items():
             self._clock.call_at(at, self._kill, name)
@@ -224,7 +242,7 @@ class _ModelJob:
 
     def run(self) -> Outcome:
         with _seldom_collecting():
-            while self._live:
+            while self._live and not self._columns.crossings:
                 self._turn()
         return self._outcome()
 
@@ -255,6 +273,23 @@ class _ModelJob:
         channel = SimChannel(spec.name, host, self._clock, clock, self._channels, hold, watch, delay, host_latency)
         return _Member(clock, device, endpoint, channel, records)
 
+    def _stand_in(self, spec: RankSpec, original: RankSpec) -> None:
+        """Let *original* run for *spec*."""
+        channel = self._channels[original.name]
+        assert isinstance(channel, SimChannel)
+        channel.stand_for(self._columns.copies[original.name], self._columns.copies)
+        self._channels[spec.name] = Absent(channel)
+        here, there = self._topology.site(spec.place), self._topology.site(original.place)
+        self._memories[here.name] = self._memories[there.name]
+
+    def exact(self, outcome: Outcome) -> bool:
+        """Return whether *outcome* is what it would have been if every rank had run."""
+        if not self._columns:
+            return True
+        absent = [channel for channel in self._channels.values() if isinstance(channel, Absent)]
+        failed = any(result.error for result in outcome.ranks.values())
+        return not (failed or self._columns.crossings) and all(channel.agrees for channel in absent)
+
     def _delay(self, sender: str, receiver: str) -> float:
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
         return self._topology.delay(one, other)
@@ -278,9 +313,14 @@ class _ModelJob:
         if self._sampling is not None:
             rank.sampler = self._sampling.gauge
         if (groups := self._groups) is not None:
-            rank.groups = lambda names: groups.group(names, member.clock, member.device, member.records)
+            rank.groups = lambda names: self._group(groups, names, member)
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
+
+    def _group(self, groups: SimGroups, names: tuple[str, ...], member: _Member) -> SimGroup:
+        if self._columns:
+            self._columns.crossings.append(f"the group of {', '.join(names)}")
+        return groups.group(names, member.clock, member.device, member.records)
 
     def _on_end(self, name: str, event: Event) -> None:
         """End rank *name*, whose program has returned or raised."""
@@ -311,7 +351,7 @@ class _ModelJob:
         if self._groups is not None:
             self._groups.end(name)
         before = self._results[name].transfers if name in self._results else ()
-        transfers = [*before, *member.records.transfers] if before else member.records.transfers
+        transfers = joined([before, member.records.transfers]) if before else member.records.transfers
         refused = member.channel.refused
         self._results[name] = RankResult(name, value, error, member.endpoint.engine, transfers, refused)
         if self._model.observer is not None:
@@ -328,16 +368,30 @@ class _ModelJob:
             self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
 
     def _outcome(self) -> Outcome:
-        seconds = self._clock.now
-        used = [(link, link.carried) for link in self._network.links]
-        # nominal: a link that is stalled when the job ends carries nothing at that instant
-        links = {link.name: carried / (link.nominal * seconds) for link, carried in used if carried and seconds}
+        seconds, columns = self._clock.now, self._columns
+        for name in self._live:  # what is left of a job that cannot be folded
+            self._results[name] = RankResult(name, error="stopped")
+        for number in range(columns.count):
+            names = columns.names(number)
+            for name, copy in names.items():
+                self._results[copy] = _as_copy(self._results[name], copy, names)
+        links = {}
+        for name, link in columns.unfold(self._network.links):
+            carried = link.carried
+            if carried and seconds:
+                # nominal: a link that is stalled when the job ends carries nothing at that instant
+                links[name] = carried / (link.nominal * seconds)
         pools = {
-            f"{memory.name}/{pool}": peak for memory in self._memories.values() for pool, peak in memory.peaks().items()
+            f"{name}/{pool}": peak for name, memory in self._memories.items() for pool, peak in memory.peaks().items()
         }
         results = {name: self._results[name] for name in self._specs}
         samples = list(self._sampling.rows()) if self._sampling is not None else []
         return Outcome(results, seconds, links, pools, self._clock.events, samples)
+
+
+def _as_copy(result: RankResult, copy: str, names: Mapping[str, str]) -> RankResult:
+    """Return *result* as that of *copy*, where the ranks of its column are called *names*."""
+    return replace(result, name=copy, transfers=joined(log.renamed(names) for log in logs(result.transfers)))
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
+from simpy.events import NORMAL
 
-from pdsim.clock import Call, Clock
+from pdsim.clock import Call, Clock, push
 from pdsim.fabric.faults import Ties
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class RankClock(Clock):
         """Seconds since the start of the job."""
         return self.job._now
 
+    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
+        """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
+        if when < self.job._now:
+            raise ValueError(f"at(={when}) must not be before now(={self.job._now})")
+        push(self._queue, (when, NORMAL, next(self._eid), Call(self, function, argument)))
+
     def stop(self) -> None:
         """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
         self.stopped = True
@@ -59,6 +66,12 @@ class JobClock(Clock):
             self._eid = Ties(self, ties, each=True)  # type: ignore[assignment]
         self.events = 0
         """Events processed until now."""
+
+    def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
+        """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
+        if when < self._now:
+            raise ValueError(f"at(={when}) must not be before now(={self._now})")
+        push(self._queue, (when, NORMAL, next(self._eid), Call(self, function, argument)))
 
     def turn(self, limit: int, live: Sized, crashed: Callable[[RankClock, BaseException], None]) -> None:
         """Process at most *limit* events, until *live* is empty.

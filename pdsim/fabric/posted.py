@@ -6,11 +6,12 @@ States and transitions are those of `pdsim.transfer.Transfer`.  Why a transfer f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdsim.clock import fire
 from pdsim.fabric.deadlines import Deadlines
 from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import Kind, RecordRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,15 +20,24 @@ if TYPE_CHECKING:
     from pdsim.errors import TransferError
     from pdsim.fabric.connections import PostedTransfer
     from pdsim.fabric.engine import Times
-    from pdsim.transfer import Recorder
 
-__all__ = ["PostedTransfers"]
+__all__ = ["PostedTransfers", "SeriesRecorder"]
+
+
+class SeriesRecorder(Protocol):
+    """A `pdsim.transfer.Recorder` that takes many records at once."""
+
+    def transfer(self, record: TransferRecord) -> None:
+        """Keep *record*."""
+
+    def series(self, run: RecordRun, *times: Times) -> None:
+        """Keep the records of *run* with these *times*, in the order of `TransferRecord`."""
 
 
 class PostedTransfers:
     """Those of one endpoint, by number.  ``time_out(number)`` is called for one that is here at its deadline."""
 
-    def __init__(self, clock: Clock, engine: str, recorder: Recorder, time_out: Callable[[int], None]) -> None:
+    def __init__(self, clock: Clock, engine: str, recorder: SeriesRecorder, time_out: Callable[[int], None]) -> None:
         self.moving: dict[int, PostedTransfer] = {}
         self.quarantined = 0
         """How many of them have failed."""
@@ -106,9 +116,8 @@ class PostedTransfers:
 
     def record_series(self, posted: PostedTransfer, submitted: Times, at: Times, complete: Times) -> int:
         """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
-        batch = posted.transfer.batch
-        same = self._engine, "write", batch.source.owner, batch.target.owner, batch.nbytes, len(batch)
-        label, keep = posted.transfer.label, self._recorder.transfer
-        for begun, post, end in zip(submitted.tolist(), at.tolist(), complete.tolist(), strict=True):
-            keep(TransferRecord(*same, begun, begun, post, end, end, "ok", label))
-        return len(complete)
+        batch, count = posted.transfer.batch, len(complete)
+        kind = Kind(self._engine, "write", batch.source.owner, batch.target.owner, "ok")
+        run = RecordRun(kind, posted.transfer.label, batch.nbytes, len(batch), count)
+        self._recorder.series(run, submitted, submitted, at, complete, complete)
+        return count

@@ -37,9 +37,9 @@ class SimSeries(Series):
     """Writes of which *steps* are known; see `pdsim.transfer.Endpoint.foresee`.
 
     Succeeds, by `fire`, with the number of writes that are complete and the one under way, which is None at the end.
-    ``report(last, submitted, posted, complete)`` is called with the times of those complete, *last* if none is under
-    way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the wire: it returns
-    that write as a transfer.  All go to *peer*.
+    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none is
+    under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the wire: it
+    returns that write as a transfer.  All go to *peer*.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SimSeries(Series):
         network: Network,
         steps: SeriesSteps,
         peer: str,
-        report: Callable[[bool, Times, Times, Times], None],
+        report: Callable[[bool, Times, Times, Times, Times], None],
         resume: Callable[[Stages, Flow | None], Transfer],
     ) -> None:
         super().__init__(clock)
@@ -59,6 +59,9 @@ class SimSeries(Series):
         self._report = report
         self._resume = resume
         self._stages: tuple[Times, ...] = ()
+        self.coming: list[float] = []  # as `pdsim.fabric.host_latency.Coming`: when the notifications come
+        self.met = 0
+        self.acted = 0.0
         self._plan: Plan
         self._alarm: Alarm | None = None
 
@@ -85,7 +88,8 @@ class SimSeries(Series):
     def _expect(self) -> None:
         """Wake at the end of the last write."""
         self._stages = self._steps.stages(self._plan.start, self._plan.seconds)
-        ended, complete = float(self._stages[-2][-1]), float(self._stages[-1][-1])
+        self.coming = self._stages[-1].tolist()
+        ended, complete = float(self._stages[-2][-1]), self.coming[-1]
         # without latency it completes with its flow, which is after all else of the instant
         self._alarm = Alarm(self._hardware, self._on_end, LAST if ended == complete else NORMAL)
         self._alarm.arm(complete)
@@ -106,5 +110,5 @@ class SimSeries(Series):
         fire(self, (count, self._resume((submitted, posted, begin, end, complete), flow)))
 
     def _tell(self, count: int, *, last: bool) -> None:
-        submitted, posted, _, _, complete = self._stages
-        self._report(last, submitted[:count], posted[:count], complete[:count])
+        submitted, posted, _, ended, complete = (column[:count] for column in self._stages)
+        self._report(last, submitted, posted, ended, complete)

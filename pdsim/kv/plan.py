@@ -70,14 +70,11 @@ class Planner:
             [section for section in sections if section.component == component and section]
             for component in source.shape.state.components
         ]
+        self.planes = sum(map(len, self._kv))
+        """The planes of keys and values that both ranks have."""
         self._source, self._target = _nameless(source), _nameless(target)
         # with arrays, a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
         self.batch = lru_cache(maxsize=256 if part.heads is None else 8)(self._batch)
-
-    @property
-    def planes(self) -> int:
-        """The planes of keys and values that both ranks have."""
-        return sum(map(len, self._kv))
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
         """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.

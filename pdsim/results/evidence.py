@@ -5,7 +5,8 @@ A modelled number is no better than its parameters; a measured one is evidence i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.hardware import EVIDENCE
 from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import runs
 from pdsim.units import format_rate, format_size
 
 __all__ = ["Evidence", "extrapolations", "gather", "host_spread"]
@@ -118,7 +120,7 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    largest = max(record.nbytes for record in transfers)
+    largest = max(run.nbytes for run in runs(transfers))
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
         source = next(
@@ -145,7 +147,7 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str
     calibration, model = config.calibration, config.backend.intra
     if config.target != "model" or not transfers or calibration is None or not calibration.hosts or model is None:
         return []
-    shapes = {(record.descriptors, record.nbytes, record.operation == "read") for record in transfers}
+    shapes = {(run.descriptors, run.nbytes, run.kind.operation == "read") for run in runs(transfers)}
     spans = []
     for factor in (min(calibration.hosts), max(calibration.hosts)):
         moved = on_host(config.backend, factor).intra
@@ -168,20 +170,32 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
     calibration = config.calibration
     if calibration is None:
         return
-    for name, unit, span, values in (
-        ("descriptors", str, calibration.descriptors, [record.descriptors for record in transfers]),
-        ("bytes", format_size, calibration.bytes, [record.nbytes for record in transfers]),
-    ):
-        if not span:
-            continue
-        low, high = span
-        outside = sum(value > high or value < low for value in values)
-        if not outside:
-            continue
-        most, least = max(values), min(values)
-        factor = most / high if most > high else low / max(least, 1)
-        at = most if most > high else least
-        yield (
-            f"warning: {outside} of {len(values)} transfers lie outside calibration={calibration.name}, whose samples "
-            f"have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
-        )
+    counts = Counter[tuple[int, int]]()
+    for run in runs(transfers):
+        counts[run.descriptors, run.nbytes] += run.count
+    yield from _outside(calibration.name, "descriptors", str, calibration.descriptors, counts, 0)
+    yield from _outside(calibration.name, "bytes", format_size, calibration.bytes, counts, 1)
+
+
+def _outside(
+    calibration: str,
+    name: str,
+    unit: Callable[[float], str],
+    span: Sequence[float],
+    counts: Mapping[tuple[int, int], int],
+    place: int,
+) -> Iterator[str]:
+    """Yield a warning if the values in *place* of *counts*, which says how many transfers have each, leave *span*."""
+    if not span:
+        return
+    low, high = span
+    outside = sum(count for shape, count in counts.items() if not low <= shape[place] <= high)
+    if not outside:
+        return
+    most, least = (pick(shape[place] for shape in counts) for pick in (max, min))
+    factor = most / high if most > high else low / max(least, 1)
+    at = most if most > high else least
+    yield (
+        f"warning: {outside} of {sum(counts.values())} transfers lie outside calibration={calibration}, whose samples "
+        f"have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
+    )

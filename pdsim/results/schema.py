@@ -5,21 +5,25 @@ Columns are part of the public interface.  A change of a meaning or a type raise
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.job import SampleRow
 from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import TransferLog, logs
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
     *("INSTANTS", "LIVE", "OPTIONAL", "REQUESTS", "SAMPLES", "TRANSFERS"),
-    *("VERSION", "Column", "requests_table", "samples_table", "transfers_table"),
+    *("VERSION", "Column", "requests_table", "samples_table", "transfers_table", "transfers_tables"),
 ]
 
 VERSION = 1
+
+ROW_GROUP = 1 << 19
+"""Rows of transfers that are made and written at a time."""
 
 
 class Column(NamedTuple):
@@ -130,18 +134,36 @@ def _schema(columns: Sequence[Column]) -> pa.Schema:
 
 def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
     """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given."""
+    import pyarrow as pa
+
+    return pa.concat_tables(transfers_tables(records)).combine_chunks()
+
+
+def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
+    """Yield `transfers_table` in tables of about so many *rows*, at least one."""
+    import pyarrow as pa
+
+    found: list[pa.Table] = []
+    for log in logs(records):
+        for first in range(0, len(log), rows):
+            found.append(_transfers(log.columns(first, first + rows)))
+            if sum(table.num_rows for table in found) >= rows:
+                yield pa.concat_tables(found).combine_chunks()
+                found = []
+    if found or not records:
+        yield pa.concat_tables(found).combine_chunks() if found else _transfers(TransferLog().columns())
+
+
+def _transfers(columns: dict[str, Any]) -> pa.Table:
     import numpy as np
     import pyarrow as pa
 
-    columns: dict[str, Any] = dict.fromkeys(TransferRecord._fields, ())
-    if records:
-        columns = dict(zip(TransferRecord._fields, zip(*records, strict=True), strict=True))
-    ok = np.array([status == "ok" for status in columns["status"]], dtype=bool)
-    nbytes = np.array(columns["nbytes"], dtype=np.float64)
+    ok = columns["status"] == "ok"
+    nbytes = columns["nbytes"].astype(np.float64)
     columns["batch_size"] = columns.pop("descriptors")
-    batch = np.array(columns["batch_size"], dtype=np.float64)
+    batch = columns["batch_size"].astype(np.float64)
     submitted, prepared, posted, completed, seen = (
-        np.array(columns[name], dtype=np.float64) for name in ("submitted", "prepared", "posted", "completed", "seen")
+        columns[name] for name in ("submitted", "prepared", "posted", "completed", "seen")
     )
     with np.errstate(divide="ignore", invalid="ignore"):
         columns |= {

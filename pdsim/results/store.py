@@ -22,7 +22,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,7 @@ from pdsim.job import Outcome
 from pdsim.results import evidence, reading, schema
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
+from pdsim.transfer_log import runs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,7 +101,7 @@ class Run:
     def finish(self, result: Result) -> Path:
         """Write *result*, take the mark off the folder and return where it now is."""
         serving = bool(result.requests)
-        gathering = any(record.operation == "all_gather" for record in result.transfers)
+        gathering = any(run.kind.operation == "all_gather" for run in runs(result.transfers))
         self._about |= {
             "status": "partial" if result.failures else "ok",
             "error": result.failures[0] if result.failures else "",
@@ -111,10 +112,10 @@ class Run:
             self._about["offered_load"] = dict(result.offered_load)
         if self.config.target != "model":
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
-        self._write("requests.parquet", _parquet(schema.requests_table(result.requests)))
-        self._write("transfers.parquet", _parquet(schema.transfers_table(result.transfers)))
+        self._write("requests.parquet", _parquet([schema.requests_table(result.requests)]))
+        self._write("transfers.parquet", _parquet(schema.transfers_tables(result.transfers)))
         if result.outcome is not None and result.outcome.samples:
-            self._write("samples.parquet", _parquet(schema.samples_table(result.outcome.samples)))
+            self._write("samples.parquet", _parquet([schema.samples_table(result.outcome.samples)]))
         self._write("summary.json", _json(summary(result)))
         self._write_about()
         self._sync_folder(self.folder)
@@ -310,18 +311,24 @@ def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
 def _engines(result: Result) -> list[str]:
     """Return what moved bytes, as the engines named themselves: never as the configuration did."""
     ranks = result.outcome.ranks.values() if result.outcome else ()
-    return sorted({rank.engine for rank in ranks if rank.engine} | {record.engine for record in result.transfers})
+    return sorted({rank.engine for rank in ranks if rank.engine} | {run.kind.engine for run in runs(result.transfers)})
 
 
 def _json(value: Any) -> bytes:
     return (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _parquet(tables: Iterable[pa.Table]) -> bytes:
+    """Return *tables* of one schema, one or more, as a file: no two of them are in memory together."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    writer = None
+    for table in tables:
+        writer = writer or pq.ParquetWriter(sink, table.schema, compression="zstd")
+        writer.write_table(table)
+    assert writer is not None
+    writer.close()
     content: bytes = sink.getvalue().to_pybytes()
     return content

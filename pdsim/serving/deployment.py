@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -21,31 +22,37 @@ __all__ = ["ROUTER", "Deployment", "epoch_of", "index_of", "instance_of", "leade
 ROUTER = "router"
 
 
+@lru_cache(4096)
 def rank_name(instance: str, index: int) -> str:
     """Return the name of the *index*-th rank: ``rank_name("prefill0", 1) == "prefill0.1"``."""
     return f"{instance}.{index}"
 
 
+@lru_cache(4096)
 def leader(name: str) -> str:
     """Return the rank that schedules for the instance, or the life of one, called *name*."""
     return rank_name(instance_of(name), 0)
 
 
+@lru_cache(4096)
 def life_name(instance: str, epoch: int) -> str:
     """Return the name of one life of an instance: ``life_name("prefill0", 2) == "prefill0@2"``."""
     return f"{instance}@{epoch}"
 
 
+@lru_cache(4096)
 def epoch_of(life: str) -> int:
     """Return the epoch of *life*: the inverse of `life_name`."""
     return int(life.partition("@")[2])
 
 
+@lru_cache(4096)
 def instance_of(name: str) -> str:
     """Return the instance that the rank or the life called *name* belongs to."""
     return name.partition(".")[0].partition("@")[0]
 
 
+@lru_cache(4096)
 def index_of(rank: str) -> int:
     """Return the number of *rank* in its group: the inverse of `rank_name`."""
     return int(rank.partition(".")[2])
@@ -126,6 +133,23 @@ class Deployment:
     def rank_map(self) -> RankMap:
         """Who writes what to whom."""
         return RankMap(self.shape, self.prefill, self.decode, self.all_cp_ranks)
+
+    def like(self, instance: str, index: int) -> str:
+        """Return the rank that does the same as this one at the same times, if equal hardware is below; "" if none.
+
+        Those are the followers where both sides have the same tensor parallelism and nothing else: each writes, or
+        reads, what the follower of the same number on the other side keeps, of the same requests.
+        """
+        plain = self.prefill == self.decode and self.prefill.pp == self.prefill.cp == 1
+        plain = plain and self.prefill_dp == self.decode_dp == 1 and not self.colocated
+        drawn = bool(self.engine.variation and self.engine.prefill.send)  # by each rank for itself
+        shared = bool(self.cache.host)  # host memory, which KV goes to and comes back from
+        if not plain or drawn or shared or not 1 < index < self.prefill.size:
+            return ""
+        ways = self.rank_map
+        if any(ways.readers(i) != (i,) or ways.part(i, i) != ways.part(1, 1) for i in (1, index)):
+            return ""
+        return rank_name(instance, 1)
 
     def grid(self, instance: str) -> Grid:
         """Return the ranks of *instance*."""

@@ -5,10 +5,10 @@ Each draw is from a stream of its own, named by the instance, so that one seed g
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import stream
@@ -58,17 +58,33 @@ class Host:
 
 
 class StepVariation:
-    """By how much the host time of steps differs from its mean, one draw a step, summed up ahead of time."""
+    """By how much the host time of steps differs from its mean, one draw a step, summed up ahead of time.
+
+    Sums are kept in blocks, so that a long run costs as much a step as a short one, and no memory once it is past.
+    """
 
     def __init__(self, mean: float, variation: float, seed: int, name: str) -> None:
         self._mean = mean
         self._shape = variation**-2
         self._random = stream(seed, f"{name}.steps")
-        self._sums: npt.NDArray[np.float64] = np.zeros(1)
+        self._blocks: deque[list[float]] = deque()
+        self._first = 0  # the number of the first block that is kept
+        self._sum = 0.0  # at the end of the last one
 
     def until(self, step: int) -> float:
-        """Return the sum of the deviations of the first *step* steps, in seconds."""
-        while step >= len(self._sums):
+        """Return the sum of the deviations of the first *step* steps, in seconds; not of those to `forget`."""
+        if not step:
+            return 0.0
+        number, place = divmod(step - 1, _DRAWS)
+        blocks = self._blocks
+        while number - self._first >= len(blocks):
             drawn = self._mean * (self._random.gamma(self._shape, 1 / self._shape, _DRAWS) - 1)
-            self._sums = np.concatenate((self._sums, self._sums[-1] + np.cumsum(drawn)))
-        return float(self._sums[step])
+            blocks.append((self._sum + np.cumsum(drawn)).tolist())
+            self._sum = blocks[-1][-1]
+        return blocks[number - self._first][place]
+
+    def forget(self, step: int) -> None:
+        """Take note that nobody will ask for fewer steps than *step*."""
+        while self._blocks and (self._first + 1) * _DRAWS < step:
+            self._blocks.popleft()
+            self._first += 1

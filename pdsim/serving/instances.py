@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.mapping import dp_rank
 from pdsim.kv.messages import Enroll, Meet
@@ -12,6 +14,17 @@ from pdsim.serving.deployment import Deployment, instance_of, life_name, rank_na
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 
 __all__ = ["InstanceRegistry"]
+
+
+def own_place(sender: str, message: Enroll) -> Enroll:
+    """Return *message* with the place of *sender*, where its name has one: a rank that runs for others tells its own.
+
+    >>> from pdsim.kv.messages import Terms
+    >>> own_place("prefill0.3", Enroll("prefill0", 1, 0, Terms(64, "bf16"))).index
+    3
+    """
+    instance, _, index = sender.rpartition(".")
+    return replace(message, index=int(index)) if instance == message.instance and index.isdecimal() else message
 
 
 class _Side:

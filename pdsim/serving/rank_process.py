@@ -53,6 +53,8 @@ class RankProcess:
         self.ignored = 0
         self.handlers: dict[type[KvMessage], Handler] = {Ping: self._ping}
         self._heard = rank.clock.now
+        self._payload: bytes | None = None
+        self._message: Any = None  # the last one, decoded
 
     def run(self) -> Program:
         """Serve until the router says stop; return `report`."""
@@ -112,7 +114,9 @@ class RankProcess:
 
     def _handle(self, sender: str, payload: bytes) -> None:
         try:
-            message = decode(payload)
+            if payload is not self._payload:  # of several ranks at once it is one object
+                self._message, self._payload = decode(payload), payload
+            message = self._message
         except Refused as error:
             raise MessageError(f"refused by {sender}: {error}") from None
         except MessageError as error:

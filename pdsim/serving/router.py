@@ -40,7 +40,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.serving.host import Host
-from pdsim.serving.instances import InstanceRegistry
+from pdsim.serving.instances import InstanceRegistry, own_place
 from pdsim.serving.rank_process import Handler, RankProcess
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
@@ -428,6 +428,7 @@ class Router(RankProcess):
             self._lose(instance, f"MessageError: {reason}")
 
     def _enroll(self, sender: str, message: Enroll) -> None:
+        message = own_place(sender, message)
         try:
             self.registry.bootstrap.check(message)
         except MessageError as error:

@@ -22,6 +22,7 @@ class GrowingMemory:
         self._job = job
         self._pool = pool
         self._batch = batch
+        self._lacking: list[tuple[int, int]] = []  # room and pages, of the next step
 
     def admits(self, tokens: int, others: int) -> bool:
         """Return whether a request of *tokens* may have pages beside *others* that have some.
@@ -34,14 +35,16 @@ class GrowingMemory:
 
     def short(self) -> bool:
         """Return whether there are too few pages for the next step of all."""
-        return sum(map(self._lacks, self._batch)) > self._pool.free
+        needs = ((member.number, self._lacks(member)) for member in self._batch)
+        self._lacking = [(number, pages) for number, pages in needs if pages]
+        return sum(pages for _, pages in self._lacking) > self._pool.free
 
     def grow(self) -> None:
-        """Give every request the pages that its next step needs.  Raise a `ValueError` if there are too few."""
-        for member in self._batch:
-            lacks = self._lacks(member)
-            if lacks and not self._pool.extend(member.number, lacks):
-                raise ValueError(f"room {member.number} lacks {lacks} pages, {self._pool.free} are free")
+        """Give every request the pages that its next step needs, of which `short` has just said that they are there."""
+        for number, lacks in self._lacking:
+            if not self._pool.extend(number, lacks):
+                raise ValueError(f"room {number} lacks {lacks} pages, {self._pool.free} are free")
+        self._lacking = []
 
     def steps(self) -> float:
         """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""

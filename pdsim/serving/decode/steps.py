@@ -73,7 +73,9 @@ def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: in
     def need(steps: int) -> int:
         return int((-(-(tokens + (steps - 1)) // page_size)).sum())
 
-    low, high = 0, most  # need(low) fits, or low is 0
+    if need(most) <= pages:
+        return most
+    low, high = 0, most - 1  # need(low) fits, or low is 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if need(middle) <= pages else (low, middle - 1)
@@ -173,6 +175,8 @@ class RunningBatch:
         if not batch:
             self._span, self._idle_since = None, now
             return math.inf
+        if self._variation is not None:
+            self._variation.forget(self._step)
         self._span = self._spanned(now, self._bases[batch])
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 

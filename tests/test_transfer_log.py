@@ -1,0 +1,85 @@
+"""A log is a sequence of records: it keeps columns, and reads as the list that it was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pdsim.results.schema import transfers_table, transfers_tables
+from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import Kind, RecordRun, TransferLog, joined, runs
+
+
+def record(number: int, **changes: object) -> TransferRecord:
+    times = (number + 0.1, number + 0.2, number + 0.3, number + 0.4, number + 0.5)
+    return TransferRecord("model:x", "write", "a", "b", 64, 2, *times, label="1/0/sliced")._replace(**changes)
+
+
+RECORDS = [
+    record(0),
+    record(1, status="PeerLost", label="2/0/sliced"),
+    *map(record, range(2, 9)),
+    record(9, source="c"),
+]
+SERIES = RecordRun(Kind("model:x", "write", "a", "b", "ok"), "1/0/sliced", 64, 2, 7)
+
+
+@dataclass(frozen=True)
+class Holder:
+    transfers: object
+
+
+@pytest.fixture
+def log() -> TransferLog:
+    made = TransferLog(RECORDS[:2])
+    times = (np.array([number + tenth / 10 for number in range(2, 9)]) for tenth in range(1, 6))
+    made.extend_run(SERIES, *times)
+    made.append(RECORDS[9])
+    return made
+
+
+def test_it_reads_as_the_records_that_were_appended(log: TransferLog):
+    assert list(log) == RECORDS
+    assert [log[i] for i in range(-10, 10)] == RECORDS * 2
+    assert log[3:5] == RECORDS[3:5]
+    assert all(type(value) in (str, int, float) for value in log[4])
+    with pytest.raises(IndexError):
+        log[10]
+
+
+def test_it_is_equal_to_equal_records(log: TransferLog):
+    assert log == RECORDS
+    assert Holder(log) == Holder(TransferLog(RECORDS))
+    assert log != RECORDS[:-1]
+    assert log != [*RECORDS[:-1], record(10)]
+    assert TransferLog() == []
+
+
+def test_runs_are_what_records_have_in_common(log: TransferLog):
+    assert [run.count for run in log.runs()] == [1, 1, 7, 1]
+    assert sum(run.count * run.nbytes for run in runs(RECORDS)) == 640
+
+
+def test_renamed_has_other_ranks_and_the_same_times(log: TransferLog):
+    other = log.renamed({"a": "x", "b": "y"})
+    assert [(one.source, one.target) for one in other] == [("x", "y")] * 9 + [("c", "y")]
+    assert [one[6:11] for one in other] == [one[6:11] for one in log]
+    assert log == RECORDS
+
+
+def test_joined_are_the_records_of_all_parts(log: TransferLog):
+    both = joined([log, RECORDS[:2], joined([log])])
+    assert both == [*RECORDS, *RECORDS[:2], *RECORDS]
+    assert [both[i] for i in (0, 11, -1)] == [RECORDS[0], RECORDS[1], RECORDS[9]]
+    assert both[9:11] == [RECORDS[9], RECORDS[0]]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 100])
+def test_tables_in_pieces_are_the_table_of_all(log: TransferLog, rows: int):
+    import pyarrow as pa
+
+    pieces = list(transfers_tables(joined([log, RECORDS]), rows))
+    assert pa.concat_tables(pieces).combine_chunks().equals(transfers_table([*RECORDS, *RECORDS]))
+    assert len(pieces) == -(-20 // rows) or rows in (3, 4)
