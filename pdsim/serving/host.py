@@ -22,6 +22,9 @@ class Host:
     """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean.
 
     *costs* are those of a forward of so many *layers*: `HostCosts.launch` is that of all of them.
+
+    Draws are from a gamma distribution with the mean of the cost and the given coefficient of variation, so they are
+    never negative.
     """
 
     def __init__(self, costs: HostCosts, variation: float, seed: int, name: str, layers: int = 1) -> None:
@@ -58,7 +61,10 @@ class Host:
 
 
 class StepVariation:
-    """By how much the host time of steps differs from its mean, one draw a step, summed up ahead of time."""
+    """By how much the host time of steps differs from its mean, one draw a step, summed up ahead of time.
+
+    Deviations are drawn in blocks and summed, so `until` costs nothing for steps that were drawn before.
+    """
 
     def __init__(self, mean: float, variation: float, seed: int, name: str) -> None:
         self._mean = mean

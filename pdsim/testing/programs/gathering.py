@@ -83,6 +83,10 @@ def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
 
 
 def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
+    """Gather a piece of *size* bytes in symmetric memory.
+
+    Return how many bytes are wrong, and the kind of memory that the record names.
+    """
     source = rank.device.allocate(size, SYMMETRIC)
     target = rank.device.allocate(size * len(group.names), SYMMETRIC)
     if rank.device.holds_bytes:

@@ -34,6 +34,7 @@ def reconnect(rank: Rank, to: str, times: int) -> Program:
 
 
 def be_reconnected(rank: Rank, by: str, times: int) -> Program:
+    """Take one write over each of the connections of *by*; return wrong bytes and surplus notifications."""
     mail = Mail(rank)
     buffer = filled(rank, 64 * times, None)
     rank.endpoint.register(buffer, "sink")
@@ -67,6 +68,7 @@ def close_twice(rank: Rank, peer: str) -> Program:
 
 
 def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
+    """Send the numbers from 0 on to each rank of *to*, with this rank's name."""
     for number in range(count):
         for name in to:
             rank.channel.send(name, f"{rank.name} {number}".encode())
@@ -74,6 +76,7 @@ def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
 
 
 def receive_numbers(rank: Rank, senders: list[str], count: int) -> Program:
+    """Return the numbers of each of *senders*, in order of arrival."""
     found: dict[str, list[int]] = {name: [] for name in senders}
     for _ in range(count * len(senders)):
         sender, payload = yield rank.channel.receive()
@@ -95,12 +98,14 @@ def echo(rank: Rank, to: str, size: int) -> Program:
 
 
 def send_back(rank: Rank, count: int) -> Program:
+    """Return each of *count* messages to its sender."""
     for _ in range(count):
         sender, payload = yield rank.channel.receive()
         rank.channel.send(sender, payload)
 
 
 def send_to_nobody(rank: Rank) -> Program:
+    """Return whether a message to an unknown rank is a `KeyError` that names it."""
     yield rank.clock.timeout(0)
     try:
         rank.channel.send("nobody", b"?")
@@ -128,6 +133,7 @@ def use_memory(rank: Rank) -> Program:
 
 
 def _raises_on_zero(rank: Rank) -> bool:
+    """Return whether an allocation of no bytes is refused."""
     try:
         rank.device.allocate(0)
     except (ValueError, PdsimError):

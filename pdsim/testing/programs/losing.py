@@ -57,6 +57,7 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
 
 
 def be_lost(rank: Rank, by: str, size: int) -> Program:
+    """Register memory and wait to be killed; return "survived" if nobody does."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "theirs")
     yield from mail.meet(by)
@@ -81,12 +82,14 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
 
 
 def be_victim(rank: Rank) -> Program:
+    """Register memory and wait to be killed, with the rank "writer" as the only peer."""
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from Mail(rank).meet("writer")
     yield rank.clock.timeout(60 * PATIENCE)
 
 
 def be_other(rank: Rank) -> Program:
+    """Take two writes and return their notifications, whatever becomes of the other peer."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from mail.meet("writer")
@@ -99,6 +102,7 @@ def be_other(rank: Rank) -> Program:
 
 
 def fail(rank: Rank, after: float) -> Program:
+    """Raise a `ValueError` *after* so many seconds."""
     yield rank.clock.timeout(after)
     raise ValueError("this rank fails on purpose")
 
@@ -126,6 +130,7 @@ def be_late(rank: Rank, to: str, size: int) -> Program:
 
 
 def be_target(rank: Rank, by: str, size: int) -> Program:
+    """Register memory, and wait until *by* is done with it."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
     yield from mail.meet(by)
@@ -168,6 +173,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
 
 
 def be_stopped(rank: Rank, by: str, size: int) -> Program:
+    """Tell *by* the number of this process, which it stops."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
     yield from mail.meet(by)
@@ -210,6 +216,7 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
 
 
 def write_and_close(rank: Rank, to: str, size: int) -> Program:
+    """Write once, and close the endpoint in order while *to* still looks."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
     peer = (yield from mail.meet(to))[to]
