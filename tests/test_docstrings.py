@@ -16,7 +16,8 @@ MODULES = (
     *("pdsim.serving.requests", "pdsim.serving.traces", "pdsim.serving.workload"),
     *("experiments.allgather.tables", "experiments.transfer.points", "experiments.transfer.rank_places"),
     *("pdsim.validation.intervals", "pdsim.validation.verdicts"),
-    *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.reading", "pdsim.kv.staging.ring"),
+    *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.prefix_pages"),
+    *("pdsim.kv.reading", "pdsim.kv.staging.ring"),
     *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.status"),
 )
 

@@ -20,7 +20,10 @@ from pdsim.transfer import Batch, Program
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:
-    """Connect to the same address several times, and write over each of the peers that come of it."""
+    """Connect to the same address several times, and write over each of the peers that come of it.
+
+    Return how many different names the peers have, which should be one.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64 * times, 1), "source")
     rank.channel.send(to, rank.endpoint.address())
@@ -47,7 +50,10 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
 
 
 def close_twice(rank: Rank, peer: str) -> Program:
-    """Move some bytes, close everything twice, and return what is then still in use."""
+    """Move some bytes, close everything twice, and return what is then still in use.
+
+    The order is that of a rank that ends: endpoint, memory, channel.
+    """
     mail = Mail(rank)
     buffer = filled(rank, 4096, 1)
     mine = rank.endpoint.register(buffer, "mine")
@@ -115,7 +121,10 @@ def send_to_nobody(rank: Rank) -> Program:
 
 
 def use_memory(rank: Rank) -> Program:
-    """Return what the device says of allocations that fit and that do not."""
+    """Return what the device says of allocations that fit and that do not.
+
+    *used* counts bytes after each step; *zeroed* is None where memory has no contents.
+    """
     yield rank.clock.timeout(0)
     device = rank.device
     first = device.allocate(4096)
@@ -160,7 +169,10 @@ def touch_outside(rank: Rank) -> Program:
 
 
 def copy_within(rank: Rank, region: int) -> Program:
-    """Gather 100 scattered blocks from one region of the device to another."""
+    """Gather 100 scattered blocks from one region of the device to another.
+
+    Return how many bytes of the target are wrong, those between the blocks included.
+    """
     source, sink = filled(rank, region, 7), filled(rank, region, None)
     batch = Batch(
         rank.endpoint.register(source, "source"),

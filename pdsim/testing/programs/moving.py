@@ -76,7 +76,10 @@ def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
 
 
 def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other: int) -> Program:
-    """Write *count* blocks in as many transfers at once, while the peer does the same the other way."""
+    """Write *count* blocks in as many transfers at once, while the peer does the same the other way.
+
+    The blocks arrive in reverse order, so that a mistake in offsets shows.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, seed), "out")
     sink = filled(rank, count * size, None)
@@ -153,7 +156,10 @@ def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
 
 
 def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
-    """Start *count* transfers of different bytes together, each with its own notification."""
+    """Start *count* transfers of different bytes together, each with its own notification.
+
+    The payload of each is its number, by which the receiver knows which bytes must be there.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
     peer = (yield from mail.meet(to))[to]
@@ -166,7 +172,10 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
 
 
 def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
-    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived."""
+    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived.
+
+    *surplus* are notifications that nobody sent, *early* those that came before their bytes.
+    """
     mail = Mail(rank)
     buffer = filled(rank, max(size * count, 64), None)
     rank.endpoint.register(buffer, "sink")
