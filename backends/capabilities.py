@@ -26,6 +26,9 @@ class Library:
     """What an engine's library is called and how it is installed.
 
     It is probed in a process of its own, for native libraries do not always fail politely.
+
+    *probe* is Python source that exits without an error if the library works; *distributions* are the names it may be
+    installed under, tried in order; *install* is the command to print.
     """
 
     probe: str  # a statement that works if the library does
@@ -66,7 +69,10 @@ Declared = TypeVar("Declared", bound=Variant)
 
 
 def declared(variants: Iterable[Declared], backend: str) -> list[Declared]:
-    """Return those of *variants* that are *backend*, for endpoint classes.  Raise `BackendUnavailable` without any."""
+    """Return those of *variants* that are *backend*, for endpoint classes.  Raise `BackendUnavailable` without any.
+
+    Order is that of *variants*.
+    """
     every = list(variants)
     found = [variant for variant in every if variant.backend == backend]
     if not found:

@@ -18,7 +18,10 @@ __all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Whether an engine or a device works on this machine, and if not, why and what would help."""
+    """Whether an engine or a device works on this machine, and if not, why and what would help.
+
+    *version* is what was found, and filled in whether it works or not; *reason* and *remedy* are empty if it works.
+    """
 
     name: str
     works: bool
@@ -48,7 +51,10 @@ def installed(library: Library) -> str:
 
 
 def _python(code: str) -> tuple[int, str, str]:
-    """Run *code* in a new interpreter; return its exit status and what it wrote."""
+    """Run *code* in a new interpreter; return its exit status and what it wrote.
+
+    A status of 1 and a message stand for a process that did not end within 60 s.
+    """
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, "UCX_MODULES": "^ib", "PYTHONPATH": path}
     command = [sys.executable, "-c", f"{code}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"]
@@ -61,7 +67,10 @@ def _python(code: str) -> tuple[int, str, str]:
 
 @cache
 def error_of(statement: str) -> str:
-    """Return the last line of what *statement* says in a new process, or nothing if it works."""
+    """Return the last line of what *statement* says in a new process, or nothing if it works.
+
+    Runs for up to 60 s, once for each statement in this process; UCX is kept from loading its InfiniBand modules.
+    """
     status, _, said = _python(statement)
     if not status:
         return ""

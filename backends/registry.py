@@ -53,7 +53,10 @@ def variants(implementation: str) -> tuple[Variant, ...]:
 
 
 def variants_of(backend: str) -> tuple[Variant, ...]:
-    """Return the variants of *backend* (as in ``conf/backend``).  Raise a `ConfigError` if no class declares any."""
+    """Return the variants of *backend* (as in ``conf/backend``).  Raise a `ConfigError` if no class declares any.
+
+    A class without declarations counts as one variant of its own name.
+    """
     return tuple(variant for variant in variants(implementation_of(backend)) if variant.backend == backend)
 
 
@@ -86,6 +89,7 @@ def _implementations() -> dict[str, str]:
 
 @cache
 def _importable() -> tuple[str, ...]:
+    """Return the implementations whose modules can be imported here."""
     found = []
     for name in names():
         with suppress(BackendUnavailable):
@@ -102,6 +106,9 @@ def diagnose(backend: str) -> Diagnosis:
     """Return whether *backend* (as in ``conf/backend``) works here; a `ConfigError` for an unknown one.
 
     If not, the reason names everything that is missing.
+
+    Libraries are probed in processes of their own, and the answer is kept for this process.  A backend works if all of
+    its libraries do and one of its variants finds its device.
     """
     implementation = implementation_of(backend)
     try:

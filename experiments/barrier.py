@@ -19,6 +19,9 @@ class Party:
     """All ranks of a job: they meet at stages, and none waits for ever for one that is gone.
 
     A message is ``stage, NUL, payload``.  Ranks say that they live every quarter of *timeout*.
+
+    Life: one for each rank, made when its program begins; `tick` runs as a process of its own; then any number of
+    `meet` and `start`, in the same order on all ranks.  A stage's name is used once.
     """
 
     def __init__(self, rank: Rank, timeout: float) -> None:
@@ -34,7 +37,10 @@ class Party:
             self._tell("alive")
 
     def meet(self, stage: str, payload: bytes = b"") -> Generator[Any, Any, dict[str, bytes]]:
-        """Wait until all ranks are at *stage* and return what each of the others brought."""
+        """Wait until all ranks are at *stage* and return what each of the others brought.
+
+        Raise `PeerLost` if a rank has given up, or was not heard of for *timeout* seconds.
+        """
         self._tell(stage, payload)
         arrived = self._arrived.setdefault(stage, {})
         self._heard = dict.fromkeys(self._rank.peers, self._rank.clock.now)  # nobody listened during the transfers

@@ -44,7 +44,11 @@ def fire(event: Event, value: Any = None, ok: bool = True) -> None:
 
 
 class Clock(simpy.Environment):
-    """Virtual time in seconds, from 0."""
+    """Virtual time in seconds, from 0.
+
+    One clock for each job on the model, whose ranks share it.  Events of one instant are processed in the order of
+    their priority, and then of their being scheduled, so a run depends on nothing but its inputs.
+    """
 
     virtual = True
     stopped = False  # the rank that lives on this clock has ended, and its events are dropped
@@ -59,7 +63,10 @@ class Clock(simpy.Environment):
         push(self._queue, (at, priority, next(self._eid), event))
 
     def at(self, when: float, value: Any = None) -> Event:
-        """Return an event that succeeds with *value* at the absolute time *when*."""
+        """Return an event that succeeds with *value* at the absolute time *when*.
+
+        The event counts as triggered from now on, as SimPy's `Timeout` does; a past time is a `ValueError`.
+        """
         event = Event(self)
         event._ok = True
         event._value = value
@@ -75,7 +82,10 @@ class Clock(simpy.Environment):
 
 
 class Call:
-    """A function to be called: what the clock needs of an event, and nothing that anybody could wait for."""
+    """A function to be called: what the clock needs of an event, and nothing that anybody could wait for.
+
+    Cheaper than an `Event` with a callback: nobody can wait for it, fail it, or take it back.
+    """
 
     __slots__ = ("argument", "callbacks", "env", "function")
     _ok = True
@@ -95,6 +105,9 @@ class Alarm(Event):
     """A wake-up that may be armed again and again, without a new object each time.
 
     The *wake* callback is called with the alarm.  An alarm must not be armed while it is armed.
+
+    Life: made once; `arm` schedules it; it fires, and may be armed again, also from its own callback.  It cannot be
+    taken back: who needs it earlier makes another one and ignores the old.  Arming an armed one is a `RuntimeError`.
     """
 
     def __init__(self, clock: Clock, wake: Callable[[Event], None], priority: int = NORMAL) -> None:
@@ -138,6 +151,8 @@ class Mailbox:
 
     Where `simpy.Store` costs two events an item and a linear `pop(0)`, this costs one event and constant time.  With
     `listen`, a function gets the items instead.
+
+    Invariant: no item is lost and none is given twice, whatever happens to the processes that wait.
     """
 
     __slots__ = ("_clock", "_items", "_listener", "_waiting")
@@ -225,7 +240,10 @@ class Mailbox:
 
 
 class Source(Protocol):
-    """Something outside the process that the wall clock must look at: a socket, an engine's completion queue."""
+    """Something outside the process that the wall clock must look at: a socket, an engine's completion queue.
+
+    A source is looked at on the clock's thread.  It must not block, and must not raise.
+    """
 
     def poll(self) -> bool:
         """Trigger the events whose time has come, without blocking; return whether there were any."""
@@ -277,7 +295,10 @@ class WallClock(Clock):
         return time.monotonic() - self.origin
 
     def watch(self, source: Source) -> None:
-        """Look at *source* between events from now on."""
+        """Look at *source* between events from now on.
+
+        Watching it again changes nothing.  Sources with a descriptor cost nothing until that is readable.
+        """
         fd = source.fileno()
         if fd is None:
             if source not in self._polled:
@@ -294,7 +315,11 @@ class WallClock(Clock):
             self._told = {other: fd for other, fd in self._told.items() if other is not source}
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run *function* on the clock's thread.  The only method that other threads may use."""
+        """Run *function* on the clock's thread.  The only method that other threads may use.
+
+        It wakes the clock if that sleeps; functions are called in the order of the calls, before sources are looked
+        at.
+        """
         self._calls.append(function)
         os.eventfd_write(self._wake, 1)
 
@@ -365,7 +390,10 @@ class WallClock(Clock):
         return found
 
     def _sleep(self) -> None:
-        """Sleep until a descriptor is readable or the next event is due."""
+        """Sleep until a descriptor is readable or the next event is due.
+
+        Whole milliseconds are slept in ``epoll``, which a descriptor ends; shorter times in naps.
+        """
         until = self._queue[0][0] - self.now if self._queue else 1.0
         if self._busy():
             until = min(until, self.nap)

@@ -82,6 +82,8 @@ class OptionCosts:
 
     Seconds are added to those of the `EngineModel`, *rate* is the share that is left of its rates, and *read_rate* the
     share of the rate of writes that reads have.  *ramp* comes on top of its own; *small* takes the place of its own.
+
+    The first of `EngineModel.by_option` whose options all fit is applied, once, when a configuration is loaded.
     """
 
     options: Mapping[str, str]  # of `Engine.options`, all that are named here
@@ -182,7 +184,10 @@ class EngineModel:
         )
 
     def varied(self, costs: OptionCosts) -> EngineModel:
-        """Return this model with *costs* in it, which is then no choice any more."""
+        """Return this model with *costs* in it, which is then no choice any more.
+
+        *by_option* of the result is empty, so that the costs of options are never added twice.
+        """
         rate = self.rate * costs.rate
         reads = rate * costs.read_rate if costs.read_rate != 1.0 else math.inf
         return replace(
@@ -211,7 +216,15 @@ class EngineModel:
         return seconds
 
     def saved(self, descriptors: int, nbytes: float) -> tuple[Seconds, Seconds]:
-        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*."""
+        """Return what a batch that finds nothing under way saves, of posting and of latency: 0 unless it is *small*.
+
+        Seconds, of posting and of latency; the saving comes out of *latency* first.
+
+        >>> small = InlineSaving(bytes=4096, descriptors=1, saving=3e-6)
+        >>> model = EngineModel(path="rdma", call=5e-6, descriptor=0.0, overlap=True, latency=2e-6, small=small)
+        >>> [f"{1e6 * part:.0f}" for part in model.saved(1, 4096)], model.saved(2, 4096)
+        (['1', '2'], (0.0, 0.0))
+        """
         if self.small is None or not self.small.takes(descriptors, nbytes):
             return 0.0, 0.0
         late = min(self.small.saving, self.latency)
@@ -253,7 +266,11 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes."""
+    """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes.
+
+    *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given to
+    the real engine as they are.  Raise a `ValueError` for numbers out of range or an unknown vendor.
+    """
 
     name: str
     implementation: str  # the entry point that `target=real` loads
@@ -337,7 +354,14 @@ class CollectiveModel:
         positive("collective", rate=self.rate, own_rate=self.own_rate)
 
     def before(self, ranks: int, size: float) -> Seconds:
-        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links."""
+        """Return the seconds from the last rank's call until *size* bytes of each of *ranks* move over the links.
+
+        With ``stream`` it is what the GPU takes beyond moving the bytes at *rate*.
+
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6, rate=300e9, own_rate=100e9)
+        >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
+        '45.0'
+        """
         if self.stream:
             return self.on_device(ranks, size) - (ranks - 1) * size / self.rate
         return self.latency + (ranks - 1) * self.step + size / self.own_rate
@@ -378,6 +402,8 @@ class CollectiveModel:
         """Return what a program pays that queues gathers on a stream: the GPU's own time.
 
         Bytes move at the rate of the quickest line, after what the line of that size takes longer.
+
+        Raise a `ValueError` if there are no lines.  Pauses and growths of pools cost nothing there.
         """
         return replace(self, stream=True, rate=max(line.rate for line in self.device), after_pause=0.0, grown=0.0)
 
@@ -388,6 +414,9 @@ class Collective:
 
     To reserve *size* bytes for each of *n* ranks, or to grow by them, takes ``n * grow_latency + size / grow_rate``:
     the ranks make their memory known to one another.
+
+    *plain* and *symmetric* say what gathers cost on memory of each kind.  Raise a `ValueError` for ``timing=device``
+    without lines for both kinds of memory, and for numbers out of range.
     """
 
     name: str

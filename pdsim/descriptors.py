@@ -33,7 +33,11 @@ class Extent(Protocol):
 
 
 def int64s(values: npt.ArrayLike, name: str) -> Int64s:
-    """Return *values* as int64, shape (n,).  Raise an `InvalidBatch` that names *name* for anything else."""
+    """Return *values* as int64, shape (n,).  Raise an `InvalidBatch` that names *name* for anything else.
+
+    Unsigned and narrower integers are converted; floats are refused, even whole ones.  An empty array may have any
+    type.
+    """
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidBatch(f"{name} must be a one-dimensional array of integers, got {array.dtype} of {array.shape}")
@@ -41,7 +45,10 @@ def int64s(values: npt.ArrayLike, name: str) -> Int64s:
 
 
 def check_inside(region: Extent, offset: Int64s, size: Int64s, side: str) -> None:
-    """Raise an `InvalidBatch` that names the first descriptor of which *region*, on *side*, does not hold all bytes."""
+    """Raise an `InvalidBatch` that names the first descriptor of which *region*, on *side*, does not hold all bytes.
+
+    Offsets and sizes are int64 of shape (n,) with n > 0 and positive sizes.  *side* is "source" or "target".
+    """
     if offset.min() >= 0 and offset.max() <= region.size - int(size.max()):  # sufficient, and makes no arrays
         return
     # offset > region.size - size rather than offset + size > region.size: the sum may overflow

@@ -41,11 +41,17 @@ class PdsimError(Exception):
 
 
 class ConfigError(PdsimError):
-    """A configuration that cannot be run: one line with the value, the rule and the way out."""
+    """A configuration that cannot be run: one line with the value, the rule and the way out.
+
+    Raised before anything runs; several mistakes are several lines.  The command line prints it without a traceback.
+    """
 
 
 class MessageError(PdsimError):
-    """Bytes that are not a message of the schema: another version, an unknown type, a wrong field, no text."""
+    """Bytes that are not a message of the schema: another version, an unknown type, a wrong field, no text.
+
+    The receiver drops the sender's connection: whoever speaks another schema is not heard any more.
+    """
 
 
 class TransferError(PdsimError):
@@ -53,15 +59,24 @@ class TransferError(PdsimError):
 
 
 class BackendUnavailable(TransferError):
-    """The engine cannot work on this machine.  The message names what is missing and how to get it."""
+    """The engine cannot work on this machine.  The message names what is missing and how to get it.
+
+    Raised when a backend is loaded or an endpoint is made, never by a transfer under way.
+    """
 
 
 class RegistrationError(TransferError):
-    """Memory could not be registered, is not registered, or may not be given up yet."""
+    """Memory could not be registered, is not registered, or may not be given up yet.
+
+    So is the error of using a region after `Endpoint.deregister`, and of deregistering one while transfers move in it.
+    """
 
 
 class OutOfMemory(TransferError):
-    """A device, or one of its pools, has less room left than was asked for."""
+    """A device, or one of its pools, has less room left than was asked for.
+
+    Nothing was allocated.  What is freed but still in quarantine counts as used.
+    """
 
 
 class InvalidBatch(TransferError):
@@ -69,11 +84,17 @@ class InvalidBatch(TransferError):
 
 
 class SendQueueFull(TransferError):
-    """The engine refused to post because too many descriptors are outstanding to that peer."""
+    """The engine refused to post because too many descriptors are outstanding to that peer.
+
+    Nothing was posted; the same batch may be tried again when others are complete.
+    """
 
 
 class PeerLost(TransferError):
-    """The peer's process or engine is gone.  What it had not acknowledged may or may not have landed."""
+    """The peer's process or engine is gone.  What it had not acknowledged may or may not have landed.
+
+    Found by the engine, by the control connection between endpoints, or by a deadline of silence.
+    """
 
 
 class TransferTimeout(TransferError):
@@ -81,4 +102,7 @@ class TransferTimeout(TransferError):
 
 
 class TransferFailed(TransferError):
-    """The engine reported a failure that is neither a lost peer nor a time-out."""
+    """The engine reported a failure that is neither a lost peer nor a time-out.
+
+    Also raised for an address that is none.  The message has the engine's own words.
+    """

@@ -46,6 +46,9 @@ def execute(
     `pdsim.results.store.Run`.
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
+
+    Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.  The
+    folder is complete only when `pdsim.results.store.Run.finish` has returned.
     """
     experiment = config.experiment.name
     measure: Callable[..., Result]
@@ -105,7 +108,10 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Meter:
-    """Shows how far the experiment says it is, and between two such words the time on the virtual clock."""
+    """Shows how far the experiment says it is, and between two such words the time on the virtual clock.
+
+    Called with a share from 0 to 1 and a line by the experiment, and with the time by the model's clock, through `at`.
+    """
 
     def __init__(self, bar: terminal.Progress | None) -> None:
         self._bar = bar
@@ -147,7 +153,11 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 @contextmanager
 def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | None = None) -> Iterator[Any]:
-    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards."""
+    """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
+
+    Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
+    threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of them.
+    """
     if config.target == "model":
         from pdsim.fabric.job import Model
 

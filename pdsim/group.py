@@ -34,6 +34,9 @@ class Group(Protocol):
 
     A rank that is gone fails what waits for it with `PeerLost`, a deadline with `TransferTimeout`.  Either ends the
     group on this rank: it is proven that nothing of it moves any more, and further calls fail with `PeerLost`.
+
+    Life: `pdsim.job.Rank.group` makes it, at no cost; `reserve` gives it symmetric memory, once at the start; then
+    `all_gather` as often as wanted, and `close`.  The rank's end closes it, too.
     """
 
     @property
@@ -85,6 +88,8 @@ def check_gather(ranks: int, source: Buffer, target: Buffer, size: int) -> None:
     """Raise `InvalidBatch` unless *size* bytes of *source*, from each of *ranks*, fit into *target*.
 
     Every implementation of `Group` calls this before it asks anything of another rank, so the words are the same.
+
+    Sizes in bytes.  Source and target must be two buffers.
     """
     if not 0 < size <= source.size:
         raise InvalidBatch(f"size={size} must be > 0 and at most the {source.size} bytes of the source")

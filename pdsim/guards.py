@@ -27,7 +27,12 @@ def positive(owner: str, **values: float) -> None:
 
 
 def not_negative(owner: str, **values: float) -> None:
-    """Raise a `ValueError` unless all *values* are >= 0; NaN is not."""
+    """Raise a `ValueError` unless all *values* are >= 0; NaN is not.
+
+    >>> not_negative("hw.host", wake=-1.0)
+    Traceback (most recent call last):
+    ValueError: hw.host.wake must be >= 0, got -1.0
+    """
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{owner}.{name} must be >= 0, got {value}")

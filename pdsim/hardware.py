@@ -107,7 +107,11 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """The network cards of a node and the fabric between nodes, which is taken to be free of contention."""
+    """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
+
+    Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a machine
+    without network cards, which needs no rate.  Raise a `ValueError` for negative numbers or cards without a rate.
+    """
 
     count: int  # per node; GPU g uses card g * count // gpus
     rate: Rate  # of one card, each direction
@@ -125,6 +129,8 @@ class Host:
 
     Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *idle_wake* and
     *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit handoffs`).
+
+    Raise a `ValueError` that names the field for a capacity or a rate that is not positive, and for negative times.
     """
 
     memory: Size
@@ -149,6 +155,9 @@ class LinkChange:
 
     It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it is
     ``cut`` and loses what is on the wire.
+
+    Raise a `ValueError` for an unknown kind, an end that is not after the start, and a *share* that does not belong to
+    the kind: only ``slow`` has one, between 0 and 1.
     """
 
     kind: str
@@ -174,6 +183,9 @@ class NetworkLink:
 
     All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.emulation.link.emulated_link`).
     It loses nothing but what a `LinkChange` says.
+
+    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.  Raise a `ValueError`
+    for rates or windows that are not positive, an *mtu* outside 576 to 65000, and a *filled* outside 0 to 1.
     """
 
     rate: Rate  # of all packets, headers included, toward nodes of a higher number
@@ -209,7 +221,11 @@ class NetworkLink:
 
     @property
     def segment(self) -> int:
-        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12."""
+        """Bytes of data in a packet: IP and TCP take 20 each and time stamps 12.
+
+        >>> NetworkLink(rate=1e9, delay=1e-3).segment
+        8948
+        """
         return self.mtu - 52
 
 
@@ -246,6 +262,7 @@ class Machine:
             raise ValueError(f"hw.guest is one host without GPUs, got hw.nodes={self.nodes} and hw.gpus={self.gpus}")
 
     def _check_link(self, link: NetworkLink) -> None:
+        """Raise a `ValueError` unless *link* has a rate for each hop, and changes of its hops that do not overlap."""
         if not 2 <= self.nodes <= 250:
             raise ValueError(f"hw.nodes must be from 2 to 250 with hw.link, which joins them, got {self.nodes}")
         hops = self.nodes - 1

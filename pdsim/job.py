@@ -37,6 +37,9 @@ class Rank:
             return {"sender": message.sender, "seconds": rank.clock.now}
 
     Objects of one rank are not used by another one: on a real engine each is in a process of its own.
+
+    Life: the target makes one for each `RankSpec`, starts the program as a process of its clock, and closes groups,
+    channel and endpoint when the program has ended, however it ended.
     """
 
     name: str
@@ -89,6 +92,8 @@ class RankSpec:
 
     *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process boundary.
 
+    *name* is unique in the job; peers address the rank by it.
+
     *like* names a rank that does the same: told the same at the same times, both return the same value and make the
     same transfers, with ranks that are like one another in turn.  Neither tells the other anything.  A target may run
     one for both where that gives the same results; one that runs processes does not look at it.
@@ -129,7 +134,11 @@ class Outcome:
 
 
 class Target(Protocol):
-    """Runs a job: on the model, or on a real engine with one process per rank."""
+    """Runs a job: on the model, or on a real engine with one process per rank.
+
+    What implements it: `pdsim.fabric.job.Model` in this process, `backends.jobs.launcher.Processes` with an OS process
+    for each rank.  A target may run several jobs, one after the other.
+    """
 
     def run(
         self, ranks: Sequence[RankSpec], kill: Mapping[str, float] = ..., restart: Mapping[str, float] = ...

@@ -32,7 +32,10 @@ class LazyBatch(Batch):
         return self._count
 
     def arrays(self) -> Batch:
-        """Return the batch with arrays that this one stands for."""
+        """Return the batch with arrays that this one stands for.
+
+        Raise an `AssertionError` if *make* returns another number of descriptors or bytes than was promised.
+        """
         made = self._made
         if made is None:
             made = self._made = self._make()

@@ -1,6 +1,13 @@
 """What packages provide under a name: backends, experiments, schedulers and so on, all by entry points.
 
 Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports nothing.
+
+A package registers what it has in its ``pyproject.toml``, in a group of those below::
+
+    [project.entry-points."pdsim.schedulers"]
+    shortest = "my_package.policies:Shortest"
+
+Names are unique among all installed packages of a group; where two register one name, one of them wins.
 """
 
 from __future__ import annotations
@@ -81,6 +88,8 @@ def resolve(group: str, name: str) -> Any:
     """Return the object that is registered as *name* under *group*.
 
     Raise a `ConfigError` that lists what there is if nothing is, and `BackendUnavailable` if it cannot be imported.
+
+    The object is imported once and kept; what a module does at import happens then.
     """
     found = _found(group)
     if name not in found:

@@ -59,7 +59,10 @@ Program = Generator[Event, Any, Any]
 
 
 class Buffer(Protocol):
-    """Memory that a `Device` allocated."""
+    """Memory that a `Device` allocated.
+
+    A buffer is valid until `Device.free`; regions over it must be deregistered first.
+    """
 
     @property
     def size(self) -> int:
@@ -129,7 +132,11 @@ class Device(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory as either side names it."""
+    """Registered memory as either side names it.
+
+    Plain data that may be sent: `Endpoint.address` contains the regions of an endpoint, `Peer.regions` those of a
+    peer.
+    """
 
     owner: str  # the rank that registered it
     name: str  # unique among the regions of its owner
@@ -382,7 +389,10 @@ class Endpoint(Protocol):
         """
 
     def address(self) -> bytes:
-        """Return what a peer needs to reach this endpoint and the regions registered so far."""
+        """Return what a peer needs to reach this endpoint and the regions registered so far.
+
+        Opaque and specific to the engine; send it over the channel.  Regions registered later need a new one.
+        """
 
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; again with a newer address, to learn of regions registered since.
@@ -397,6 +407,9 @@ class Endpoint(Protocol):
 
         *timeout* in seconds replaces the endpoint's default deadline.  Raise `InvalidBatch` if a region is not this
         endpoint's or not *peer*'s, a `RegistrationError` if the local one is no longer registered.
+
+        The event fails with `TransferTimeout` after the deadline and with `PeerLost` if the peer is gone; how it then
+        settles is `Transfer.settled`.  *label* goes into the record and means nothing to the engine.
         """
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:

@@ -130,6 +130,8 @@ def format_size(size: float) -> str:
 
     >>> format_size(65536), format_size(101063034880)
     ('64 KiB', '94.1 GiB')
+
+    Rounded for people: `parse_size` does not take it back exactly.
     """
     return _scaled(size, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
 

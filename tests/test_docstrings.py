@@ -7,6 +7,17 @@ import pytest
 
 MODULES = (
     *("pdsim.costs", "pdsim.guards", "pdsim.hardware", "pdsim.units"),
+    *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
+    *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
+    *("pdsim.config", "pdsim.config.sources", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
+    *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),
+    *("backends.live.formats", "backends.live.metrics"),
+    *("pdsim.serving.decode.steps", "pdsim.serving.deployment", "pdsim.serving.policies", "pdsim.serving.prefix_cache"),
+    *("pdsim.serving.requests", "pdsim.serving.traces", "pdsim.serving.workload"),
+    *("experiments.allgather.tables", "experiments.transfer.points", "experiments.transfer.rank_places"),
+    *("pdsim.validation.intervals", "pdsim.validation.verdicts"),
+    *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.prefix_pages"),
+    *("pdsim.kv.reading", "pdsim.kv.staging.ring"),
     *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.status"),
 )
 

@@ -25,7 +25,10 @@ _VERSION = b"1.0"
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """What a rank called *name* needs: its *secret* key, and the *public* keys of all ranks, its own included (Z85)."""
+    """What a rank called *name* needs: its *secret* key, and the *public* keys of all ranks, its own included (Z85).
+
+    Sent to the rank's process by the supervisor, and never shown: `repr` leaves the secret out.
+    """
 
     name: str
     secret: str
@@ -36,7 +39,10 @@ class Keys(msgspec.Struct, frozen=True):
         return f"Keys(name={self.name!r}, {len(self.public)} ranks)"
 
     def listen(self, socket: Any) -> None:
-        """Have *socket* accept ranks of the job only; before it is bound, and in a context with a `Doorkeeper`."""
+        """Have *socket* accept ranks of the job only; before it is bound, and in a context with a `Doorkeeper`.
+
+        Handshakes are then answered by the `Doorkeeper` of the socket's context.
+        """
         socket.curve_server = True
         socket.curve_secretkey = self.secret.encode()
         socket.zap_domain = _DOMAIN
@@ -54,7 +60,10 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def job_keys(names: Iterable[str]) -> dict[str, Keys]:
-    """Return new keys for ranks called *names*.  Raise `BackendUnavailable` if libzmq was built without CURVE."""
+    """Return new keys for ranks called *names*.  Raise `BackendUnavailable` if libzmq was built without CURVE.
+
+    Every rank gets the public keys of all.  Keys are made anew for each job, and nothing keeps them.
+    """
     import zmq
 
     if not zmq.has("curve"):
@@ -75,6 +84,9 @@ class Doorkeeper:
 
     *refused* counts handshakes that failed at the sockets that are watched: unknown keys, and whatever does not speak
     CURVE.
+
+    Life: make it before the socket is bound; then `watch` the socket. Its thread ends when the context is terminated.
+    One for each context, since the address that it answers at is fixed.
     """
 
     def __init__(self, context: Any, keys: Keys) -> None:
@@ -104,6 +116,7 @@ class Doorkeeper:
         threading.Thread(target=self._serve, name="doorkeeper", daemon=True).start()
 
     def _serve(self) -> None:
+        """Answer questions and count failures until the context is terminated; the thread's main function."""
         zmq = self._zmq
         poller = zmq.Poller()
         poller.register(self._asked, zmq.POLLIN)

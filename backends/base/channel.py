@@ -40,6 +40,9 @@ class Inbox:
 
     A `MessageError` of *deliver*, and `drop`, drop the sender's connection.  While *full* is true nothing is taken,
     and *paused* says that something may wait; who makes room calls `poll`.
+
+    Life: binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and ends
+    with `close`.  A sender is who its key proves, so *deliver* need not look for a name in the frames.
     """
 
     def __init__(
@@ -77,7 +80,10 @@ class Inbox:
         return self._refused + self._doorkeeper.refused
 
     def poll(self) -> bool:
-        """Deliver everything that has arrived."""
+        """Deliver everything that has arrived.
+
+        Return whether there was anything.  Stops early, and sets *paused*, while *full* returns true.
+        """
         found = self.paused = False
         while not self._socket.closed and self._socket.get(self._events) & self._pollin:
             if self._full():
@@ -109,6 +115,10 @@ class Inbox:
         self._socket.close()
 
     def _take(self, frames: list[Any]) -> None:
+        """Deliver one message, or refuse it and disconnect its sender.
+
+        Refused is what comes from a rank that was dropped, and what *deliver* answers with a `MessageError`.
+        """
         sender = sender_of(frames[0])
         if sender not in self._dropped:
             try:
@@ -134,6 +144,9 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
     It never reconnects.  A rank that is gone stays gone: another process may have its port by now.  Send with NOBLOCK;
     `zmq.Again` means that the connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a
     `TransferFailed` if *rank* is none of this job.
+
+    The socket lingers for `LINGER_MS` when it is closed.  *prepare* may attach a monitor, which must see the
+    handshake.
     """
     import zmq
 
@@ -153,7 +166,12 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
 
 
 class ZmqChannel:
-    """Ordered messages between ranks; see `pdsim.transfer.Channel`."""
+    """Ordered messages between ranks; see `pdsim.transfer.Channel`.
+
+    Life: the worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs send
+    and receive, `close` ends it.  Used on the clock's thread only.  Messages with a topic do not reach the program:
+    endpoints and groups use them.
+    """
 
     def __init__(self, clock: WallClock, keys: Keys, bind: str = "127.0.0.1") -> None:
         import zmq
@@ -180,6 +198,8 @@ class ZmqChannel:
         """Learn where the other ranks are: name to URI, which is empty while a rank is being started again.
 
         What was not sent yet to one that has moved is lost.
+
+        Ranks whose connection was dropped are heard again, since these are new processes.
         """
         for name in uris:
             socket = self._sockets.pop(name, None)
@@ -209,6 +229,11 @@ class ZmqChannel:
                 self.refuse(message.sender)
 
     def _send(self, receiver: str, *frames: bytes) -> None:
+        """Send *frames* without waiting, over a connection that is made with the first message to *receiver*.
+
+        A rank that is gone, or `QUEUE` messages behind, gets nothing any more: no later message may overtake a lost
+        one.
+        """
         if len(frames[0]) > LARGEST:
             raise MessageError(
                 f"a message of {len(frames[0])} bytes to {receiver}; the channel takes {LARGEST} at most"
@@ -258,6 +283,10 @@ class ZmqChannel:
         self._context.term()
 
     def _deliver(self, sender: str, frames: list[bytes]) -> None:
+        """Put a message into the mailbox, or call who listens to its topic; keep it if nobody listens yet.
+
+        Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are kept.
+        """
         payload, *topics = frames
         message = Message(sender, payload)
         if not topics:

@@ -33,7 +33,11 @@ _HELLO, _BYE = b"hello", b"bye"
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """Who an endpoint is and where it listens.  The token tells two lives of one name apart."""
+    """Who an endpoint is and where it listens.  The token tells two lives of one name apart.
+
+    *uri* is where its control port listens, *token* 16 random bytes of each endpoint.  It is part of the endpoint's
+    address.
+    """
 
     name: str
     uri: str
@@ -43,7 +47,10 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class PeerLine:
-    """The connection to one other endpoint."""
+    """The connection to one other endpoint.
+
+    *lost* never becomes empty again: another life of the rank has another token, and so a line of its own.
+    """
 
     card: Card
     socket: Any
@@ -75,6 +82,11 @@ class Control:
     """All lines of one endpoint, as a `Source`.
 
     *handlers* are called with notes by kind; *on_lost* with a line whose other end has gone, once.
+
+    Life: it listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
+    greeting), and go when the connection closes.  A line that is lost stays in `known`, because its end is a proof
+    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier life of this
+    rank are ignored.
     """
 
     def __init__(
@@ -138,7 +150,10 @@ class Control:
         return [line for line in self._lines.values() if line.name == name]
 
     def reach(self, card: Card, timeout: float) -> PeerLine:
-        """Return the line to *card*, made if need be.  Raise `PeerLost` if nothing answers within *timeout* seconds."""
+        """Return the line to *card*, made if need be.  Raise `PeerLost` if nothing answers within *timeout* seconds.
+
+        Blocks for as long as the handshake takes, on the clock's thread.
+        """
         self.poll()
         line = self._lines.get(card.token)
         if line is None:
@@ -175,6 +190,7 @@ class Control:
         self._context.term()
 
     def _dial(self, card: Card) -> PeerLine:
+        """Return a line to *card* whose handshake has begun; its monitor reports how that goes on."""
         zmq = self._zmq
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         failures = (
@@ -190,6 +206,7 @@ class Control:
         return PeerLine(card, socket, monitors[0])
 
     def _await_handshake(self, line: PeerLine, timeout: float) -> None:
+        """Wait until the handshake of *line* is over.  Raise `PeerLost` if it fails, or takes *timeout* seconds."""
         event = 0
         if line.monitor.poll(int(timeout * 1e3)):
             event = self._read_event(line.monitor)["event"]
@@ -206,6 +223,7 @@ class Control:
         line.socket.close(0 if line.lost else None)
 
     def _watch(self, line: PeerLine) -> bool:
+        """Read the monitor of *line*, and lose the line if its connection was closed; return whether that is new."""
         found = False
         while line.monitor.get(self._zmq.EVENTS) & self._zmq.POLLIN:
             if self._read_event(line.monitor)["event"] != self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -228,6 +246,7 @@ class Control:
             raise
 
     def _hear(self, sender: str, frames: list[bytes]) -> None:
+        """Act on one note of *sender*.  Raise a `MessageError` for what is no note, or carries another rank's token."""
         if len(frames) < 3:
             raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
         kind, token, target, *body = frames

@@ -14,7 +14,11 @@ __all__ = ["TransferDeadlines"]
 
 
 class TransferDeadlines:
-    """Calls *expire* with each of *transfers*, which are neither complete nor failed, when its time is over."""
+    """Calls *expire* with each of *transfers*, which are neither complete nor failed, when its time is over.
+
+    *transfers* is the endpoint's own mapping of those under way, in the order of posting; it may change at any time
+    between checks.  One event is scheduled at most, for the earliest deadline that was known when it was.
+    """
 
     def __init__(
         self, clock: WallClock, transfers: Mapping[PostedTransfer, None], expire: Callable[[PostedTransfer], None]

@@ -23,7 +23,11 @@ POOLS = ("default", SYMMETRIC, "nvlink")
 
 
 class RealBuffer(ABC):
-    """Zeroed memory at *address*, a pointer of this process."""
+    """Zeroed memory at *address*, a pointer of this process.
+
+    *registered* is set by endpoints while an engine knows the address, *holds* counted by who moves bytes.  The memory
+    goes back when the buffer is freed and nothing holds it.
+    """
 
     def __init__(self, address: int, size: int, pool: str) -> None:
         self.address = address
@@ -61,7 +65,12 @@ class RealBuffer(ABC):
 
 
 class RealDevice(ABC):
-    """Memory of limited capacity, and one queue of emulated work."""
+    """Memory of limited capacity, and one queue of emulated work.
+
+    Subclasses provide memory (`_make`) and copies.  *peak* has the most bytes of each pool so far.  Used on the
+    clock's thread, but for `enter`, which every thread of an engine calls for itself.  Raise a `ValueError` for a
+    capacity that is not positive.
+    """
 
     holds_bytes = True
 
@@ -150,6 +159,7 @@ class RealDevice(ABC):
         self._reclaim(buffer)
 
     def _reclaim(self, buffer: RealBuffer) -> None:
+        """Give the memory of *buffer* back, if it was freed and nothing holds it."""
         if not buffer.freed or buffer.holds:
             return
         del self._buffers[buffer.address]
@@ -173,5 +183,6 @@ class RealDevice(ABC):
         return self._enqueue(seconds)
 
     def _enqueue(self, seconds: float) -> Event:
+        """Return an event for the end of *seconds* of work, after all work that was asked for before."""
         self._free_at = max(self._free_at, self.clock.now) + seconds
         return self.clock.at(self._free_at)

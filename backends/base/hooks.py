@@ -12,7 +12,12 @@ __all__ = ["EngineHooks"]
 
 
 class EngineHooks(ABC):
-    """The engine's part of an `Endpoint`."""
+    """The engine's part of an `Endpoint`.
+
+    `backends.base.endpoint.RealEndpoint` calls these, on the clock's thread, in this order: `start_engine` once; `pin`
+    and `unpin` for each region; `engine_address` whenever an address is asked for; `connect_engine` for each address
+    of a peer; `post` for each transfer; `stop_engine` once.  The engine reports the end of a transfer to the endpoint.
+    """
 
     kind = ""  # endpoints of different kinds cannot connect
     options: tuple[str, ...] = ()  # of `Engine.options`, those that are no environment variables
@@ -24,7 +29,10 @@ class EngineHooks(ABC):
 
     @abstractmethod
     def pin(self, buffer: RealBuffer) -> Any:
-        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`."""
+        """Register *buffer* with the engine; return the engine's handle.  Raise a `RegistrationError`.
+
+        The handle is kept in `Entry.handle`, and opaque to everybody else.
+        """
 
     @abstractmethod
     def unpin(self, entry: Entry) -> None:

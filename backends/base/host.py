@@ -19,7 +19,11 @@ __all__ = ["HostBuffer", "HostDevice", "HostPiece"]
 
 
 class HostBuffer(RealBuffer):
-    """Anonymous memory of this process, zeroed and page-aligned."""
+    """Anonymous memory of this process, zeroed and page-aligned.
+
+    *bytes* is a view of shape (size,), which `unmap` replaces by an empty one.  `unmap` fails with a `BufferError`
+    while somebody else still has a view of the memory.
+    """
 
     def __init__(self, size: int, pool: str) -> None:
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -54,7 +58,11 @@ class HostPiece(HostBuffer):
 
 
 class HostDevice(RealDevice):
-    """Host memory of limited capacity."""
+    """Host memory of limited capacity.
+
+    Ranks on hosts use it; copies are made by the processor, at once, within the turn of the clock that they are due
+    in.
+    """
 
     def __init__(self, clock: WallClock, capacity: int, name: str = "cpu") -> None:
         super().__init__(clock, capacity, name)

@@ -18,6 +18,9 @@ def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str])
     """Set what *engine* needs, and *defaults* where the user has not set anything; return what now holds.
 
     Raise a `ConfigError` if the user's environment contradicts what is needed.
+
+    Must be called before the library is loaded: native libraries read their environment once.  Variables stay set for
+    the process, which runs one rank only.
     """
     for name, value in needed.items():
         if os.environ.get(name, value) != value:
@@ -40,7 +43,11 @@ def installed(*distributions: str) -> str:
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[Callable[[], str]]:
-    """Copy what native code writes to the standard error stream; yield a function that returns it afterwards."""
+    """Copy what native code writes to the standard error stream; yield a function that returns it afterwards.
+
+    The text is passed on to the original stream afterwards.  Works on the file descriptor, so it sees C and C++; not
+    safe for two threads at a time.
+    """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:
         original = os.dup(2)

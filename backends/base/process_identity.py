@@ -37,12 +37,19 @@ def _state(pid: int) -> tuple[str, int, str]:
 
 
 def myself() -> str:
-    """Return what names this process among all others, now and later."""
+    """Return what names this process among all others, now and later.
+
+    Boot and namespace, process id, and start time in clock ticks: an id that is used again has another start time.
+    """
     return f"{_host()}/{os.getpid()}/{_state(os.getpid())[2]}"
 
 
 def is_dead(identity: str) -> bool:
-    """Return whether the process that *identity* names has certainly ended."""
+    """Return whether the process that *identity* names has certainly ended.
+
+    False is no proof of life: it is also the answer for a process of another host or namespace.  A zombie counts as
+    dead once its other threads have ended.
+    """
     host, pid, start = identity.rsplit("/", 2)
     if host != _host():
         return False

@@ -19,7 +19,11 @@ FORMAT = "pdsim/1"
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations."""
+    """What `RealEndpoint.address` encodes.  *epoch* counts registrations and deregistrations.
+
+    Encoded as msgpack.  *kind* keeps endpoints of different engines apart; *engine* is what
+    `EngineHooks.engine_address` returned.
+    """
 
     format: str
     kind: str
@@ -31,7 +35,10 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class Entry:
-    """A region of this endpoint."""
+    """A region of this endpoint.
+
+    *moving* at 0 is what `deregister` waits for; the buffer stays held until then.
+    """
 
     region: Region
     buffer: RealBuffer
@@ -41,7 +48,11 @@ class Entry:
 
 @dataclass(eq=False)
 class PeerState:
-    """All that is known of one other endpoint; what `Peer.handle` holds."""
+    """All that is known of one other endpoint; what `Peer.handle` holds.
+
+    Regions in *withdrawn* must not be addressed any more.  While *welcome* is false, transfers wait in *waiting*: the
+    peer has yet to say what it withdrew since the address that it was connected by.
+    """
 
     line: PeerLine
     handle: Any  # the engine's own
@@ -59,7 +70,11 @@ class PeerState:
 
 
 class PostedTransfer(Transfer):
-    """A transfer and where it stands."""
+    """A transfer and where it stands.
+
+    Times are seconds on the rank's clock; `submitted`, `prepared` and `posted` are equal until the engine sets them.
+    *remote* is the region as the peer's address had it.
+    """
 
     def __init__(
         self,
@@ -85,7 +100,11 @@ class PostedTransfer(Transfer):
         self.handle: Any = None  # the engine's own
 
     def blocks(self) -> tuple[list[int], list[int], list[int]]:
-        """Return where each block starts here and, as the peer says, there, and its bytes."""
+        """Return where each block starts here and, as the peer says, there, and its bytes.
+
+        Three lists of equal length, addresses in either process's own space; "here" is the initiator, whichever way
+        bytes flow.
+        """
         batch, here, there = self.batch, self.local.region.address, self.remote.address
         near, far = batch.source_offset, batch.target_offset
         if self.operation == "read":

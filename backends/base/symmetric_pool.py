@@ -20,7 +20,16 @@ Cut = Callable[[int, int, Callable[[], None]], Any]
 
 
 class Arena:
-    """Offsets of a piece of memory of *size* bytes."""
+    """Offsets of a piece of memory of *size* bytes.
+
+    Invariant: gaps are ascending, do not overlap and do not touch, and their bytes and those taken add up to *size*.
+
+    >>> arena = Arena(100)
+    >>> arena.take(60), arena.take(60), arena.take(40)
+    (0, None, 60)
+    >>> arena.give(0, 60); arena.give(60, 40); arena.take(100)
+    0
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +60,11 @@ class Arena:
 
 
 class ReservedPool:
-    """Segments, each with what the device needs to make a buffer of a part of it."""
+    """Segments, each with what the device needs to make a buffer of a part of it.
+
+    *owner* is the one group whose gathers may use the pool.  Segments are added by `Group.reserve` and stay until the
+    process ends.
+    """
 
     def __init__(self, device: str) -> None:
         self.owner: object = None  # the group that reserved it

@@ -30,6 +30,7 @@ class _Socket(NamedTuple):
 
 
 def _sockets() -> Iterator[_Socket]:
+    """Yield every TCP socket of this network namespace, as ``/proc/self/net/tcp`` and ``tcp6`` list them."""
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
@@ -59,7 +60,11 @@ def _mine() -> set[str]:
 
 
 def half_open() -> bool:
-    """Return whether a connection of this process may hold bytes of a process that has ended."""
+    """Return whether a connection of this process may hold bytes of a process that has ended.
+
+    Takes time in proportion to the number of sockets of the namespace.  True may be about a connection of anything in
+    this process, so ask again later.
+    """
     sockets, mine = list(_sockets()), _mine()
     ends = {(socket.local, socket.remote): socket for socket in sockets}
     for socket in sockets:

@@ -2,6 +2,9 @@
 
 An owner that deregisters a region tells every endpoint that knows it, and holds the memory until each has said that
 none of its transfers moves there any more.  Endpoints that connect later with an older address ask first.
+
+The notes: `WITHDRAW` and `RETURN` carry a region's name and epoch, `MEET` the epoch of the address that somebody has
+connected with, and `WELCOME` the names that were withdrawn since.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ WITHDRAW, RETURN, MEET, WELCOME = b"withdraw", b"return", b"meet", b"welcome"
 
 
 class Withdrawal:
-    """The owner's side: who may still write to what was withdrawn."""
+    """The owner's side: who may still write to what was withdrawn.
+
+    Invariant: the device holds the memory of a region exactly while some endpoint has not returned it.  An endpoint
+    that is lost without a goodbye never returns anything, so that memory stays held until `close`.
+    """
 
     def __init__(self, device: RealDevice) -> None:
         self._device = device
@@ -26,7 +33,10 @@ class Withdrawal:
         self._lent: dict[tuple[str, int], tuple[RealBuffer, set[bytes]]] = {}  # by name and epoch: memory, tokens
 
     def withdraw(self, control: Control, name: str, epoch: int, buffer: RealBuffer) -> None:
-        """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it."""
+        """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it.
+
+        With nobody connected there is nothing to hold, and endpoints that connect later learn of it through `since`.
+        """
         self._withdrawn[name] = epoch
         lines = control.lines
         if not lines:

@@ -44,7 +44,12 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Library(ABC):
-    """What moves the bytes of one group.  Raises `TransferError`s."""
+    """What moves the bytes of one group.  Raises `TransferError`s.
+
+    The life: made for a group; `connect` once, on a thread of its own; `reserve` and `start` one at a time, in the
+    same order on all ranks; `poll` on the clock's thread until the work is over; `abort` at the end, or when something
+    failed.
+    """
 
     engine: str  # as it reports itself
     memory: str  # that it gathers: "host" or "gpu"
@@ -65,7 +70,11 @@ class Library(ABC):
 
     @abstractmethod
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
-        """Begin to gather and return the work."""
+        """Begin to gather and return the work.
+
+        *source* and *target* are buffers of the device, *size* bytes of each rank.  On the clock's thread, so it must
+        not block.
+        """
 
     @abstractmethod
     def poll(self, work: Any) -> float | None:
@@ -92,7 +101,11 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Intent(msgspec.Struct, tag=True):
-    """What a rank is about to do, or, with *done*, has done."""
+    """What a rank is about to do, or, with *done*, has done.
+
+    *number* counts the calls of the group, *kind* is that of `GatherCall.kind`, and *refusal* names an error class and
+    a message, ``"OutOfMemory: ..."``, if this rank cannot do it.
+    """
 
     group: list[str]
     number: int
@@ -125,7 +138,11 @@ def decode(payload: bytes) -> Hello | Intent | Bye:
 
 @dataclass(eq=False)
 class GatherCall:
-    """One collective of this rank."""
+    """One collective of this rank.
+
+    Times are seconds on the rank's clock.  *announced* says that the others were told what this rank is about to do,
+    *started* that the library has it.
+    """
 
     number: int
     size: int
@@ -153,7 +170,11 @@ Then = Callable[[Any, BaseException | None], None]
 
 
 def disagreement(said: Mapping[str, Intent]) -> TransferError | None:
-    """Return what keeps ranks that have *said* this from doing it together."""
+    """Return what keeps ranks that have *said* this from doing it together.
+
+    The first refusal counts, as the error that it names; then calls of different kinds or sizes are an `InvalidBatch`.
+    None if all agree.
+    """
     for intent in said.values():
         if intent.refusal:
             kind, _, text = intent.refusal.partition(": ")
@@ -168,7 +189,10 @@ _ERRORS: dict[str, type[TransferError]] = {"OutOfMemory": OutOfMemory, "Registra
 
 
 def background(clock: WallClock, function: Callable[[], Any], then: Then) -> None:
-    """Run *function* on a thread of its own, and ``then(result, error)`` on the clock's."""
+    """Run *function* on a thread of its own, and ``then(result, error)`` on the clock's.
+
+    The thread is a daemon: a library that never returns does not keep the process.
+    """
 
     def work() -> None:
         result, error = None, None

@@ -19,7 +19,10 @@ __all__ = ["Gloo"]
 
 
 class Gloo(Library):
-    """Host memory over TCP.  Symmetric memory is an account here: it is as fast as plain memory."""
+    """Host memory over TCP.  Symmetric memory is an account here: it is as fast as plain memory.
+
+    Its threads move the bytes; the clock polls, since Gloo has no descriptor to wait for.
+    """
 
     engine = "gloo"
     memory = "host"

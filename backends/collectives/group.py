@@ -47,7 +47,10 @@ WATCH = 0.1
 
 
 class RealGroups:
-    """All groups of a rank."""
+    """All groups of a rank.
+
+    Messages for a group that this rank has not asked for yet are kept until it does.
+    """
 
     def __init__(
         self,
@@ -110,7 +113,12 @@ class _Others:
 
 
 class RealGroup:
-    """One rank's membership; a source of the wall clock while a call is under way."""
+    """One rank's membership; a source of the wall clock while a call is under way.
+
+    Life of a call: `_add` queues it, `_advance` begins the first of the queue once the library is connected and, where
+    sizes are compared, all ranks have announced the same; `poll` or `_settle` finds its end; `_finish` ends it and
+    begins the next. Whatever goes wrong leads to `_break`, after which every call fails.
+    """
 
     def __init__(self, groups: RealGroups, names: tuple[str, ...], library: Library) -> None:
         self.names = names
@@ -163,6 +171,10 @@ class RealGroup:
     # --- calls ---
 
     def _add(self, size: int, timeout: float | None, label: str, buffers: tuple[Any, Any] | None) -> Event:
+        """Queue a call and return its event; hold its buffers until it is over.
+
+        *buffers* is None for a reservation.  On a broken group the event fails at once.
+        """
         timeout = self._settings.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be > 0")
@@ -203,6 +215,7 @@ class RealGroup:
         self._begin(call)
 
     def _begin(self, call: GatherCall) -> None:
+        """Give *call* to the library: a gather on this thread, a reservation on one of its own."""
         call.started = True
         call.prepared = self._clock.now
         if call.buffers is None:
@@ -353,6 +366,7 @@ class RealGroup:
         background(self._clock, lambda: self._library.connect(*where), self._met)
 
     def _met(self, _: Any, error: BaseException | None) -> None:
+        """Begin with the calls that wait, now that the library is connected, or break the group if it is not."""
         if self._lost:
             return
         if error is not None:
@@ -369,6 +383,7 @@ class RealGroup:
             self._clock.call_at(self._clock.now + WATCH, self._look, None)
 
     def _look(self, _: Any) -> None:
+        """Break the group if the process of a member has ended; look again later while there are calls."""
         self._watching = False
         if self._lost or not self._calls:
             return
@@ -385,6 +400,7 @@ class RealGroup:
     # --- ends ---
 
     def _expire(self, call: GatherCall) -> None:
+        """Fail *call* if it is not over, with the names of the ranks that it waited for, and break the group."""
         if call.event.triggered or self._lost:
             return
         late = [name for name in self._expected if name not in self._others.hello]
@@ -408,6 +424,7 @@ class RealGroup:
         background(self._clock, self._library.abort, lambda _, failed: self._aborted(calls, error, failed))
 
     def _aborted(self, calls: list[GatherCall], error: TransferError | None, failed: BaseException | None) -> None:
+        """Fail *calls* after the library was told to stop; without proof that it did, their buffers stay held."""
         if failed is None:
             self._stopped(calls, error)
             return
@@ -429,6 +446,7 @@ class RealGroup:
         call.event.fail(error)
 
     def _record(self, call: GatherCall, status: str, completed: float, seen: float) -> TransferRecord:
+        """Keep and return the record of *call*; its bytes are those of all ranks, or of this one for a reservation."""
         ranks = len(self.names)
         nbytes = call.size * (1 if call.buffers is None else ranks)
         operation = "reserve" if call.buffers is None else "all_gather"

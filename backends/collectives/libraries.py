@@ -20,6 +20,8 @@ def library(settings: Settings, device: Any) -> Library:
     """Return what *settings* choose, for the memory of *device*.
 
     Raise `BackendUnavailable` if it is not installed, and a `ConfigError` if it cannot move that memory.
+
+    *settings* come from the job's configuration, by way of `backends.jobs.supervision.Start`.
     """
     chosen: type[Library] = plugins.resolve(plugins.COLLECTIVES, settings.implementation)
     if problem := chosen.missing():

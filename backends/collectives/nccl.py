@@ -48,7 +48,11 @@ class _View:
 
 
 class _OnGpu(Library):
-    """What both have in common: a stream, events around each gather, and views of buffers."""
+    """What both have in common: a stream, events around each gather, and views of buffers.
+
+    Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
+    seconds, so they contain neither launch nor polling.
+    """
 
     memory = "gpu"
 
@@ -128,7 +132,10 @@ class _OnGpu(Library):
             self._stream.synchronize()
 
     def _add(self, whole: Any, size: int) -> Callable[[], None]:
-        """Return what adds the tensor *whole* to the pool."""
+        """Return what adds the tensor *whole* to the pool.
+
+        Buffers that are cut from it are zeroed first, which waits for the stream.
+        """
         import torch
 
         self._kept.append(whole)
@@ -163,7 +170,10 @@ class Nccl(_OnGpu):
     window = False  # whether to register for symmetric kernels, or for buffers of the user's only
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Allocate a pool, register it, and find out that it works."""
+        """Allocate a pool, register it, and find out that it works.
+
+        The size is rounded up to `SEGMENT`.  All ranks must call it together.
+        """
         import torch
 
         torch.cuda.set_device(self._device.gpu)
@@ -193,7 +203,10 @@ class SymmetricMemory(_OnGpu):
         self._handles: list[tuple[int, int, Any]] = []  # address, size, and what maps the others' segments
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Allocate, and map the memory of the others."""
+        """Allocate, and map the memory of the others.
+
+        The first call makes PyTorch's default process group, which rendezvous needs.  All ranks must call it together.
+        """
         import torch
         import torch.distributed._symmetric_memory as symmetric
         from torch.distributed import distributed_c10d as c10d
@@ -212,6 +225,7 @@ class SymmetricMemory(_OnGpu):
         return self._add(whole, size)
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:
+        """Give the stream a barrier, a copy from each rank, its own piece first, and another barrier."""
         if not symmetric:
             super()._gather(piece, whole, symmetric)
             return

@@ -19,7 +19,10 @@ def missing() -> str:
 
 
 def store(count: int, host: str, port: int, listener: socket.socket | None, seconds: float) -> Any:
-    """Return the store at which the ranks of a group meet; the first serves it on *listener*."""
+    """Return the store at which the ranks of a group meet; the first serves it on *listener*.
+
+    *seconds* is how long any wait at the store may take.  *listener* is duplicated, so the caller may close its own.
+    """
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=seconds), "wait_for_workers": False}
@@ -29,7 +32,10 @@ def store(count: int, host: str, port: int, listener: socket.socket | None, seco
 
 
 def translated(error: Exception, engine: str) -> TransferError:
-    """Return what PyTorch's *error*, which has no classes of its own, means."""
+    """Return what PyTorch's *error*, which has no classes of its own, means.
+
+    Decided by words in the message: out of memory, a closed connection, a timeout; all else is a `TransferFailed`.
+    """
     if isinstance(error, TransferError):
         return error
     text = " ".join(str(error).split())[:300]

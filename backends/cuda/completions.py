@@ -15,7 +15,11 @@ Done = Callable[[TransferFailed | None], None]
 
 
 class Completions:
-    """A `Source`.  Work of one stream ends in order, so only the oldest of each is asked for."""
+    """A `Source`.  Work of one stream ends in order, so only the oldest of each is asked for.
+
+    CUDA events are made as they are needed and used again.  *done* is called on the clock's thread, in the order of
+    the stream.
+    """
 
     def __init__(self, clock: WallClock, cuda: Cudart) -> None:
         self._clock = clock

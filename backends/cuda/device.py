@@ -45,6 +45,9 @@ class CudaDevice(RealDevice):
     """GPU number *gpu* as this process counts them; *capacity* bytes of it, or all that it has if that is less.
 
     Raise `BackendUnavailable` if there is no such GPU.
+
+    *stream* carries its copies.  Memory is allocated in whole segments (`SEGMENT`), zeroed before it is handed out,
+    and used again where peers may have it mapped.
     """
 
     def __init__(self, clock: WallClock, gpu: int, capacity: int) -> None:
@@ -92,6 +95,8 @@ class CudaDevice(RealDevice):
         """Copy within the GPU by one kernel over all descriptors.
 
         The event fails with a `TransferFailed` if the GPU does.
+
+        Both buffers are held until it is over.
         """
         buffers = self.buffer_of(batch.source), self.buffer_of(batch.target)
         done = Event(self.clock)

@@ -36,6 +36,9 @@ def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
     """Return source offset, target offset and bytes of the pieces of *batch*, large ones divided.
 
     All pieces of one descriptor but the last have a size that is a power of two, so that alignment is kept.
+
+    Three int64 arrays of one length, offsets within their regions.  Pieces are of about ``nbytes / TILES``, and of
+    `LEAST` bytes or more; a batch without large pieces is returned as it is.
     """
     piece = max(LEAST, 1 << max(0, batch.nbytes // TILES - 1).bit_length())
     if batch.size.max() <= piece:
@@ -48,7 +51,11 @@ def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
-    """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size."""
+    """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size.
+
+    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.  Offsets are within
+    the tensors.
+    """
     import torch
 
     offsets = (batch.source_offset, batch.target_offset, batch.size)
@@ -64,7 +71,10 @@ def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
 
 
 class Gather:
-    """Copies on GPU number *gpu*."""
+    """Copies on GPU number *gpu*.
+
+    The first copy imports Triton or PyTorch and compiles; call `prepare` to have that over before anything is timed.
+    """
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
@@ -92,6 +102,7 @@ class Gather:
                 copy_with_torch(_area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch)
 
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
+        """Launch the Triton kernel over a table of tiles, which goes to the GPU from pinned memory."""
         from backends.cuda.gather_kernel import DeviceAddress, copy_tiles
 
         columns = tiles(batch)

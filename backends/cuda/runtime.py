@@ -54,7 +54,11 @@ class _Attributes(ctypes.Structure):
 
 
 class Cudart:
-    """The library.  Every method raises `TransferFailed` with CUDA's own words if CUDA refuses."""
+    """The library.  Every method raises `TransferFailed` with CUDA's own words if CUDA refuses.
+
+    One object for the process (`cudart`).  *version* is the runtime's, such as ``"13.0"``.  Functions that the library
+    does not have are left out; `copy_batch` then makes single copies.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -187,7 +191,10 @@ class Cudart:
             self._check("cudaMemcpyAsync", code)
 
     def copy_batch(self, targets: _Int64s, sources: _Int64s, sizes: _Int64s, stream: int) -> None:
-        """Give *stream* a copy for each *i*, in one call where the library has it: contiguous arrays of shape (n,)."""
+        """Give *stream* a copy for each *i*, in one call where the library has it: contiguous arrays of shape (n,).
+
+        Addresses and bytes are int64.  Copies of one call may be done in any order.
+        """
         if not self._batches:
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self.copy(target, source, size, stream)

@@ -1,1 +1,5 @@
-"""Jobs on real engines: one process per rank, watched by a launcher."""
+"""Jobs on real engines: one process per rank, watched by a launcher.
+
+`launcher.Processes` is the `pdsim.job.Target`.  It starts `worker` processes, speaks to them in the messages of
+`supervision`, and gives each the processors that `affinity` deals out.
+"""

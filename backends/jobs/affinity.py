@@ -34,6 +34,9 @@ def shares(ranks: Sequence[RankSpec]) -> dict[str, list[int]]:
     A rank that drives a GPU spins while it waits, and two that meet on the threads of one core slow each other down
     until the scheduler parts them.  Neighbouring numbers are threads of one core, or neighbours in one memory: so
     shares are runs of them.
+
+    Keys are the names of ranks, values ascending numbers of processors, equally many for each rank; what is left over
+    is nobody's.
     """
     here = sorted(os.sched_getaffinity(0))
     each = len(here) // max(1, len(ranks))
@@ -60,6 +63,9 @@ class QuickProcessor:
     machine: it is half as quick for as long as that lasts.  No counter of the guest tells, but a fixed piece of work
     does.  The thread is moved and not bound, so that the scheduler may still take it elsewhere and threads that it
     starts may run on all of *processors*.
+
+    Life: made on the thread that it is to move, which it takes through all of *processors* once, to know the shortest
+    pace; `look` is then called now and then, by `WallClock.idle`.  *measure* returns seconds.
     """
 
     def __init__(self, processors: Sequence[int], measure: Callable[[], float] = pace) -> None:

@@ -73,6 +73,9 @@ class Processes:
     *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
     a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
     which then are network namespaces of this machine with addresses of their own; without one, all are this machine.
+
+    One object may run several jobs; *lateness* collects what the packet forwarder reports of each.  Raise a
+    `ValueError` for times and capacities that are not positive.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class Processes:
     def _describe(
         self, spec: RankSpec, keys: Keys, network: EmulatedLink | None, processors: list[int]
     ) -> supervision.Start:
+        """Return what the process of *spec* is told: who it is, its keys, its program, its engine and its memory."""
         return supervision.Start(
             name=spec.name,
             keys=keys,
@@ -197,7 +201,11 @@ def _settings(library: Collective | None) -> Settings | None:
 
 
 class _Child:
-    """One rank's process, from the supervisor's side."""
+    """One rank's process, from the supervisor's side.
+
+    Life: the process is started when this is made, and told what to become; messages come in through `receive`, which
+    notes the end of the process, too; `stop` leaves nothing behind.  *done* is None until the program has ended.
+    """
 
     def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
         self.name = start.name
@@ -275,7 +283,10 @@ class _Child:
         return f"\n{text}" if text else ""
 
     def result(self) -> RankResult:
-        """Return how the rank ended."""
+        """Return how the rank ended.
+
+        An error of a class that is not pdsim's, and a death, carry the end of what the process printed.
+        """
         code = self.process.wait()
         died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
         if self.done is None:
@@ -290,7 +301,11 @@ class _Child:
 
 
 class _ProcessJob:
-    """All children of one run."""
+    """All children of one run.
+
+    A context manager: whatever happens, its end kills all children, and then waits for them.  The steps are `start`
+    for each rank, `until_ready`, `go`, `until_done` and `outcome`.
+    """
 
     def __init__(self, startup: float, silence: float) -> None:
         self._startup = startup
@@ -345,7 +360,11 @@ class _ProcessJob:
             supervision.send(child.connection, supervision.Go(self._origin, others, self._silence / 4, self._restarts))
 
     def _again(self, old: _Child) -> None:
-        """Start the rank of *old*, which has ended, anew."""
+        """Start the rank of *old*, which has ended, anew.
+
+        The old process is stopped, and its messages are forgotten; the new one has a place in the list of children at
+        once.
+        """
         child = _Child(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
         self._selector.register(child.connection, selectors.EVENT_READ, child)
@@ -387,6 +406,7 @@ class _ProcessJob:
             self._take(max(min(wake - now, self._silence / 4), 1e-3))
 
     def _end_silent(self) -> None:
+        """Kill the children that were silent for too long, once it is sure that they were, and not this process."""
         if self._silent():
             self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
         for child, limit in self._silent():

@@ -1,4 +1,8 @@
-"""What the supervisor and its workers say to each other: typed msgpack messages over a socket pair, never pickle."""
+"""What the supervisor and its workers say to each other: typed msgpack messages over a socket pair, never pickle.
+
+Each message has a length of eight bytes ahead.  The order is ``Start``, ``WorkerReady`` or ``WorkerFailed``, ``Go``,
+then ``Alive`` and ``Moved`` as often as need be, and ``Done``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,12 @@ _LARGEST = 1 << 33
 
 
 class Start(msgspec.Struct, tag=True):
-    """Supervisor to worker: what to become."""
+    """Supervisor to worker: what to become.
+
+    *program* is ``"module:function"``, *implementation* the entry point of the endpoint class, *timeout* the deadline
+    of a transfer in seconds, *bind* the address to listen on, *capacity* bytes of memory, *gpu* the number of a GPU or
+    None.
+    """
 
     name: str
     keys: Keys
@@ -87,7 +96,10 @@ class WorkerFailed(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """Worker to supervisor: how the program ended."""
+    """Worker to supervisor: how the program ended.
+
+    *pools* has the peak use of each pool, 0 to 1, *events* how many the clock has processed.
+    """
 
     value: Any
     error: str
@@ -123,7 +135,10 @@ def send(connection: socket.socket, message: Message, wait: bool = True) -> None
 
 
 class Decoder:
-    """Puts messages together from the pieces that a socket delivers."""
+    """Puts messages together from the pieces that a socket delivers.
+
+    One for each connection.  After a `MessageError` nothing more can be read from it.
+    """
 
     def __init__(self) -> None:
         self._pieces = bytearray()
@@ -148,7 +163,11 @@ class Decoder:
 
 
 def receive(connection: socket.socket, kind: type[_Kind]) -> _Kind:
-    """Wait for one message, which must be a *kind*.  Raise `PeerLost` if the other side has gone."""
+    """Wait for one message, which must be a *kind*.  Raise `PeerLost` if the other side has gone.
+
+    Only for connections on which nothing else arrives meanwhile: what follows the message in the same piece is lost.
+    Raise a `TypeError` for another kind of message.
+    """
     decoder = Decoder()
     while True:
         piece = connection.recv(1 << 16)

@@ -1,4 +1,9 @@
-"""Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only."""
+"""Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
+
+The life of the process: read ``Start``, make clock, memory, endpoint and channel, say ``WorkerReady``, wait for
+``Go``, run the program, say ``Done``, close everything, and leave.  An exception before ``Go`` is told as
+``WorkerFailed``.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,10 @@ class Records:
 
 
 class Pulse:
-    """Tells the supervisor on *connection* every *interval* seconds that the clock of this rank goes."""
+    """Tells the supervisor on *connection* every *interval* seconds that the clock of this rank goes.
+
+    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.
+    """
 
     def __init__(self, connection: socket.socket, clock: WallClock, interval: float) -> None:
         self._connection = connection
@@ -70,7 +78,10 @@ class Pulse:
 
 
 class Moves:
-    """A `Source`: what the supervisor says on *connection* of ranks that were started again, for *open* to act on."""
+    """A `Source`: what the supervisor says on *connection* of ranks that were started again, for *open* to act on.
+
+    Watched only where a job restarts ranks.
+    """
 
     def __init__(
         self,
@@ -106,7 +117,10 @@ class Moves:
 
 
 def main() -> None:
-    """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil."""
+    """Become the rank that the supervisor describes; leave by `os._exit`, whose code no native library can spoil.
+
+    Exit code 1 is a failure to start or to close.  The supervisor has the program's own errors in ``Done``.
+    """
     _nap_as_told()
     keep_memory()
     _die_with(os.getppid())
@@ -177,6 +191,11 @@ def _leave(code: int) -> None:
 
 
 def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
+    """Return clock, rank, recorder and program, as *start* describes them.
+
+    Processors are set before libraries start threads, which inherit them.  Raise a `ConfigError` if there is no such
+    program, and whatever the engine raises.
+    """
     module, _, function = start.program.partition(":")
     if start.processors:
         os.sched_setaffinity(0, start.processors)  # before a library starts threads, which inherit it
@@ -220,6 +239,7 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
 
 
 def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
+    """Run *program* to its end and return what the supervisor is to know of it; no exception gets out."""
     value, error = None, ""
     try:
         value = clock.run(clock.process(program(rank, **start.arguments)))

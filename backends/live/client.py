@@ -56,7 +56,11 @@ async def session(*, key: str, connections: int, connect_timeout: float) -> Asyn
 
 
 class Http:
-    """Posts bodies with an aiohttp session; a `backends.live.routes.Post`."""
+    """Posts bodies with an aiohttp session; a `backends.live.routes.Post`.
+
+    An instance is made for each run, within `session`.  What goes wrong is a `RequestFailed` whose message is the
+    status of the request: ``HTTP 503: ...``, ``Refused: ...`` or ``ServerLost: ...``.
+    """
 
     def __init__(self, opened: Any) -> None:
         self._session = opened
@@ -90,6 +94,7 @@ class Http:
 
 
 def _check(status: int, server: LiveServer, data: bytes) -> None:
+    """Raise a `RequestFailed` with the server's own words unless *status* is 200."""
     if status == 200:
         return
     import msgspec
@@ -141,6 +146,10 @@ async def replay(
 
     A request that finds all connections taken waits, and its latencies count from its arrival all the same.
     *progress* is called with the number of requests that have ended.
+
+    *requests* are in order of arrival, in seconds after the start.  Prompts are made ahead, by *prompt*, in the pauses
+    between arrivals.  The garbage collector is off meanwhile.  *limits* bound connections and the time of each
+    request.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max(1, limits.connections // route.connections))
@@ -175,7 +184,10 @@ async def _one(
     start: float,
     timeout: float,
 ) -> None:
-    """Serve one request; its row says how that went."""
+    """Serve one request; its row says how that went.
+
+    A user with less patience than the timeout leaves when it is over, which is the status ``Aborted``.
+    """
     loop = asyncio.get_running_loop()
     patience = request.patience if request.patience is not None and request.patience < timeout else None
     try:

@@ -35,7 +35,11 @@ BOOTSTRAP = 900
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """One server to start."""
+    """One server to start.
+
+    *gpus* are numbers of the machine, in the order in which the server sees them; *environment* is added to this
+    process's.
+    """
 
     name: str
     role: str  # "prefill", "decode" or "server"
@@ -62,6 +66,9 @@ def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
     """Return the servers of *config*, which load the configuration in the folder *model*.
 
     Raise a `ConfigError` if the layout, or the backend, is not one that *engine* has.
+
+    One for each instance of each side: prefill servers first, ports ascending from ``live.port``.  Arguments of the
+    user come last, so that they override.
     """
     places = _places(config)
     every = sorted({gpu for _, _, gpus in places for gpu in gpus})
@@ -85,7 +92,11 @@ def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
 
 
 def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return name, role and GPUs of each server."""
+    """Return name, role and GPUs of each server.
+
+    Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.  Raise
+    a `ConfigError` if it names another number of GPUs than the layout takes.
+    """
     live, parallel = config.live, config.parallel
     sides = [("prefill", parallel.prefill, live.prefill_gpus), ("decode", parallel.decode, live.decode_gpus)]
     if live.layout == "colocated":
@@ -114,6 +125,7 @@ def _model(engine: str, model: Path, config: Config) -> list[str]:
 
 
 def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of vLLM's server *number* in *role*, with its KV connector."""
     arguments = [
         *("--max-model-len", str(config.model.context)),
         *("--tensor-parallel-size", str(side.tp)),
@@ -142,6 +154,7 @@ def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[l
 
 
 def _sglang(config: Config, role: str, side: Side, _: int, bootstrap: int) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of an SGLang server in *role*, with its transfer backend."""
     arguments = [
         "--skip-tokenizer-init",
         "--enable-metrics",

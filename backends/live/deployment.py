@@ -30,7 +30,11 @@ METRICS = "metrics.parquet"
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a workload."""
+    """What became of a workload.
+
+    *rows* are in the order of the requests.  *start* and the times of *rows* are on one clock; those of *samples*
+    count from *start*.
+    """
 
     start: float  # at which the first request could arrive, on the client's clock
     rows: Sequence[RequestRow]
@@ -48,7 +52,10 @@ def engine_of(config: Config) -> str:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield one line for each reason why *config* cannot be run on a live deployment."""
+    """Yield one line for each reason why *config* cannot be run on a live deployment.
+
+    Nothing is contacted: it is about keys that contradict each other, and about what is installed here.
+    """
     live, engine = config.live, engine_of(config)
     pair = live.prefill + live.decode
     ways = {"live.url": live.url, "live.prefill and live.decode": pair, "live.launch": live.launch}
@@ -107,7 +114,11 @@ def installed(engine: str, python: str = "") -> str:
 
 @contextmanager
 def deployed(config: Config, folder: Path, progress: Callable[[float, str], None]) -> Iterator[LiveDeployment]:
-    """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards."""
+    """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards.
+
+    Raise a `BackendUnavailable` if a launched server does not come up.  Servers that somebody else runs are left
+    alone.
+    """
     live, engine = config.live, engine_of(config)
     if not live.launch:
         yield LiveDeployment(config, engine, _named(config), folder)
@@ -138,7 +149,11 @@ def _named(config: Config) -> list[tuple[str, LiveServer]]:
 
 @dataclass
 class LiveDeployment:
-    """Servers, each with its role, and how to measure them.  *folder* gets what they report of themselves."""
+    """Servers, each with its role, and how to measure them.  *folder* gets what they report of themselves.
+
+    Made by `deployed`.  *bootstrap* has the bootstrap ports of SGLang's prefill servers by name, where they were
+    launched.
+    """
 
     config: Config
     engine: str
@@ -161,6 +176,7 @@ class LiveDeployment:
         return [server for name, server in self.servers if name == role]
 
     async def _serve(self, requests: Sequence[Request], progress: Callable[[float, str], None], policy: str) -> Served:
+        """Ask who the servers are, warm them up, and replay *requests* while their metrics are sampled."""
         from backends.live.client import Http, Limits, replay, session
         from backends.live.metrics import Sampler
         from backends.live.prompts import encoded
@@ -195,6 +211,7 @@ class LiveDeployment:
         return Served(start, rows, names, sampler.reported(), samples, notes)
 
     def _route(self, model: str, policy: str) -> RequestRoute:
+        """Return the route that requests take: to one server, or to a pair in the way of vLLM or of SGLang."""
         from backends.live.formats import Format, OpenAiChat, OpenAiCompletions, SglangGenerate
 
         live, engine = self.config.live, self.engine
@@ -230,7 +247,10 @@ class LiveDeployment:
 
 
 def _warmup(requests: Sequence[Request], times: int) -> list[Request]:
-    """Return requests like the shortest and the longest of *requests*, one after the other."""
+    """Return requests like the shortest and the longest of *requests*, one after the other.
+
+    The output is at most 16 tokens, and *times* requests are sent of either length.
+    """
     ends = (min(requests, key=lambda one: one.input), max(requests, key=lambda one: one.input))
     return [Request(0.0, one.input, min(one.output, 16)) for one in ends for _ in range(times)]
 
@@ -273,6 +293,7 @@ def _shown(url: str) -> str:
 
 
 def _write_samples(path: Path, samples: Sequence[MetricSample]) -> None:
+    """Write *samples* to the Parquet file *path*, a row each."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -25,12 +25,18 @@ class StreamChunk(NamedTuple):
 
 
 class Format(Protocol):
-    """How requests and chunks of one API look."""
+    """How requests and chunks of one API look.
+
+    One object for a run; it knows the model and the sampling, so that `body` adds only what differs between requests.
+    """
 
     path: str
 
     def body(self, prompt: bytes, output: int, *, stream: bool, extra: Mapping[str, Any] = ...) -> bytes:
-        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already."""
+        """Return the JSON body that asks for *output* tokens after *prompt*, which is JSON already.
+
+        *extra* is added at the top of the JSON object, and overrides what was there.
+        """
 
     def chunk(self, data: bytes) -> StreamChunk:
         """Return what the JSON *data* of one event of the stream says.  Raise a `msgspec.MsgspecError`."""
@@ -153,7 +159,11 @@ class SglangGenerate:
 
 
 def reason(error: Any) -> str:
-    """Return the message in *error*, as servers nest it, in one line of at most 200 characters."""
+    """Return the message in *error*, as servers nest it, in one line of at most 200 characters.
+
+    >>> reason({"error": {"message": "no such  model", "code": 404}})
+    'no such model'
+    """
     while isinstance(error, Mapping):
         error = error.get("message") or error.get("error") or error.get("detail") or str(dict(error))
     return " ".join(str(error).split())[:200]

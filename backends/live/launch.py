@@ -82,6 +82,10 @@ def _await(
     ready: float,
     say: Callable[[str], None],
 ) -> None:
+    """Ask each of *servers* for its health every half second until all have answered.
+
+    Raise a `BackendUnavailable`, with the reason from its log, for one that ends, or after *ready* seconds.
+    """
     began = time.monotonic()
     waiting = {server.name: server for server in servers}
     while waiting:
@@ -116,7 +120,10 @@ def _reason(folder: Path, name: str) -> str:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End *processes* and whatever else is in their sessions, politely and then by force."""
+    """End *processes* and whatever else is in their sessions, politely and then by force.
+
+    They get SIGTERM and `GRACE` seconds, then SIGKILL.
+    """
     sessions = {process.pid for process in processes}
     for process in processes:
         with suppress(ProcessLookupError):

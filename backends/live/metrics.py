@@ -24,7 +24,11 @@ _HISTOGRAM = ("_bucket", "_sum", "_count")
 
 @dataclass(frozen=True)
 class Histogram:
-    """Observations of one quantity, over all labels."""
+    """Observations of one quantity, over all labels.
+
+    *buckets* are cumulative, as Prometheus has them: each counts all observations up to its upper bound, in the unit
+    of the metric.
+    """
 
     total: float = 0.0
     count: float = 0.0
@@ -39,6 +43,9 @@ class Histogram:
         """Return the value that *share* of the observations do not exceed; None of no observations.
 
         The last bucket has no upper bound; a quantile that falls into it is the bound below.
+
+        >>> Histogram(total=9.0, count=10, buckets={1.0: 5, 2.0: 10, math.inf: 10}).quantile(0.75)
+        1.5
         """
         if self.count <= 0 or not self.buckets:
             return None
@@ -63,7 +70,13 @@ class Page:
 
 
 def parse(text: str) -> Page:
-    """Return what the Prometheus *text* says; lines that are not of that format are passed over."""
+    """Return what the Prometheus *text* says; lines that are not of that format are passed over.
+
+    Labels are summed over.  A counter may be written with or without ``_total``.
+
+    >>> parse('# TYPE running gauge' + chr(10) + 'running{rank="0"} 2' + chr(10) + 'running{rank="1"} 3').gauges
+    {'running': 5.0}
+    """
     kinds: dict[str, str] = {}
     numbers: dict[str, float] = {}
     buckets: dict[str, dict[float, float]] = {}
@@ -123,7 +136,11 @@ class MetricSample:
 
 
 class Sampler:
-    """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends."""
+    """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends.
+
+    An asynchronous context manager.  A server without metrics has no samples, and that is no error.  `reported` may be
+    called after the block.
+    """
 
     def __init__(self, opened: Any, servers: Sequence[LiveServer], every: float) -> None:
         self.samples: list[MetricSample] = []

@@ -27,7 +27,10 @@ def problem(model: Llm) -> str:
 
 
 def write(model: Llm, folder: Path) -> Path:
-    """Write the folder of *model* and return it.  Raise a `ConfigError` if the configuration has no `hf_config`."""
+    """Write the folder of *model* and return it.  Raise a `ConfigError` if the configuration has no `hf_config`.
+
+    Existing files are overwritten.  ``tokenizer.json`` takes some 20 bytes for each token of the vocabulary.
+    """
     if reason := problem(model):
         raise ConfigError(reason)
     folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ def token_ids(request: Request, number: int, seed: int, vocabulary: int) -> Ids:
     """Return the prompt of the *number*-th request: ``request.input`` ids from the upper 15/16 of *vocabulary*.
 
     A block that `Request.hash_ids` names depends on its id and *seed* only; the rest also on *number*.
+
+    Shape (input,), int64.  The lower sixteenth is left out because special tokens are there.
     """
     low = vocabulary // 16
     blocks = [_drawn(seed, "block", name, HASHED, low, vocabulary) for name in _named(request)]
@@ -44,5 +46,6 @@ def _named(request: Request) -> list[int]:
 
 
 def _drawn(seed: int, kind: str, name: int, count: int, low: int, high: int) -> Ids:
+    """Return *count* ids from *low* to *high*, exclusive, from a stream of random numbers of their own."""
     entropy = [seed, *kind.encode(), *divmod(name & (1 << 64) - 1, 1 << 32)]
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy))).integers(low, high, count)

@@ -28,7 +28,10 @@ class RequestFailed(Exception):
 
 @dataclass(slots=True)
 class RequestRow:
-    """What became of a request; times are seconds on the client's clock."""
+    """What became of a request; times are seconds on the client's clock.
+
+    *gaps* and *sizes* have one entry for each chunk with tokens but the first; a time is None if that never came.
+    """
 
     prefill: str = ""
     decode: str = ""
@@ -46,7 +49,11 @@ class RequestRow:
 
 @dataclass(slots=True)
 class LiveServer:
-    """A server, and the tokens of the requests that it has."""
+    """A server, and the tokens of the requests that it has.
+
+    *load* is in tokens of requests that are there now, *sent* counts requests so far.  Both are the client's own
+    account.
+    """
 
     name: str
     url: str
@@ -65,7 +72,10 @@ class Post(Protocol):
 
 
 class RequestRoute(Protocol):
-    """The way of a request."""
+    """The way of a request.
+
+    An object serves many requests at a time and keeps the account of load of its servers.
+    """
 
     connections: int  # that a request holds at a time
 
@@ -74,7 +84,10 @@ class RequestRoute(Protocol):
 
 
 class _ServerPool:
-    """Servers of one side, of which each request gets one."""
+    """Servers of one side, of which each request gets one.
+
+    The choice is made when a request is sent; nothing is asked of the servers.
+    """
 
     def __init__(self, servers: Sequence[LiveServer], policy: str) -> None:
         self._servers, self._policy = servers, policy
@@ -147,7 +160,10 @@ def _arrived(row: RequestRow, now: float, new: int) -> None:
 
 
 class Direct:
-    """One server does everything, or is a router that sees to it."""
+    """One server does everything, or is a router that sees to it.
+
+    *exact* says that an answer must have just as many tokens as asked for.
+    """
 
     connections = 1
 
@@ -179,7 +195,10 @@ _NEW = {
 
 
 class VllmPair:
-    """Prefill, then decode, in series."""
+    """Prefill, then decode, in series.
+
+    The load of a server counts the prompt for prefill, and prompt and output for decode.
+    """
 
     connections = 1
 
@@ -205,6 +224,10 @@ class VllmPair:
 
     @staticmethod
     def _params(server: LiveServer, data: bytes) -> dict[str, Any]:
+        """Return the parameters in prefill's answer *data* that decode needs.
+
+        Raise a `RequestFailed` if the answer is an error or has none.
+        """
         try:
             answer = msgspec.json.decode(data, type=_Answer)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -219,7 +242,10 @@ class VllmPair:
 
 
 class SglangPair:
-    """Prefill and decode at once, in one bootstrap room."""
+    """Prefill and decode at once, in one bootstrap room.
+
+    *bootstrap* has the port of each prefill server's bootstrap, by the server's name.
+    """
 
     connections = 2
 
@@ -268,6 +294,7 @@ class SglangPair:
         row: RequestRow,
         meeting: Mapping[str, Any],
     ) -> None:
+        """Send the prompt to prefill *server* and wait for its answer, whose numbers go into *row*."""
         with _Visit(server, request.input):
             body = self._format.body(prompt, request.output, stream=False, extra=meeting)
             data = await post.answer(server, self._format.path, body)
@@ -289,6 +316,7 @@ class SglangPair:
         row: RequestRow,
         meeting: Mapping[str, Any],
     ) -> None:
+        """Send the prompt to decode *server* and read the stream of tokens into *row*."""
         with _Visit(server, request.input + request.output):
             body = self._format.body(prompt, request.output, stream=True, extra=meeting)
             await _stream(post, server, self._format, body, row, request.output, exact=self._exact)

@@ -22,7 +22,12 @@ __all__ = ["Options", "check", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ExperimentOptions):
-    """What to sweep over, and how each point is measured."""
+    """What to sweep over, and how each point is measured.
+
+    Every combination of *ranks*, *pools* and *size* is a point with equal pieces, every one of *ranks*, *pools* and
+    *batches* a padded one.  Raise a `ValueError` that names the key for values out of range, or if nothing is left to
+    run.
+    """
 
     name: str = "allgather"
     ranks: tuple[int, ...] = (2, 4, 8)  # that gather, a GPU each
@@ -72,7 +77,10 @@ class Options(ExperimentOptions):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: more ranks than GPUs, no collectives, or a pool or memory that is too small."""
+    """Yield what cannot be: more ranks than GPUs, no collectives, or a pool or memory that is too small.
+
+    Memory is checked for the point that needs most of it: a source, a target and the reserved pool on one rank.
+    """
     options, hw = Options.of(config), config.hw
     gpus = hw.gpus * hw.nodes
     if config.collective is None:
@@ -93,7 +101,11 @@ def check(config: Config) -> Iterator[str]:
 
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
-    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything."""
+    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything.
+
+    The outcome is that of all jobs, each rank, link and pool named with its job.  A job that fails leaves rows with
+    its status, and the next one runs all the same.
+    """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
     options = Options.of(config)
@@ -122,6 +134,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
 
 
 def _specs(config: Config, options: Options, points: list[GatherPoint]) -> list[RankSpec]:
+    """Return the ranks of one job, one for each GPU, and what they measure."""
     assert config.collective is not None
     names = [f"rank{index}" for index in range(points[0].ranks)]
     symmetric = any(point.pool == SYMMETRIC for point in points)

@@ -1,4 +1,8 @@
-"""What each rank of `experiments.allgather` does: all points of one job, one after the other."""
+"""What each rank of `experiments.allgather` does: all points of one job, one after the other.
+
+All ranks run the same points in the same order, so no further agreement is needed.  Times are in the records; what a
+rank returns is about contents and growths only.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,10 @@ def measure(
 
 
 def _equal(rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int, warmup: int, verify: bool) -> Program:
+    """Gather equal pieces, *warmup* and *repeat* times.
+
+    Return how many pieces were checked, and how many of them were right.
+    """
     size, ranks = point["size"], len(group.names)
     source = yield from allocate(rank, group, size, point["pool"])
     target = yield from allocate(rank, group, size * ranks, point["pool"])
@@ -68,6 +76,7 @@ def _equal(rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int,
 def _padded(
     rank: Rank, group: Group, point: dict[str, Any], row: int, repeat: int, warmup: int, verify: bool
 ) -> Program:
+    """Gather a batch that is split in a zigzag; return how many of its tokens were checked, and how many were right."""
     split = zigzag(point["batch"], len(group.names))
     gather = PaddedAllGather(rank, group, row, split.longest, point["pool"])
     yield from gather.open()

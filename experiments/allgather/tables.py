@@ -34,7 +34,10 @@ class GatherPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRow:
-    """What one point gave."""
+    """What one point gave.
+
+    *seconds* and *wire* have one number for each measured all-gather.  *engine* names library and kind of memory.
+    """
 
     point: GatherPoint
     row: int  # bytes of a token
@@ -66,13 +69,21 @@ class GatherRow:
 
 
 def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome) -> list[GatherRow]:
-    """Return the rows of *points*, which one job with *outcome* has measured in this order."""
+    """Return the rows of *points*, which one job with *outcome* has measured in this order.
+
+    A point whose contents were wrong is ``corrupt``; one of a job that failed has the first error, `PeerLost` before
+    others.
+    """
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
     status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else ""
     return [_row(point, number, row, outcome, status) for number, point in enumerate(points)]
 
 
 def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str) -> GatherRow:
+    """Return the row of *point*, the *number*-th of its job.
+
+    The records of all ranks are put side by side, gather by gather; what some rank has no record of is left out.
+    """
     ranks = outcome.ranks.values()
     records = [[r for r in rank.transfers if r.label == point.label and r.status == "ok"] for rank in ranks]
     together = list(zip(*records, strict=False))  # all ranks' records of one all-gather
@@ -154,7 +165,11 @@ def metrics(found: Sequence[GatherRow]) -> list[Metric]:
 
 
 def padded_size(batch: Sequence[int], ranks: int, row: int) -> int:
-    """Return the bytes that each rank gathers of *batch*, tokens of *row* bytes."""
+    """Return the bytes that each rank gathers of *batch*, tokens of *row* bytes.
+
+    >>> padded_size((9, 9), ranks=4, row=10)  # six rows, not ceil(18 / 4)
+    60
+    """
     return zigzag(batch, ranks).longest * row
 
 

@@ -30,7 +30,11 @@ TARGETS = ("model",)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ExperimentOptions):
-    """What is compared and how finely."""
+    """What is compared and how finely.
+
+    Raise a `ValueError` that names the key for values out of range.  More *requests* narrow the interval of each
+    probe; they should be hundreds.
+    """
 
     name: str = "capacity"
     prefill_tp: tuple[int, ...] = (1, 2, 4, 8)  # tensor parallelism of prefill instances
@@ -81,6 +85,7 @@ class _Chain:
     start: float  # load of the first probe
 
     def capacities(self) -> list[Capacity]:
+        """Return the capacity of each shape of the chain, in order; runs in a process of the pool."""
         found: list[Capacity] = []
         start = self.start
         for shape in self.shapes:
@@ -95,6 +100,9 @@ def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Re
     """Search every deployment that fits and return the best, all of them, and the Pareto front.
 
     Raise a `ConfigError` if none fits.
+
+    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists* again, with more
+    requests and half the tolerance.  The result does not depend on the number of processes.
     """
     options = Options.of(config)
     workload = replace(config.workload, load=0.0)

@@ -18,7 +18,10 @@ __all__ = ["Shape", "configured", "feasible"]
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """A parallelism and a P:D ratio."""
+    """A parallelism and a P:D ratio.
+
+    The order is that of the fields, so the smallest parallelism comes first.
+    """
 
     prefill_tp: int
     decode_tp: int
@@ -58,7 +61,10 @@ def feasible(
     instances: Sequence[int],
     requests: Sequence[Request],
 ) -> tuple[list[Shape], dict[Shape, str]]:
-    """Return the shapes that can serve *requests*, sorted, and why the others cannot."""
+    """Return the shapes that can serve *requests*, sorted, and why the others cannot.
+
+    Nothing is simulated: what is checked is that ranks have places, the model can be divided, and each request fits.
+    """
     found, refused = [], {}
     for parts in product(prefill_tp, decode_tp, instances, instances):
         shape = Shape(*parts)

@@ -31,7 +31,11 @@ _STRIDE = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a simulation at one load says of the SLO."""
+    """What a simulation at one load says of the SLO.
+
+    *attainment* and *half* are shares, 0 to 1.  The interval is from batch means, since neighbouring requests are
+    alike.
+    """
 
     load: float  # of the busier side
     rate: float  # requests a second
@@ -75,6 +79,9 @@ def bisect(
     The search begins at *start*, such as the answer for a similar deployment, and strides from there until it has a
     load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there to
     loads that the interval tells from *target*, on both sides.
+
+    Each *measure* is a simulation, so there should be few.  *low* and *high* of the result are 0 and *highest* where
+    no probe was sure.
     """
     probes: list[Probe] = []
     low, high, load, stride = 0.0, highest, min(start, highest * 0.95), _STRIDE
@@ -142,7 +149,11 @@ def capacity(
 
 
 def probe(config: Config, requests: Sequence[Request], options: ServeOptions, load: float, warmup: float) -> Probe:
-    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted."""
+    """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
+
+    The trace is stretched or shrunk in time to *load* (`pdsim.serving.load.scaled`) and simulated once, with the seed
+    of *config*; so two probes differ in the load alone.
+    """
     what = job(config, options)
     given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
     model = Model(config.hw, config.backend, seed=config.seed, collective=config.collective)

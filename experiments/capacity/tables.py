@@ -27,13 +27,19 @@ def _tokens(shape: Shape, probe: Probe, gpus: int) -> float:
 
 
 def ranked(found: Found, gpus: int) -> list[tuple[Shape, Capacity, Probe]]:
-    """Return the deployments that meet the SLO at some load, the one that serves most requests first."""
+    """Return the deployments that meet the SLO at some load, the one that serves most requests first.
+
+    Requests a second are those of as many copies of the shape as the machine holds; equal ones are ordered by shape.
+    """
     able = [(shape, one, one.best) for shape, one in found.items() if one.best is not None]
     return sorted(able, key=lambda entry: (-_rate(entry[0], entry[2], gpus), entry[0]))
 
 
 def front(found: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe]]:
-    """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once."""
+    """Return the probes that hold, of which no other is better in throughput, TTFT and TPOT at once.
+
+    Better means more output tokens for each GPU, a shorter TTFT and a shorter TPOT, both at the 90th percentile.
+    """
     points = [
         (shape, probe)
         for shape, one in found.items()
@@ -134,6 +140,7 @@ def _answer(
     config: Config,
     search: Search,
 ) -> list[list[str]]:
+    """Return the lines of the answer: what was searched, the best deployment, its interval, and how many come close."""
     slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
     searched = f"{len(found)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
     lines = [["searched", searched], ["SLO", f"{slo} for {search.attainment:.0%} of requests"]]

@@ -17,8 +17,8 @@ from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
 
+from experiments.faults.campaign_parts import CampaignParts
 from experiments.faults.kinds import KINDS
-from experiments.faults.parts import Parts
 from experiments.faults.scenario import Tried
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.config import Config, ExperimentOptions
@@ -67,7 +67,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}
-    parts = Parts(Path(options.parts), alike) if options.parts else None
+    parts = CampaignParts(Path(options.parts), alike) if options.parts else None
     tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts is not None else []
     known = {each.seed for each in tried}
     started = time.monotonic()

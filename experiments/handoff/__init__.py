@@ -37,7 +37,11 @@ the last batch of KV; in host memory, as a message."""
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ExperimentOptions):
-    """What is handed over and how."""
+    """What is handed over and how.
+
+    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not ``NtoM``, or counts below
+    1.
+    """
 
     name: str = "handoff"
     tokens: tuple[int, ...] = (512, 2048, 8192)  # of a handoff
@@ -120,6 +124,8 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """Hand over in every way and return the times.
 
     Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+
+    An engine that fails in a later job leaves rows with its error; the other ways are run all the same.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -177,7 +183,10 @@ def _side(rank: str, gpus: int) -> Place:
 
 
 def _as(config: Config, options: Options, way: Way) -> Config:
-    """Return the configuration of one job."""
+    """Return the configuration of one job.
+
+    The pool holds the longest request twice, unless the configuration says otherwise; forwards take no time.
+    """
     metadata: dict[str, Any] = {**METADATA[way.metadata]}
     tokens = max(options.tokens) + 2 * config.kv.page_size
     largest = tokens * kv_shape(config.model).token_bytes(min(way.prefill, way.decode))

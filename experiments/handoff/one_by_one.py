@@ -22,11 +22,16 @@ def program(
     requests: Sequence[Sequence[float]],
     leaves: Sequence[Sequence[float]] = (),
 ) -> Program:
-    """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over."""
+    """Serve as `pdsim.serving.router.program` does, each of *requests* when the one before it is over.
+
+    Arrival times and users who leave are ignored.  A handoff is measured alone: no other request is in its way.
+    """
     return (yield from _SerialRouter(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
 class _SerialRouter(Router):
+    """A `Router` that sends the next request out when the one before is closed."""
+
     def _arrive(self, _: Event | None) -> None:
         if not self._rooms and self._next < len(self.requests) and not self.ended.triggered:
             self._next += 1

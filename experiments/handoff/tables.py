@@ -55,7 +55,11 @@ class HandoffRow:
 
 
 def rows(shapes: Sequence[HandoffShape], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[HandoffRow]:
-    """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured."""
+    """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured.
+
+    Requests are told apart by their number of tokens, so each count is one shape.  A job without a router's result has
+    rows with the router's error.
+    """
     router = outcome.ranks[ROUTER]
     value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
     records: dict[int, list[TransferRecord]] = {}
@@ -73,6 +77,10 @@ def _row(
     values: Sequence[Sequence[object]],
     records: dict[int, list[TransferRecord]],
 ) -> HandoffRow:
+    """Return the row of *shape*: the times of its measured requests.
+
+    Bytes, descriptors and paths are those of the last of them.
+    """
     mine = [number for number, request in enumerate(requests) if request.input == shape.tokens]
     errors = [str(values[number][3]) for number in mine if values[number][3] != "ok"]
     times: dict[str, list[float]] = {stage: [] for stage in STAGES}
@@ -87,6 +95,7 @@ def _row(
 
 
 def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of each of `STAGES` of one request, from its stamps and the records of its writes."""
     reserved, noticed, started, _, arrived = (float(stamp) for stamp in stamps[:5])  # type: ignore[arg-type]
     first = min(record.submitted for record in records)
     last = min(arrived, max(record.seen for record in records))  # the target may be told before the source

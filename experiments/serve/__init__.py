@@ -1,4 +1,9 @@
-"""Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist."""
+"""Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
+
+`job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run it, and `result`
+the rows, metrics and tables of what became of the requests; `live_run` does the last for real servers.  Other
+experiments (handoff, capacity, faults, validate) use the same functions.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,10 @@ TARGETS = ("model", "real", "live")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ExperimentOptions):
-    """What is particular to serving."""
+    """What is particular to serving.
+
+    Raise a `ValueError` that names the key for an unknown choice or a negative time.
+    """
 
     name: str = "serve"
     deployment: str = "disaggregated"  # or "colocated": engines like those of prefill, as many as the GPUs hold
@@ -110,7 +118,11 @@ def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
 
 
 def job(config: Config, options: Options) -> Deployment:
-    """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that."""
+    """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that.
+
+    Memory pools are sized here (`pdsim.serving.placement.pages`), and times of forwards taken from the roofline of
+    each side.
+    """
     try:
         found = _job(config, options)
         if options.deployment == "colocated":
@@ -126,6 +138,7 @@ def job(config: Config, options: Options) -> Deployment:
 
 
 def _job(config: Config, options: Options) -> Deployment:
+    """Return the deployment with prefill and decode apart, before it is checked."""
     parallel, shape = config.parallel, kv_shape(config.model)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
 
@@ -230,7 +243,10 @@ def _rates(config: Config) -> dict[str, dict[str, float]]:
 
 
 def _staging(config: Config, shape: KvShape) -> Staging:
-    """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left."""
+    """Return the sizes of the staged path; a buffer of one chunk also holds the page that the chunk before left.
+
+    Bytes; the buffer is for the side with more ranks, whose chunks are the smaller ones.
+    """
     kv, parallel = config.kv, config.parallel
     tokens = (config.scheduler.chunk // kv.page_size + 1) * kv.page_size
     chunk = tokens * shape.token_bytes(max(parallel.prefill.attention_tp, parallel.decode.attention_tp))
@@ -238,7 +254,11 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 
 
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
-    """Return the ranks of the job: the router on the first host, then prefill and decode."""
+    """Return the ranks of the job: the router on the first host, then prefill and decode.
+
+    Arguments are plain data: the deployment once for each rank, and the requests for the router only.  Names are
+    ``router``, ``prefill0.0``, ``prefill0.1`` and so on.
+    """
     plain = what.plain()
     more: dict[str, Any] = {}
     if what.cache.prefill or what.cache.decode or what.policy == "cache_aware":
@@ -288,7 +308,11 @@ def _sizes(parallel: Parallel) -> str:
 
 
 def result(config: Config, what: Deployment, requests: Sequence[Request], outcome: Outcome) -> Result:
-    """Return what *outcome* says of *requests*."""
+    """Return what *outcome* says of *requests*.
+
+    Failures are ranks that ended with an error, and requests that did not succeed and whose user had not left; those
+    that the router refused are none.
+    """
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
     value = router.value or {"start": 0.0, "rows": [["", "", 0, lost, *[None] * 8]] * len(requests)}
@@ -330,7 +354,10 @@ def _line(rank: RankResult) -> str:
 
 
 def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
-    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side."""
+    """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side.
+
+    Both pools count: the input at prefill, input and output at decode, and pages of sliding-window layers on either.
+    """
     for number, request in enumerate(requests):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),

@@ -14,7 +14,10 @@ __all__ = ["Paths", "notes"]
 
 
 class Paths:
-    """The paths that *count* requests took in *outcome*."""
+    """The paths that *count* requests took in *outcome*.
+
+    Labels are ``room/chunk/path``.  Counted are all writes, failed ones included, over all ranks.
+    """
 
     def __init__(self, count: int, outcome: Outcome) -> None:
         self._taken: list[str] = [""] * count
@@ -37,7 +40,10 @@ class Paths:
             self._taken[number] = f"{taken}+{path}" if taken else path
 
     def of_requests(self) -> list[str | None]:
-        """Return the paths of each request, joined by ``+`` if it took several; None if nothing was written."""
+        """Return the paths of each request, joined by ``+`` if it took several; None if nothing was written.
+
+        In the order of `PATHS`; metadata counts only where nothing else was written.
+        """
         joined = {taken: _joined(set(taken.split("+"))) for taken in set(self._taken)}
         return [joined[taken] for taken in self._taken]
 

@@ -57,7 +57,11 @@ def run(
 
 
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
-    """Return what *served* says of *requests*."""
+    """Return what *served* says of *requests*.
+
+    Columns, metrics and tables have the names of a simulated run where they mean the same, so that both can be
+    compared. What only a real server has, such as inter-token gaps, comes on top.
+    """
     columns = _columns(requests, served)
     ends = [row.last for row in served.rows if row.last is not None]
     outcome = Outcome(
@@ -132,6 +136,7 @@ def _reported_metrics(served: Served) -> list[Metric]:
 
 
 def _tables(columns: Mapping[str, Sequence[Any]], spread: Mapping[str, Any], served: Served) -> list[Table]:
+    """Return the tables of latencies and instances, and what the servers report where they report anything."""
     heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     rows = [[name, *report.spread(spread[name]), text] for name, text in LATENCIES.items() if len(spread[name])]
     tables = [

@@ -62,7 +62,10 @@ LATENCIES = {
 
 
 def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return one row a request, in columns, from the router's *value*; times of a failed request are None."""
+    """Return one row a request, in columns, from the router's *value*; times of a failed request are None.
+
+    Durations are seconds.  *value* is what the router's rank returned: rows of instances, bytes, status and stamps.
+    """
     start = value["start"]
     names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
     found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES, *_INSTANTS)}
@@ -85,7 +88,10 @@ def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, 
 
 
 def left(status: str, patience: float | None) -> bool:
-    """Return whether a request of this *status* ended because its user left, as the workload says."""
+    """Return whether a request of this *status* ended because its user left, as the workload says.
+
+    A user who leaves is no failure: the workload asked for it.
+    """
     return patience is not None and status.startswith("Aborted: the user left")
 
 
@@ -105,6 +111,10 @@ _TIMES = (
 
 
 def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:
+    """Return latencies and phases of a request, in seconds, from the stamps of `Finished`.
+
+    Phases add up to the end-to-end time; where decode pulls, it waits for pages after the prefill and not before.
+    """
     reserved, noticed, started, prefilled, arrived, polled, joined, finished = times[:8]
     first, asked = (times[8], times[9]) if len(times) > 8 else (polled, None)
     durations = {
@@ -164,7 +174,11 @@ def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
 
 
 def prefix_metrics(requests: Sequence[Request], job: Deployment) -> list[Metric]:
-    """Return what a prefix cache could hold of the prompts, where the workload says which blocks are equal."""
+    """Return what a prefix cache could hold of the prompts, where the workload says which blocks are equal.
+
+    Computed from the hashes of the trace alone, for one cache over all instances: an upper bound of what theirs can
+    hold.
+    """
     unlimited = hit_share(requests)
     if unlimited is None:
         return []
@@ -214,7 +228,11 @@ def cache_metrics(table: Columns) -> list[Metric]:
 
 
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
-    """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down."""
+    """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
+
+    Shares of time are over all requests, percentiles over those that count.  Intervals are from batch means, and
+    missing where there are too few requests for them.
+    """
     steady = counted(table, workload)
     found = [
         *totals(table, slo, steady),
@@ -246,7 +264,10 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
 
 
 def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metric]:
-    """Return how many requests of *table* ended how, at which rate, and what share of those of *steady* met *slo*."""
+    """Return how many requests of *table* ended how, at which rate, and what share of those of *steady* met *slo*.
+
+    Rates divide by the makespan of *table*.  *steady* is the part that counts toward the SLO; by default all of it.
+    """
     steady = table if steady is None else steady
     total, seconds = len(table["id"]), makespan(table)
     done = [index for index, status in enumerate(table["status"]) if status == "ok"]
@@ -285,7 +306,10 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
 
 
 def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
-    """Return latencies, phases, instances and, of a model, links and pools."""
+    """Return latencies, phases, instances and, of a model, links and pools.
+
+    At most eight rows of links, pages and memory each, the busiest first.
+    """
     steady = counted(table, workload)
     heads = {"mean": "arithmetic mean", "p50": "median", "p90": "needs 10 requests", "p99": "needs 100"}
     latency = {"latency s": ""} | heads | {"from, to": ""}

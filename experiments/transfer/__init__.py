@@ -30,7 +30,11 @@ JOBS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ExperimentOptions):
-    """What to sweep over, and how each point is measured."""
+    """What to sweep over, and how each point is measured.
+
+    Raise a `ValueError` that names the key for values out of range; the file of *points* is read when the points are
+    listed.
+    """
 
     name: str = "transfer"
     patterns: tuple[str, ...] = (  # also with a count: pairs:2, incast:3, fanout:3, cross:2x2, alltoall:4
@@ -91,7 +95,11 @@ class Options(ExperimentOptions):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named."""
+    """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named.
+
+    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is named if it is too
+    much.
+    """
     try:
         options = Options.of(config)
         points = options.list_points()
@@ -114,6 +122,7 @@ def check(config: Config) -> Iterator[str]:
 
 
 def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterator[str]:
+    """Yield a line if *placement* lists too few GPUs for *ranks* ranks, or one that the machine does not have."""
     if len(placement) < ranks:
         yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
     for gpu in placement:
@@ -123,6 +132,7 @@ def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterato
 
 
 def _memory(config: Config, options: Options, points: Sequence[TransferPoint]) -> Iterator[str]:
+    """Yield a line if some place lacks memory for its ranks, which names the point that needs most of it there."""
     tasks = [point.task(options.ranks) for point in points]
     where = _places(config, options, points)
     needs = {name: region_bytes(name, tasks) for name in where}
@@ -145,6 +155,9 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     """Run every point and return its rows, as listed.
 
     Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+
+    A rank that is lost ends its job; the points after the one that it was lost in are run in a second job, with new
+    ranks.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
@@ -200,6 +213,7 @@ def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: Options) -
 
 
 def _result(config: Config, options: Options, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]) -> Result:
+    """Return the result of *rows*, with a line for each rank that failed and each point that was not completed."""
     whole = _merged(outcomes)
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
@@ -243,6 +257,7 @@ def _places(config: Config, options: Options, points: Sequence[TransferPoint]) -
 
 
 def _specs(config: Config, options: Options, points: Sequence[TransferPoint]) -> list[RankSpec]:
+    """Return the ranks that run *points*, all with the same arguments."""
     arguments = {
         "points": [point.task(options.ranks) for point in points],
         "warmup": options.warmup,

@@ -21,7 +21,11 @@ ROTATED = "-rotated"
 
 
 class TransferPoint(NamedTuple):
-    """One combination of what is swept over."""
+    """One combination of what is swept over.
+
+    >>> TransferPoint("pair", 64, 65536, 1, operation="read").label
+    'pair 64x65536 c1 read'
+    """
 
     pattern: str
     blocks: int
@@ -78,6 +82,8 @@ def read(path: Path) -> list[TransferPoint]:
     """Return the points of the CSV file *path*, whose first line names its columns: see `COLUMNS`.
 
     Raise a `ValueError` if it cannot be read, lacks a column, or holds what cannot be, with the number of the line.
+
+    Lines that begin with ``#`` are comments.  Sizes may have units, ``64KiB``.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -109,6 +115,9 @@ def _point(row: dict[str, str], where: str) -> TransferPoint:
 
 
 def shuffled(points: Sequence[TransferPoint], seed: int) -> list[TransferPoint]:
-    """Return *points* in an order drawn from *seed*, so that a drift of the machine is no trend of the points."""
+    """Return *points* in an order drawn from *seed*, so that a drift of the machine is no trend of the points.
+
+    A permutation, so each point is run once; equal seeds give equal orders.
+    """
     order: Iterable[int] = np.random.Generator(np.random.PCG64([seed, 1])).permutation(len(points))
     return [points[index] for index in order]

@@ -36,7 +36,10 @@ or one transfer at a time, flow by flow."""
 
 
 class Task(TypedDict):
-    """One point, as plain data."""
+    """One point, as plain data.
+
+    Made by `experiments.transfer.points.TransferPoint.task`; the same for all ranks.
+    """
 
     label: str  # of its measured transfers
     flows: Sequence[Flow]
@@ -108,7 +111,10 @@ def _total(found: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 class _TransferLoop:
-    """What one rank does in one point."""
+    """What one rank does in one point.
+
+    Life: made for a point; `fill`; `transfer`, when all ranks are ready; `found`, when all have ended.
+    """
 
     def __init__(
         self,
@@ -205,7 +211,11 @@ def _loop(clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str
 
 
 class _Plan:
-    """Where the blocks of every flow lie in each rank's one buffer, and what they hold."""
+    """Where the blocks of every flow lie in each rank's one buffer, and what they hold.
+
+    Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of the
+    flows. A slot has one place for each block, or two if they are scattered, of which half stay zero.
+    """
 
     def __init__(self, task: Task, seed: int) -> None:
         self.flows = task["flows"]

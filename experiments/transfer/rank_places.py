@@ -35,6 +35,11 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
 
     The flows of a source are in the order in which it posts.  In a crossing that is the order of the sinks, so that all
     sources begin with the same one; with *rotate* source *i* begins with sink *i*, so that no two do.
+
+    >>> flows("incast:2", ranks=4)
+    [('rank1', 'rank0'), ('rank2', 'rank0')]
+    >>> flows("cross:2x2", ranks=4, rotate=True)
+    [('rank0', 'rank2'), ('rank0', 'rank3'), ('rank1', 'rank3'), ('rank1', 'rank2')]
     """
     name, _, text = pattern.partition(":")
     counts = [int(part) for part in text.split("x")] if text else []
@@ -58,6 +63,7 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
 
 
 def _rotated(sources: Sequence[str], sinks: Sequence[str], rotate: bool) -> list[Flow]:
+    """Return a flow from each source to each sink but itself; with *rotate* each source begins with another sink."""
     found: list[Flow] = []
     for index, source in enumerate(sources):
         first = index % len(sinks) if rotate else 0
@@ -90,6 +96,8 @@ def shortage(hw: Machine, where: Mapping[str, Place], needs: Mapping[str, int], 
     """Return the ranks and a line if the bytes that each *needs* do not fit where it is, or nothing if they do.
 
     With *here* the ranks are processes of this machine, and what its host has free counts too.
+
+    Ranks at one place share its memory.  Only the place that needs most is looked at.
     """
     totals: dict[Place, int] = {}
     for name, place in where.items():

@@ -18,7 +18,10 @@ __all__ = ["TransferRow", "metrics", "tables"]
 
 @dataclass(frozen=True)
 class TransferRow:
-    """What one point gave: its measured *records*, failed ones included, and how it ended."""
+    """What one point gave: its measured *records*, failed ones included, and how it ended.
+
+    Rates count 1 GB as 1e9 bytes.  Numbers of a point that failed cover the transfers that had succeeded.
+    """
 
     point: TransferPoint
     flows: Sequence[Flow]
@@ -39,7 +42,10 @@ class TransferRow:
 
     @property
     def seconds(self) -> float | None:
-        """From the first submission to the last completion seen, over all initiators."""
+        """From the first submission to the last completion seen, over all initiators.
+
+        None without a transfer that succeeded.
+        """
         return _span(self.done)
 
     @property
@@ -82,7 +88,10 @@ def _span(records: Sequence[TransferRecord]) -> float | None:
 
 
 def tables(rows: Sequence[TransferRow]) -> tuple[Table, ...]:
-    """Return the tables of rates and latencies, of stages, and of flows where a point has several."""
+    """Return the tables of rates and latencies, of stages, and of flows where a point has several.
+
+    The column names are those of nixlbench where they mean the same; each column has its definition.
+    """
     who = {
         "pattern": "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall",
         "block": "bytes of a descriptor",
@@ -140,6 +149,7 @@ def _rates(row: TransferRow) -> list[Any]:
 
 
 def _flows(row: TransferRow) -> Iterator[list[Any]]:
+    """Yield source, sink, transfers, quartiles of latency, rate, start and end of each flow of the point."""
     of_flow: dict[Flow, list[TransferRecord]] = {(source, sink): [] for source, sink in row.flows}
     for record in row.done:
         of_flow[record.source, record.target].append(record)

@@ -98,6 +98,10 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
 
     Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
     measure with.
+
+    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with ``expected`` the predictions
+    are those of an earlier run.  A part that cannot be run here is left out, with a note; a class whose error exceeds
+    its bound is a failure of the run.
     """
     options = Options.of(config)
     notes: list[str] = []
@@ -222,7 +226,11 @@ def _jobs(config: Config, part: DesignPart, jobs: int, target: Target, failures:
 
 
 def _compared(config: Config, options: Options, folder: Path, notes: list[str], failures: list[str]) -> Result:
-    """Return what the files in *folder* say, read back from there."""
+    """Return what the files in *folder* say, read back from there.
+
+    Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files, so
+    what is compared is what was kept.
+    """
     expected, measured = (read(folder / name) for name in (EXPECTED, MEASURED))
     found = compare(_values(expected["expected"]), _values(measured["measured"]))
     found = [_small(each, options.bounds.large) for each in found]

@@ -36,7 +36,10 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 
 @dataclass(frozen=True, kw_only=True)
 class Design(ExperimentOptions):
-    """Which points are run: the part of `experiments.validate.Options` that says so."""
+    """Which points are run: the part of `experiments.validate.Options` that says so.
+
+    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them.
+    """
 
     classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
     size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)  # bytes of a block, none on a calibration's grid
@@ -74,7 +77,10 @@ class Design(ExperimentOptions):
 
 
 class DesignPart(NamedTuple):
-    """One experiment of the design: its options, which name it."""
+    """One experiment of the design: its options, which name it.
+
+    Parts are run through the experiments' own ``run``, for predictions and for measurements alike.
+    """
 
     options: ExperimentOptions
 
@@ -111,6 +117,8 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
     """Yield the parts of *design* that *config* has ranks for, their points written to *folder*; add what it has not.
 
     What is left out is a line of *notes*.
+
+    The order is transfers, handoffs, metadata, all-gathers, serve: what is quick comes first.
     """
     gpus = config.hw.gpus * config.hw.nodes
     ranks = design.ranks or gpus or HOSTED
@@ -194,6 +202,7 @@ def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list
 
 
 def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[TransferPoint]:
+    """Return the points of transfers that the ranks and their memory allow; a note names those that are left out."""
     most = len(design.placement) if design.placement[0].isdecimal() else ranks
     contention = design.patterns if "contention" in design.classes else ()
     small = [pattern for pattern in contention if len(names(TransferPoint(pattern, 1, 1, 1).flows(HOSTED))) <= most]

@@ -26,7 +26,11 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 
 
 def expect(config: Config, design: Sequence[DesignPart], folder: Path) -> None:
-    """Write what the model says of *design*, and see it safely on disk."""
+    """Write what the model says of *design*, and see it safely on disk.
+
+    Predictions come with 95 % intervals where the calibration has some (`pdsim.validation.intervals`).  The file is
+    sealed and synchronised to the disk before this returns.
+    """
 
     def predict(of: Config) -> list[Value]:
         return [value for part in design for value in values(part.experiment, part.run(*_modelled(of)))]
@@ -71,7 +75,10 @@ def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
 
 
 def check_same(config: Config, expected: Mapping[str, Any], path: Path) -> None:
-    """Raise a `ConfigError` unless *expected*, the contents of *path*, are about the system that *config* describes."""
+    """Raise a `ConfigError` unless *expected*, the contents of *path*, are about the system that *config* describes.
+
+    Keys that are not in both are not compared, so that an older file can still be used.
+    """
     here = {"hw": config.hw.name, "backend": config.backend.name, **_system(config)}
     there = {"hw": expected["hw"], "backend": expected["backend"], **expected.get("system", {})}
     for key, value in _differences(there, here):

@@ -22,7 +22,10 @@ __all__ = ["keep"]
 
 
 def keep(runs: Mapping[str, Sequence[Path]]) -> None:
-    """Write `RECORDS` and `TIMES` from the folders of ``validate`` of each host."""
+    """Write `RECORDS` and `TIMES` from the folders of ``validate`` of each host.
+
+    Both files are overwritten.  Times are microseconds with one decimal.
+    """
     records: list[list[object]] = [list(COLUMNS)]
     times: list[list[object]] = [["host", "engine", "what", "us"]]
     for host, folder in ((host, folder) for host, folders in runs.items() for folder in folders):

@@ -29,7 +29,10 @@ TRANSFERS = "transfers.parquet"
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write *content* to *path*, and return when it and its name are on disk."""
+    """Write *content* to *path*, and return when it and its name are on disk.
+
+    The file and its folder are synchronised, so that a prediction is on disk before anything is measured.
+    """
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -71,7 +74,10 @@ def take(source: Path, folder: Path) -> None:
 
 
 def written(part: DesignPart) -> dict[str, Any]:
-    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it."""
+    """Return *part* as JSON holds it, with its points themselves, so that it needs no file beside it.
+
+    The inverse of what `design_of` does with one part.
+    """
     options = plain(part.options)
     del options["name"]
     if options.get("points"):

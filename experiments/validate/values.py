@@ -17,7 +17,10 @@ __all__ = ["mean", "values"]
 
 
 def mean(runs: Sequence[Sequence[Value]]) -> list[Value]:
-    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have."""
+    """Return the geometric mean over *runs*, a job each, of each quantity that all of them have.
+
+    A quantity that a job lacks is left out, because a mean over fewer jobs would have another floor.
+    """
     found: dict[tuple[str, str, str], list[Value]] = {}
     for value in (value for run in runs for value in run):
         found.setdefault((value.group, value.label, value.quantity), []).append(value)
@@ -33,7 +36,11 @@ def _mean(same: Sequence[Value]) -> Value:
 
 
 def values(experiment: str, result: Result) -> list[Value]:
-    """Return the quantities of *result*, a run of *experiment*; those of a point in which something failed left out."""
+    """Return the quantities of *result*, a run of *experiment*; those of a point in which something failed left out.
+
+    Groups are ``pair``, ``pair, read``, a pattern, ``..., total rate``, ``handoff, PATH``, ``metadata, WAY``,
+    ``allgather, POOL`` and ``serve``.
+    """
     if experiment == "transfer":
         return list(_of_transfers(result.transfers))
     if experiment == "handoff":

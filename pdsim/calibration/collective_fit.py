@@ -64,7 +64,11 @@ class GatherSample(NamedTuple):
 
 
 def points() -> list[GatherSample]:
-    """Return the points of both machines."""
+    """Return the points of both machines.
+
+    A point is the median of the equal calls of one job: calls with the same library and the same label, which names
+    ranks, bytes of a piece, pool and batch.  Reservations are left out; `growths` has them.
+    """
     found = []
     for run, rows in (("2xh200", _two()), ("4xh200", _four())):
         times: dict[tuple[str, str], list[float]] = {}
@@ -76,6 +80,10 @@ def points() -> list[GatherSample]:
 
 
 def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
+    """Return the point of one *label*, with the median of the *seconds* of its calls.
+
+    The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and "grown".
+    """
     ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.tables.GatherSample.label` says it
     kind = "plain" if pool == "default" else "symmetric"
     batch = more[1] if "batch" in more else ""
@@ -100,6 +108,7 @@ def _two() -> Iterator[tuple[str, str, int, float]]:
 
 
 def _four() -> Iterator[tuple[str, str, int, float]]:
+    """Yield library, label, bytes and microseconds from a file with one row for each call."""
     for row in _read("interface-4xh200.csv"):
         yield row["collective"], row["label"], int(row["bytes"]), float(row["us"])
 
@@ -108,7 +117,11 @@ def _four() -> Iterator[tuple[str, str, int, float]]:
 
 
 def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
-    """Return those of *every* that are fitted to."""
+    """Return those of *every* that are fitted to.
+
+    Taken are every other size of each machine, from its smallest on, and every other batch in the order of its total
+    bytes.  The points that remain are those that `errors` judges the fit by.
+    """
     batches = sorted({point.batch for point in every} - {""}, key=lambda batch: sum(map(int, batch.split("+"))))[::2]
     equal = [point for point in every if not point.batch]
     sizes = {run: sorted({point.size for point in equal if point.run == run})[::2] for run in ("2xh200", "4xh200")}
@@ -117,7 +130,12 @@ def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
 
 
 def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel:
-    """Return *base* with the numbers that fit those of *every* that are not left out."""
+    """Return *base* with the numbers that fit those of *every* that are not left out.
+
+    Fitted are `FITTED` as logarithms, to warm points alone; residuals are ``log(model / measured)``, and from `SCALE`
+    on a point counts less (scipy's ``soft_l1``).  A parameter that is 0 in *base* starts at 1 us or 1e-6 bytes/s.  All
+    points of *every* should be of one library and kind of memory, as *base* is.  Needs scipy.
+    """
     from scipy.optimize import least_squares
 
     kept = seen(every)
@@ -135,7 +153,11 @@ def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel
 
 
 def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
-    """Return *after_pause* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory."""
+    """Return *after_pause* and *grown*, which are the hosts' and so the same for all libraries and kinds of memory.
+
+    Both are seconds, and medians over what `seen` returns: of padded batches, and of gathers in pools that grew with
+    pieces of up to `SMALL` bytes.
+    """
     kept = seen(every)
     paused = [point.seconds for point in kept if point.batch]
     grown = [point.seconds for point in kept if point.grown and point.size <= SMALL]
@@ -143,7 +165,11 @@ def host_times(every: Sequence[GatherSample]) -> tuple[float, float]:
 
 
 def growths() -> Iterator[tuple[str, int, int, float, bool]]:
-    """Yield library, ranks, bytes, seconds and whether it is left out, of every reservation but the first of a job."""
+    """Yield library, ranks, bytes, seconds and whether it is left out, of every reservation but the first of a job.
+
+    A reservation that took a second or more is the first of its job, which also makes the connections, and is left
+    out. Every other size of each number of ranks counts as left out of the fit.
+    """
     two = [(library, 2, size, us) for library, label, size, us in _two() if label == "reserve"]
     four = [
         (row["collective"], int(row["ranks"]), int(row["bytes"]), float(row["us"]))
@@ -161,7 +187,11 @@ def growths() -> Iterator[tuple[str, int, int, float, bool]]:
 
 
 def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
-    """Return the error of *models*, by library and kind of memory, at what was left out."""
+    """Return the error of *models*, by library and kind of memory, at what was left out.
+
+    One row for each library, class of points and number of ranks; errors in per cent of the measured time.  *models*
+    needs a model for each pair of ``nccl`` or ``symm_mem`` and one of `KINDS`.
+    """
     kept, rows = seen(every), []
     classes: dict[str, Callable[[GatherSample], bool]] = {
         "equal plain": lambda point: point.kind == "plain" and point.warm,
@@ -207,7 +237,11 @@ def _error(model: CollectiveModel, point: GatherSample) -> float:
 
 
 def between(every: Sequence[GatherSample]) -> Table:
-    """Return what jobs differ by that ran the same calls of the same code: plain memory, with either library."""
+    """Return what jobs differ by that ran the same calls of the same code: plain memory, with either library.
+
+    The fifth column is the median distance of the jobs from their geometric mean: no model of one number a point can
+    be closer than that.
+    """
     jobs: dict[tuple[int, int, str], list[float]] = {}
     for point in every:
         if point.kind == "plain":
@@ -222,7 +256,11 @@ def between(every: Sequence[GatherSample]) -> Table:
 
 
 def growth_errors(libraries: Mapping[str, Collective]) -> Table:
-    """Return the error at growths that were left out, and the latency that fits those that were not."""
+    """Return the error at growths that were left out, and the latency that fits those that were not.
+
+    The model of a growth is ``ranks * grow_latency + bytes / grow_rate``.  *fitted ms* is what *grow_latency* would be
+    if it were the median over the growths that were not left out; it is compared with the configuration by eye.
+    """
     rows = []
     for name, library in libraries.items():
         mine = [growth for growth in growths() if growth[0] == name]

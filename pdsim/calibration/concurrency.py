@@ -44,6 +44,9 @@ def shared(found: Fit, spans: Spans, crowds: Points, base: EngineModel) -> tuple
     What one transfer takes stays as it is.  Where they do not tell the part of *call*, all of the constant stays
     *call*; nor is a *queue_rate* told that may be infinite, whose interval is wider than from x / 2 to 2 x, or by which
     no crowd takes a tenth longer.  A copy engine that takes one transfer after the other has none.
+
+    *spans* are 95 % intervals by parameter.  The same samples give the same result on any processor: the bootstrap
+    draws from a fixed seed, and of cells of the grid whose losses are equal the first counts.
     """
     shares = SHARES if "call" in found.form.free and found.form.stages in ("sum", "pipeline") else (1.0,)
     rate = min(found.at["rate"], found.at["queue_rate"])
@@ -90,6 +93,11 @@ def _least(losses: Floats, samples: int) -> Ints:
 
 
 def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
+    """Return *found* with *share* of its constant as *call*, if its interval *ends* tells it.
+
+    An interval that reaches 1 leaves all of it *call*.  One that starts at 0 makes all of it *latency*, and one
+    between the two frees both parameters, each with an interval of its own.
+    """
     low, high = ends
     if high >= 1.0:
         return found, spans
@@ -105,6 +113,10 @@ def _with_share(found: Fit, spans: Spans, share: float, ends: tuple[float, float
 
 
 def _with_queues(found: Fit, spans: Spans, rate: float, ends: tuple[float, float]) -> tuple[Fit, Spans]:
+    """Return *found* limited to *rate* bytes/s by its queues, if the samples tell it.
+
+    It stays as it is if *ends*, the interval, is infinite or too wide.
+    """
     low, high = ends
     if not math.isfinite(high) or high > WIDEST * low * (1.0 + EQUAL):  # a whole number of steps may be just so wide
         return found, spans

@@ -22,7 +22,12 @@ OWNERS = ("hw", "backend")
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """How far the fit is from samples that it has not seen: relative errors of the modelled time, 0.01 is 1 %."""
+    """How far the fit is from samples that it has not seen: relative errors of the modelled time, 0.01 is 1 %.
+
+    *floor* and *floor_p95* compare with *median* and *p95*: they are what remains for a model that knows the mean of
+    every point, because repeated jobs differ.  They are None where there was one job only.
+    Raise a `ValueError` for no points, or for a negative absolute error.
+    """
 
     points: int
     how: str  # which samples were left out
@@ -44,7 +49,16 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fitted *parameters*, for the machines and backends that it names and for no others."""
+    """Fitted *parameters*, for the machines and backends that it names and for no others.
+
+    Life: `pdsim.calibration.from_samples.fitted` makes one, `pdsim.calibration.files.save` writes it, a configuration
+    names it or finds it by its pair of machine and backend, and `applied` lays it over the configuration.  Values of
+    *parameters* and *intervals* are text with a unit, as in YAML.  The ranges *descriptors* and *bytes* are what the
+    warnings about extrapolation compare a run with.
+
+    Raise a `ValueError` for an unknown kind, a factor of *hosts* that is not positive, a range that is not two
+    ascending positive numbers, or a parameter outside the groups of `OWNERS`.
+    """
 
     name: str
     kind: str = (
@@ -92,6 +106,9 @@ def applied(
     What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the values: a
     run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the calibration is for
     another machine or another backend.
+
+    *values* is the composed configuration as nested mappings, whose values may still be text; it is not changed.  The
+    second item is the calibration to keep with the run: name, intervals and errors.
     """
     _check_pair(values, calibration)
     by_hand = tuple(overridden)
@@ -105,11 +122,16 @@ def applied(
 
 
 def covers(keys: Iterable[str], number: str) -> bool:
-    """Return whether one of the dotted *keys* is *number* or stands above it."""
+    """Return whether one of the dotted *keys* is *number* or stands above it.
+
+    >>> covers(["backend.intra"], "backend.intra.call"), covers(["backend.intra"], "backend.intranode")
+    (True, False)
+    """
     return any(f"{number}.".startswith(f"{key}.") for key in keys)
 
 
 def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
+    """Raise a `ConfigError` unless *calibration* names the machine and the backend of *values*."""
     for group in OWNERS:
         owner = values.get(group)
         name = owner.get("name") if isinstance(owner, Mapping) else None
@@ -122,7 +144,11 @@ def _check_pair(values: Mapping[str, Any], calibration: Calibration) -> None:
 
 
 def _set(values: Mapping[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
-    """Return a copy of *values* with *value* at *path*."""
+    """Return a copy of *values* with *value* at *path*.
+
+    Mappings on the way are copied, so that the caller's stay as they are.  Raise a `ConfigError` that names *key* if
+    one is missing: only the last part of a path may be new.
+    """
     head, *rest = path
     if not rest:
         return {**values, head: value}

@@ -30,7 +30,11 @@ _IN_BYTES = (*_RATES, "read_rate")
 
 
 def link_of(machine: Machine, path: str) -> tuple[str, float]:
-    """Return the key of the link that narrows *path* on *machine*, and the bytes per second that it lets through."""
+    """Return the key of the link that narrows *path* on *machine*, and the bytes per second that it lets through.
+
+    *path* is that of an `EngineModel`: "nvlink", "rdma", "tcp" or "shm".  Host memory lets through half its rate,
+    because a copy through it reads and writes each byte.
+    """
     (owner, name), passes = _LINKS[path]
     return f"hw.{owner}.{name}", getattr(getattr(machine, owner), name) / passes
 
@@ -41,6 +45,10 @@ def parameters(
     """Return the parameters of *found* by full key below *at*, such as ``"backend.intra"``, and their intervals.
 
     A link of the machine that is slower than the engine was found to be is made as fast: it let those bytes through.
+
+    Values and interval ends are text with units, as YAML has them.  Beside what was fitted there are: zeros for
+    constants that the form does not have, *overlap* and *pipelined*, which say its stages, and the whole ramp as one
+    list. *queue_rate* is written for one queue, while forms know that of all queues together.
     """
     free = found.form.free
     given = {name: text_of(name, _per_queue(name, found.at[name], base)) for name in free if name[:-1] not in _OF_RAMPS}
@@ -69,7 +77,11 @@ def parameters(
 def beyond(
     found: Fit, spans: Mapping[str, tuple[float, float]], at: str
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return what reads cost beyond writes, as *found* by `pdsim.calibration.read_overhead`, and its intervals."""
+    """Return what reads cost beyond writes, as *found* by `pdsim.calibration.read_overhead`, and its intervals.
+
+    A parameter that the reads do not tell is left out, and so is a rate that limits nothing.  Keys and values are as
+    in `parameters`.
+    """
     known = {name: found.at[name] for name in FREE if name not in found.unidentified}
     known = {name: value for name, value in known.items() if math.isfinite(value)}  # a rate that does not limit
     told = {f"{at}.{name}": tuple(text_of(name, value) for value in span) for name, span in spans.items()}
@@ -80,7 +92,11 @@ _OF_RAMPS = ("extra", "first")
 
 
 def key_of(at: str, name: str) -> str:
-    """Return the key below *at* of the field that the parameter *name* of a form belongs to."""
+    """Return the key below *at* of the field that the parameter *name* of a form belongs to.
+
+    >>> key_of("backend.intra", "extra2"), key_of("backend.intra", "saving"), key_of("backend.intra", "call")
+    ('backend.intra.ramp', 'backend.intra.small.saving', 'backend.intra.call')
+    """
     owner = {"saving": "small.saving"} | dict.fromkeys(
         (f"{of}{i + 1}" for of in _OF_RAMPS for i in range(RAMPS)), "ramp"
     )
@@ -96,6 +112,11 @@ def _per_queue(name: str, value: float, base: EngineModel) -> float:
 
 
 def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> str:
+    """Return the steps of the ramp at one end of their intervals: ``"64 x 1.2us and 512 x 3us"``.
+
+    *which* is 0 for the lower end and 1 for the upper one.
+    """
+
     def value(name: str) -> float:
         return spans[name][which] if name in spans else found.at[name]
 
@@ -104,7 +125,11 @@ def _ramp(found: Fit, spans: Mapping[str, tuple[float, float]], which: int) -> s
 
 
 def text_of(name: str, value: float) -> str:
-    """Return *value* of the parameter *name* with its unit and five digits: ``"5.6813us"``, ``"49.557GB/s"``."""
+    """Return *value* of the parameter *name* with its unit and five digits: ``"5.6813us"``, ``"49.557GB/s"``.
+
+    >>> text_of("call", 5.68131e-6), text_of("rate", 49.557e9), text_of("latency", 0.0)
+    ('5.6813us', '49.557GB/s', '0s')
+    """
     if name in _IN_BYTES:
         return f"{value / 1e9:.5g}GB/s"
     return f"{value * 1e6:.5g}us" if value else "0s"
@@ -114,6 +139,9 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
     """Write both files of *calibration* into *folder*, its name being theirs, and return the YAML file.
 
     *title* is the comment that says what it is.
+
+    The YAML file is written beside its place and then moved there, so a reader never sees half of it; the samples come
+    first.  Fields that are empty or zero are left out.  *folder* must exist.
     """
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 
@@ -135,6 +163,10 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
 
 
 def _plain(value: Any) -> Any:
+    """Return *value* as mappings, lists and numbers that YAML writes.
+
+    Floats have four digits, and fields of dataclasses that are None are left out.
+    """
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

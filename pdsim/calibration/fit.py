@@ -62,7 +62,11 @@ _EXPENDABLE = (
 
 @dataclass(frozen=True)
 class Fit:
-    """A *form* with the parameters *at* which it is closest; *unidentified* are those that the samples do not tell."""
+    """A *form* with the parameters *at* which it is closest; *unidentified* are those that the samples do not tell.
+
+    *at* holds a value for every parameter that any form has, in seconds, bytes and bytes/s, whether it is free or not;
+    see `pdsim.calibration.forms.start_of`.
+    """
 
     form: Form
     at: Mapping[str, float]
@@ -74,7 +78,10 @@ class Fit:
 
 
 def errors(found: Fit, points: Points) -> Floats:
-    """Return the relative error of *found* at each of *points*: model over sample, minus one."""
+    """Return the relative error of *found* at each of *points*: model over sample, minus one.
+
+    Shape (point,); positive where the model is too slow.
+    """
     return found.seconds(points) / points.seconds - 1.0
 
 
@@ -82,6 +89,10 @@ def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] |
     """Return the best fit of *form*: from *at*, which also says what is not free, or from several starts and *base*.
 
     Raise a `ConfigError` if there are too few samples.
+
+    With *at*, one search begins there: that is how folds and resamples are fitted again.  Without, `STARTS` searches
+    begin at what the samples suggest, and the first whose cost equals the least wins.  Where a ramp ends is rounded to
+    a whole number of descriptors, and the other parameters are fitted once more to that.
     """
     if len(points) < LEAST:
         raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
@@ -96,6 +107,7 @@ def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] |
 def _best(
     form: Form, points: Points, fixed: Mapping[str, float], starts: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
+    """Return the parameters of the search that ends at the least cost, the first of *starts* among equals."""
     if not form.free:
         return dict(fixed)
     results = [_least(form, points, fixed, start) for start in starts]
@@ -105,6 +117,10 @@ def _best(
 
 
 def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mapping[str, float]) -> Any:
+    """Return scipy's solution from *start*, parameters as logarithms.
+
+    Each stays within a factor of ``exp(12)`` of its start.
+    """
     from scipy.optimize import least_squares
 
     logs = np.log([start[name] for name in form.free])
@@ -114,6 +130,8 @@ def _least(form: Form, points: Points, fixed: Mapping[str, float], start: Mappin
 
 
 def _residuals(form: Form, points: Points, fixed: Mapping[str, float]) -> Any:
+    """Return a function from the logarithms of the free parameters to ``log(model / sample)``, shape (point,)."""
+
     def residuals(logs: Floats) -> Floats:
         at = {**fixed, **dict(zip(form.free, np.exp(logs), strict=True))}
         found: Floats = np.log(form.seconds(at, points) / points.seconds)
@@ -123,7 +141,10 @@ def _residuals(form: Form, points: Points, fixed: Mapping[str, float]) -> Any:
 
 
 def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
-    """Yield starts: what the extremes of the samples suggest, and that times random factors."""
+    """Yield starts: what the extremes of the samples suggest, and that times random factors.
+
+    The first is the guess itself; the others multiply it by log-normal factors drawn from a fixed seed.
+    """
     total = points.blocks * points.size
     least, rate = float(points.seconds.min()), float((total / points.seconds).max())
     each = float((points.seconds / points.blocks / points.concurrency).min())
@@ -147,6 +168,9 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
     `pdsim.calibration.concurrency` looks at those in flight.  Single descriptors do not tell what one costs, nor
     whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.  What small batches save is
     a term of each form for a *base* that says which they are.
+
+    A form is left out unless there are about two samples more than it has parameters; a ramp also needs six different
+    numbers of descriptors.
     """
     serial = "pipeline" if base.overlap else "sum"
     single = bool((points.blocks == 1).all())
@@ -172,13 +196,22 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
 
 
 def choose(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> Fit:
-    """Return the fit of the simplest of *forms* that predicts unseen samples as well as the best, within its spread."""
+    """Return the fit of the simplest of *forms* that predicts unseen samples as well as the best, within its spread.
+
+    Each candidate is fitted, loses the parameters that it cannot tell apart, and is left out if it is more than twice
+    as far off as the best at the samples themselves; `simplest` decides among the rest.  Raise a `ConfigError` if
+    there are too few samples for any form.
+    """
     every = [_identified(fit(form, points, base), points, base) for form in candidates(points, base, forms)]
     return simplest(_promising(every, points), points, base)
 
 
 def simplest(fits: Sequence[Fit], points: Points, base: EngineModel) -> Fit:
-    """Return the simplest of *fits* that predicts unseen ones of *points* as well as the best, within its spread."""
+    """Return the simplest of *fits* that predicts unseen ones of *points* as well as the best, within its spread.
+
+    Simplest means fewest free parameters, then the stages of *base*, then the least mean error.  Spread is the
+    standard error of the paired differences between the errors of a form and those of the best, over all folds.
+    """
     if len(fits) == 1:
         return fits[0]
     seen = [np.concatenate([abs(error) for error in _fold_errors(one, points, base)]) for one in fits]
@@ -211,12 +244,19 @@ def _promising(fits: Sequence[Fit], points: Points) -> list[Fit]:
 
 
 def _fold_errors(found: Fit, points: Points, base: EngineModel) -> Iterator[Floats]:
+    """Yield, fold by fold, the errors at samples that were left out while the form of *found* was fitted again."""
     for kept, left in folds(len(points), FOLDS):
         yield errors(fit(found.form, points.take(kept), base, found.at), points.take(left))
 
 
 def folds(count: int, parts: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield for each of *parts* folds which of *count* samples are kept and which are left out, each once."""
+    """Yield for each of *parts* folds which of *count* samples are kept and which are left out, each once.
+
+    Which sample is in which fold depends on *count* and *parts* alone.  Indices are ascending.
+
+    >>> sorted(int(index) for _, left in folds(5, 2) for index in left)
+    [0, 1, 2, 3, 4]
+    """
     order = np.random.Generator(np.random.PCG64(0)).permutation(count)
     for part in range(min(parts, count)):
         left = np.sort(order[part :: min(parts, count)])
@@ -267,7 +307,10 @@ def _dependent(found: Fit, points: Points) -> str | None:
 def intervals(
     found: Fit, points: Points, base: EngineModel, resamples: int = RESAMPLES
 ) -> dict[str, tuple[float, float]]:
-    """Return the 95 % interval of each free parameter, from fits to samples that were drawn with replacement."""
+    """Return the 95 % interval of each free parameter, from fits to samples that were drawn with replacement.
+
+    Each of *resamples* fits starts at *found* and keeps its form.  The ends are the 2.5th and 97.5th percentiles.
+    """
     if not found.form.free:
         return {}
     random = np.random.Generator(np.random.PCG64(1))
@@ -281,7 +324,11 @@ def intervals(
 
 
 def told(found: Fit, points: Points, base: EngineModel) -> tuple[Fit, dict[str, tuple[float, float]]]:
-    """Return *found* and its intervals, without the parameters whose interval is wider than from x / 2 to 2 x."""
+    """Return *found* and its intervals, without the parameters whose interval is wider than from x / 2 to 2 x.
+
+    The limit is `WIDEST`, or `KNEE` for where a ramp ends.  One parameter is given up at a time, in the order of
+    `_EXPENDABLE`, and all else is fitted again; the two parameters of a step of a ramp are given up together.
+    """
     spans = intervals(found, points, base)
     while wide := [name for name in _EXPENDABLE if name in spans and _is_wide(name, *spans[name])]:
         gone = {wide[0]}
@@ -304,6 +351,8 @@ def held_out(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS, p
     """Return the error at each of *points* of a fit, form and all, that has not seen it.
 
     One is left out at a time, or, with *parts*, one of so many folds.
+
+    The form is chosen anew for each fold, so the error includes that of choosing.  Shape (point,), signed.
     """
     found = np.empty(len(points))
     for kept, left in folds(len(points), parts or len(points)):
@@ -312,7 +361,10 @@ def held_out(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS, p
 
 
 def summary(found: Floats, how: str) -> HeldOut:
-    """Return what *found*, relative errors, amount to."""
+    """Return what *found*, relative errors, amount to.
+
+    *how* says in words which samples were left out; it is printed beside the numbers.
+    """
     size = np.abs(found)
     return HeldOut(
         points=len(found),

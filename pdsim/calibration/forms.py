@@ -40,7 +40,11 @@ RAMPS = 2
 
 @dataclass(frozen=True)
 class Points:
-    """Samples as columns."""
+    """Samples as columns.
+
+    Arrays of shape (point,), all of one length: *blocks* descriptors of *size* bytes each, *concurrency* transfers in
+    flight, *seconds* of one transfer.  Floats throughout, so that forms multiply them without overflow.
+    """
 
     blocks: Floats
     size: Floats
@@ -58,7 +62,10 @@ class Points:
 
 
 def points_of(samples: Sequence[Sample]) -> Points:
-    """Return *samples* as columns."""
+    """Return *samples* as columns.
+
+    *queues* is known only if all samples agree on it.
+    """
 
     def column(name: str) -> Floats:
         return np.array([getattr(row, name) for row in samples], dtype=np.float64)
@@ -70,7 +77,10 @@ def points_of(samples: Sequence[Sample]) -> Points:
 
 @dataclass(frozen=True)
 class Form:
-    """Which stages there are, and which parameters are free; all others stay what they were."""
+    """Which stages there are, and which parameters are free; all others stay what they were.
+
+    *stages* is one of `STAGES`; *free* are names of parameters of `start_of`, in the order in which a fit keeps them.
+    """
 
     stages: str
     free: tuple[str, ...]
@@ -85,7 +95,10 @@ class Form:
         return replace(self, free=tuple(name for name in self.free if name != parameter))
 
     def seconds(self, at: Parameters, points: Points) -> Floats:
-        """Return how long a transfer of each of *points* takes with the parameters *at*."""
+        """Return how long a transfer of each of *points* takes with the parameters *at*.
+
+        Shape (point,).  *at* must have every parameter of `start_of`; rates of ``inf`` do not limit.
+        """
         n, total = points.blocks, points.blocks * points.size
         rate = min(at["rate"], at["queue_rate"], at["read_rate"])
         early, late = _saved(at, n, total)
@@ -104,6 +117,7 @@ class Form:
 
 
 def _posting(at: Parameters, n: Floats) -> Floats:
+    """Return the seconds that posting *n* descriptors takes, shape of *n*: the call, each descriptor, and the ramps."""
     seconds: Floats = at["call"] + n * at["descriptor"]
     for index in range(1, RAMPS + 1):
         seconds = seconds + np.minimum(n, at[f"first{index}"]) * at[f"extra{index}"]
@@ -139,7 +153,10 @@ def stages_of(base: EngineModel) -> str:
 
 
 def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
-    """Return *base* with the parameters *at*, of which those of queues replace what its queues allow together."""
+    """Return *base* with the parameters *at*, of which those of queues replace what its queues allow together.
+
+    Steps of a ramp that cost nothing are left out, and *queue_rate* is that of one of the queues of *base*.
+    """
     small = None if base.small is None else replace(base.small, saving=at["saving"])
     ramps = [(round(at[f"first{index}"]), at[f"extra{index}"]) for index in range(1, RAMPS + 1)]
     return replace(
@@ -161,6 +178,9 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     """Return the parameters that stay what they are unless a form frees them.
 
     A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.  A transfer is a write.
+
+    Every parameter that `Form.seconds` reads is there, those of both ramps and of small batches included, so that a
+    fit may add the ones it frees.  Costs of one call are 0 and rates those of *base*.
     """
     ramps = {name: 0.0 for index in range(1, RAMPS + 1) for name in (f"first{index}", f"extra{index}")}
     ramps["first1"] = float(queues)

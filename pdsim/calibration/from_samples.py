@@ -43,6 +43,11 @@ def fitted(samples: Samples, hw: Machine, backend: Engine, operation: str, at: s
     Only pairs are fitted, of *operation*, "write" or "read", one transfer at a time where there are such; then what
     several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise a
     `ConfigError` if there is no such model, or too few samples.
+
+    Samples whose field *held* is set are never fitted to; the errors are those at them.  Where there are none, errors
+    are from leaving samples out in turn.  *operation* "read" fits the reads as if they were writes and sets the
+    additional costs of reads to zero.  *command* is kept in the provenance.  A machine whose link is slower than the
+    engine limits the start of the search to that link.
     """
     base = base_of(backend, at)
     _, link = files.link_of(hw, base.path)
@@ -123,7 +128,11 @@ class _OfReads:
 
 
 def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
-    """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were."""
+    """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were.
+
+    The held-out reads judge it.  A parameter of *base* that says what reads cost more is set to zero for a calibration
+    of reads, since its samples contain that cost already.
+    """
     if operation == "read":
         return _OfReads({f"{at}.{name}": "0s" for name in read_overhead.FREE[:2] if getattr(base, name)})
     more = read_overhead.beyond(found, [row for row in every if not row.held], base)
@@ -165,6 +174,7 @@ def _summary(errors: Any, rows: Sequence[Sample], how: str) -> HeldOut:
 
 
 def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
+    """Return the errors by the power of ten of the bytes of a transfer, ``"1e+06 B"``, smallest first."""
     found: dict[str, list[float]] = {}
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: pair[0].blocks * pair[0].size):
         decade = 10 ** (len(str(row.blocks * row.size)) - 1)

@@ -96,7 +96,10 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _requests(way: str) -> dict[tuple[str, str], dict[int, list[dict[str, str]]]]:
-    """Return the writes of *way* by host and engine, and by request, in the order in which they were submitted."""
+    """Return the writes of *way* by host and engine, and by request, in the order in which they were submitted.
+
+    Keys are host and engine, then the number of the request; both are in ascending order.
+    """
     found: dict[tuple[str, str], dict[int, list[dict[str, str]]]] = {}
     for row in sorted((row for row in _read(RECORDS) if row["way"] == way), key=_submitted):
         requests = found.setdefault((row["host"], row["engine"]), {})
@@ -117,7 +120,10 @@ def _warm(requests: Mapping[int, Sequence[Mapping[str, str]]]) -> list[int]:
 
 
 def samples() -> list[CopySample]:
-    """Return what the records say of copies, warm-ups left out."""
+    """Return what the records say of copies, warm-ups left out.
+
+    One sample for each warm request that has what its kind needs; see the list above for where each begins and ends.
+    """
     found = []
     for way, kinds in (("1to2 staged", ("gather",)), ("2to1 staged", ("scatter", "switch"))):
         for (host, engine), writes in _requests(way).items():
@@ -126,6 +132,10 @@ def samples() -> list[CopySample]:
 
 
 def _copies(kind: str, writes: Mapping[int, Sequence[Mapping[str, str]]]) -> Iterator[tuple[int, float]]:
+    """Yield bytes and seconds of what *kind* measures in each warm request.
+
+    The module's docstring says where each kind begins and ends.
+    """
     for number in _warm(writes):
         blocks = [row for row in writes[number] if row["path"] == "staged"]
         nbytes = int(blocks[0]["nbytes"])
@@ -169,6 +179,9 @@ def fit_copies(of: Mapping[Key, float], memory_rate: float, launch: float) -> tu
     """Return the `Copies` of least squares of relative errors, and the seconds of messages beside two scatters.
 
     *memory_rate* is of the GPU's memory, in bytes/s, and *launch* the seconds of a kernel launch, which are known.
+
+    The unknowns are those of `Copies` and one more for the messages.  Bytes and kernel launches are subtracted first:
+    a copy reads and writes each byte.  *of* is as `medians` returns it, seconds by host, engine, kind and bytes.
     """
     rows = []
     for (_, _, kind, nbytes), seconds in of.items():
@@ -182,7 +195,10 @@ def fit_copies(of: Mapping[Key, float], memory_rate: float, launch: float) -> tu
 
 
 def modelled(copies: Copies, between: float, memory_rate: float, launch: float, kind: str, nbytes: int) -> float:
-    """Return the seconds of a sample of *kind* with blocks of *nbytes*."""
+    """Return the seconds of a sample of *kind* with blocks of *nbytes*.
+
+    The inverse of `fit_copies`: it adds again what that subtracted.
+    """
     count = CALLS[kind]
     each = copies.busy(_pieces(kind, nbytes) // count, kind == "switch") + 2 * nbytes / memory_rate + launch
     return count * each + (between if kind == "scatter" else 0.0)
@@ -194,6 +210,8 @@ def bootstrap(
     """Return the 95 % intervals of call, descriptor and context switch.
 
     Samples of each host, kind and size are drawn again, *runs* times.
+
+    Seconds; drawn from seed 0, so the same samples give the same intervals.
     """
     random = np.random.default_rng(0)
     groups: dict[Key, list[CopySample]] = {}
@@ -216,7 +234,10 @@ def times() -> dict[tuple[str, str, str], float]:
 
 
 def waking() -> dict[tuple[str, str, int], float]:
-    """Return by host, engine and tokens what a handoff from TP 2 to TP 2 takes beside the write of rank 1: medians."""
+    """Return by host, engine and tokens what a handoff from TP 2 to TP 2 takes beside the write of rank 1: medians.
+
+    Seconds: of a handoff as a whole, less the median time from posting the write of rank 1 to the end of the last one.
+    """
     whole, found = times(), {}
     for (host, engine), writes in _requests("2to2 whole").items():
         spans: dict[int, list[float]] = {}
@@ -232,7 +253,11 @@ def waking() -> dict[tuple[str, str, int], float]:
 
 
 def fit_wake(of: Iterable[float], latency: float) -> float:
-    """Return the seconds of a wake-up of least relative errors, with messages of *latency*."""
+    """Return the seconds of a wake-up of least relative errors, with messages of *latency*.
+
+    The closed form of least squares of relative errors in one unknown: a handoff is ``MESSAGES * latency + WAKES *
+    wake``.
+    """
     seconds = np.array(list(of))
     return float(np.sum((seconds - MESSAGES * latency) / seconds**2) / np.sum(WAKES / seconds**2))
 
@@ -241,12 +266,18 @@ def copy_wakes(rate: float) -> dict[str, list[float]]:
     """Return by host what each write of `serve` takes longer from posting to its end than blocks of handoffs do.
 
     That is less its bytes' time at *rate*, and less the median of the same of blocks.  The first request warms up.
+
+    *rate* is in bytes/s; the result is in seconds, one number for each write of the group's path.
     """
     alone, pausing = (_beyond(way, path, rate) for way, path in (("1to2 staged", "staged"), ("serve", "grouped")))
     return {host: [each - float(np.median(alone[host])) for each in pausing[host]] for host in pausing}
 
 
 def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
+    """Return by host the seconds of each warm write of *way* over *path* beyond its bytes at *rate*.
+
+    Only the fitted engine counts.
+    """
     found: dict[str, list[float]] = {}
     for (host, engine), requests in _requests(way).items():
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end
@@ -262,6 +293,8 @@ def fit_idle_wake(ttft: Callable[[float], float], measured: Sequence[float]) -> 
 
     *ttft* is the median time to first token on the model as a function of `Host.idle_wake`; it is taken to be linear
     between 200 us and 1 ms.
+
+    The goal is the harmonic mean of *measured*, which has the least sum of relative errors for a line.
     """
     low, high = 200e-6, 1000e-6
     short, long = ttft(low), ttft(high)

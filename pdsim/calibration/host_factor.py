@@ -21,7 +21,11 @@ TURNS = 200_000
 
 
 def on_host(engine: Engine, factor: float) -> Engine:
-    """Return *engine* on a host that takes *factor* times as long to post, and to see the end."""
+    """Return *engine* on a host that takes *factor* times as long to post, and to see the end.
+
+    Scaled are *call*, *descriptor*, *latency* and the steps of the ramp, of both models; rates and what happens on the
+    wire stay, because the host has no part in them.
+    """
     models = {at: getattr(engine, at) for at in ("intra", "inter")}
     moved = {at: _model(model, factor) for at, model in models.items() if model is not None}
     return replace(engine, intra=moved.get("intra"), inter=moved.get("inter"))
@@ -39,7 +43,11 @@ def _model(model: EngineModel, factor: float) -> EngineModel:
 
 
 def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:
-    """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms."""
+    """Return the least, the median and the most seconds of one turn of a Python loop, in *repeats* of some 10 ms.
+
+    Runs for ``repeats * 10`` ms or so on the calling thread.  Compare the least with `Calibration.turn` of the
+    calibrated host: others are disturbed by whatever else runs.
+    """
     found = []
     for _ in range(repeats):
         begin, total = time.perf_counter(), 0

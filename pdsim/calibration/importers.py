@@ -26,6 +26,9 @@ def read(path: Path, tool: str = "") -> Samples:
     """Return the samples in *path*, which a *tool* of `FORMATS` wrote, by default the one that it shows to be.
 
     Raise a `ConfigError` if it cannot be read, or if it holds no samples.
+
+    Samples of a foreign tool are of kind *published*, and their quartiles equal their median unless the tool prints
+    more. A table of published numbers takes its source from the comments at its top.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +73,11 @@ def _option(text: str, name: str, default: str) -> str:
 
 
 def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, str]]:
-    """Yield the rows below each line that has the heading *first*, by heading, while they begin with a number."""
+    """Yield the rows below each line that has the heading *first*, by heading, while they begin with a number.
+
+    *split* is the regular expression between cells; two or more blanks by default, because headings contain single
+    ones. Lines with another number of cells than the heading are skipped.
+    """
     heads: list[str] = []
     for line in text.splitlines():
         cells = [cell for cell in re.split(split, line.strip().strip("|").strip()) if cell]

@@ -34,6 +34,9 @@ def fit(predicted: Callable[[float, float], Sequence[float]], measured: Sequence
 
     *predicted* returns the seconds of each sample from latency and descriptor; *measured* are medians, in seconds.
     Outliers count less (scipy's ``soft_l1`` from 2 % on).
+
+    In the order of `PARAMETERS`.  Intervals are those of a linear least-squares fit at the solution: 1.96 standard
+    errors of the logarithms, with the variance of the residuals there.  Needs at least three samples, and scipy.
     """
     from scipy.optimize import least_squares
 

@@ -35,7 +35,11 @@ class Floor:
 
 
 def mean(medians: Sequence[float]) -> float:
-    """Return the geometric mean of the *medians* of jobs: a job that is slow by a factor counts for the factor."""
+    """Return the geometric mean of the *medians* of jobs: a job that is slow by a factor counts for the factor.
+
+    >>> round(mean([1.0, 4.0]), 9)
+    2.0
+    """
     return float(np.exp(np.mean(np.log(medians))))
 
 
@@ -44,6 +48,12 @@ def floor(points: Iterable[Sequence[float]]) -> Floor | None:
 
     With J jobs, m_j the logarithm of a median and m their mean, the sum of (m_j - m)^2 / J is (J - 1) / J s^2 in
     expectation, so that |m_j - m| / sqrt(J - 1) has the size s / sqrt(J) of the error of a mean of J.
+
+    Return None if no point has several jobs.
+
+    >>> two = floor([(1.0, 1.21)])
+    >>> two.jobs, round(two.median, 4)  # log(1.21) / 2, from the mean of both
+    (2, 0.0953)
     """
     several = [np.log(medians) for medians in points if len(medians) > 1]
     if not several:

@@ -12,7 +12,11 @@ __all__ = ["here"]
 
 
 def here() -> dict[str, str]:
-    """Return date, commit, host, versions and, where there are any, the GPUs and their driver, of this machine now."""
+    """Return date, commit, host, versions and, where there are any, the GPUs and their driver, of this machine now.
+
+    Keys are those of the comments at the top of a file of samples: "date" as YYYY-MM-DD in UTC, "measured" with the
+    commit, "host", "versions", and "gpus".  Takes as long as nvidia-smi does, at most 30 s.
+    """
     where = environment()
     host = where["host"]
     return {

@@ -36,6 +36,9 @@ def beyond(
     """Return *writes* with what reads cost beyond them, and its intervals, from the reads among *samples*.
 
     Return None if there are too few reads of one transfer at a time with a write of the same configuration beside them.
+
+    The first item has the parameters of *writes* and those of `FREE` that were found; its *unidentified* names those
+    that the reads do not tell.  Reads with several transfers in flight are not used.
     """
     points = _as_writes_are(writes, samples)
     if points is None:
@@ -54,7 +57,10 @@ def _chosen(writes: Fit, points: Points, base: EngineModel) -> Fit:
 
 
 def _as_writes_are(writes: Fit, samples: Sequence[Sample]) -> Points | None:
-    """Return the reads, each as far from what *writes* says of it as it is from the write beside it."""
+    """Return the reads, each as far from what *writes* says of it as it is from the write beside it.
+
+    None if fewer than `LEAST` reads have a write of the same configuration.
+    """
     beside = {_where(row): row.seconds for row in samples if row.operation == "write"}
     reads = [row for row in samples if row.operation == "read" and row.concurrency == 1 and _where(row) in beside]
     if len(reads) < LEAST:
@@ -65,6 +71,7 @@ def _as_writes_are(writes: Fit, samples: Sequence[Sample]) -> Points | None:
 
 
 def _where(row: Sample) -> tuple[Any, ...]:
+    """Return what a read and a write must have in common to be compared."""
     return row.layout, row.queues, row.blocks, row.size, row.concurrency
 
 

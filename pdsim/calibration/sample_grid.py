@@ -35,7 +35,11 @@ MOST, CHEAP = 50, 20e-3
 
 
 class Cell(NamedTuple):
-    """A point of ``experiment=transfer``: the columns of its file of points."""
+    """A point of ``experiment=transfer``: the columns of its file of points.
+
+    A transfer of *blocks* descriptors of *size* bytes, with *concurrency* of them in flight; *operation* is "write" or
+    "read", *pattern* as in ``experiment=transfer``.
+    """
 
     pattern: str
     blocks: int
@@ -45,7 +49,11 @@ class Cell(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The label of its transfers."""
+        """The label of its transfers.
+
+        >>> Cell("pair", 16, 65536, 1, "read").label
+        'pair 16x65536 c1 read'
+        """
         words = f"{self.pattern} {self.blocks}x{self.size} c{self.concurrency}"
         return words if self.operation == "write" else f"{words} {self.operation}"
 
@@ -54,6 +62,9 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     """Return the points to fit and *held* others to hold out; none moves more than *largest* bytes at a time.
 
     Raise a `ConfigError` if there are not so many points to hold out.
+
+    Points to hold out are drawn log-uniformly from 1 to 4096 descriptors of 4 KiB to 256 MiB, from *seed*, without
+    repeats and without points of the grid.  The order of both lists is that in which they should be measured.
     """
     sizes = [SMALLEST << power for power in range(17) if SMALLEST << power <= LARGEST]
     found = [(1, size, 1) for size in sizes]
@@ -78,7 +89,11 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
 
 
 def reads(largest: int, left: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
-    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads."""
+    """Return the reads to fit beside the writes of `grid`, and every other of those that it *left* out, as reads.
+
+    Only reads of up to *largest* bytes, one at a time.  Every size and count of them is one of `grid`, so that each
+    has a write of its own configuration.
+    """
     found = [(1, size) for size in READ_SIZES] + [(count, size) for size in READ_AT for count in READ_COUNTS]
     cells = [Cell("pair", n, size, 1, "read") for n, size in found if n * size <= largest]
     return cells, [cell._replace(operation="read") for cell in list(left)[::2]]
@@ -88,6 +103,8 @@ def repeats(cell: Cell, least: int) -> int:
     """Return how often to repeat *cell*: *least* times or, where they are quick, as often as `CHEAP` allows.
 
     The median of a few is only good where none of them takes long enough to be disturbed.
+
+    The estimate of one transfer's time is rough: 50 us, 3 us for a descriptor and 100 GB/s.  The most is `MOST`.
     """
     call, descriptor, rate = 50e-6, 3e-6, 100e9  # assumed: about what engines between GPUs take
     one = call + cell.blocks * descriptor + cell.blocks * cell.size / rate
@@ -99,7 +116,10 @@ def _crowd(cell: Cell) -> int:
 
 
 def write(path: Path, cells: Iterable[Cell], repeat: int) -> None:
-    """Write *cells* as a file of points to be repeated *repeat* times or more, crowds until they are in full swing."""
+    """Write *cells* as a file of points to be repeated *repeat* times or more, crowds until they are in full swing.
+
+    CSV, with the columns of `Cell` and ``repeat``; ``experiment=transfer experiment.points=FILE`` reads it.
+    """
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow((*Cell._fields, "repeat"))

@@ -30,6 +30,8 @@ class Sample:
     """One point and the median of its repeats, in seconds; the quartiles are the median where nobody told them.
 
     Of several jobs it is the mean of their medians that counts: `pdsim.calibration.noise_floor`.
+
+    Raise a `ValueError` for counts or times that are not positive, or times that are not finite.
     """
 
     pattern: str = "pair"
@@ -80,6 +82,10 @@ def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str]
 
     *held* are labels of points to hold out.  Transfers that failed, and those of warm-up, count for nothing; a point of
     which all failed has no sample.
+
+    A transfer lasts from `TransferRecord.submitted` to `seen`.  Its label is as
+    `pdsim.calibration.sample_grid.Cell.label` has it; records with other labels are left out.  Samples come in the
+    order in which their labels first occur.
     """
     points: dict[str, dict[tuple[str, str], list[float]]] = {}
     by_job: dict[str, dict[int, list[float]]] = {}
@@ -97,6 +103,7 @@ def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str]
 
 
 def _sample(label: str, flows: Sequence[Sequence[float]], by_job: Sequence[Sequence[float]], held: bool) -> Sample:
+    """Return the sample of the point called *label* from the seconds of its transfers, by flow and by job."""
     match = _LABEL.fullmatch(label)
     assert match is not None
     pattern, blocks, size, concurrency, words = match.groups()
@@ -138,6 +145,9 @@ def read(path: Path) -> Samples:
     """Return the samples of the CSV file *path*, as `write` leaves it; columns with a default may be missing.
 
     Raise a `ConfigError` that names the row if it holds what cannot be.
+
+    Lines ``# key: value`` before the table are what the file says about itself.  A missing *low* or *high* is the
+    median.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -175,6 +185,7 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
 
 
 def _value(kind: str, text: str) -> Any:
+    """Return *text* of a column as the type *kind* of its field; a tuple is written with blanks between its numbers."""
     if kind == "bool":
         return text == "1"
     if kind.startswith("tuple"):
@@ -183,6 +194,9 @@ def _value(kind: str, text: str) -> Any:
 
 
 def hold_out(rows: Iterable[Sample], held: Iterable[Sample]) -> list[Sample]:
-    """Return *rows* with those marked that are of the configuration of one of *held*."""
+    """Return *rows* with those marked that are of the configuration of one of *held*.
+
+    A configuration is `Sample.key`.  Rows that were marked already stay so.
+    """
     keys = {row.key for row in held}
     return [replace(row, held=row.held or row.key in keys) for row in rows]

@@ -15,7 +15,11 @@ __all__ = ["apart", "parameters", "table"]
 
 
 def parameters(done: Fitted) -> Table:
-    """Return what was fitted, and what the samples do not tell."""
+    """Return what was fitted, and what the samples do not tell.
+
+    Three columns: the dotted key, the value, and its 95 % interval or the reason why it has none.  Parameters that the
+    samples do not tell come last.
+    """
     calibration = done.calibration
     rows: list[list[Any]] = [
         [key, _told(value), " to ".join(calibration.intervals.get(key, (_why(key),)))]
@@ -51,7 +55,11 @@ def _told(value: Any) -> str:
 
 
 def table(every: Sequence[Fitted]) -> Table:
-    """Return how far each of *every* is from what it has not seen, in all and by the bytes of a transfer."""
+    """Return how far each of *every* is from what it has not seen, in all and by the bytes of a transfer.
+
+    Errors are in per cent.  The rows of a calibration are "all", one for each decade of bytes if there are several,
+    and "reads" where a calibration of writes was judged by them.
+    """
     columns = {
         "calibration": "",
         "of": "transfers of so many bytes or up to ten times as many",

@@ -27,7 +27,10 @@ __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How ``target=real`` runs the processes of its ranks."""
+    """How ``target=real`` runs the processes of its ranks.
+
+    Only with ``target=real``.  Raise a `ValueError` if *bind* is not an IP address, or *silence* is negative.
+    """
 
     bind: str = "127.0.0.1"  # the address that ranks and their engines listen on; any but loopback can be reached
     silence: Seconds = 0.0  # of a rank, after which it is ended; 0: experiment.deadline, 300 s where there is none
@@ -115,7 +118,12 @@ class Simulate:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on."""
+    """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on.
+
+    It is immutable; a variant is `dataclasses.replace`.  Numbers are in SI units.  *hw*, *backend*, *model*, *engine*
+    and *collective* keep the source of each of their numbers.  The parts validate themselves when they are made; this
+    class checks what concerns more than one.  Raise a `ValueError` that begins with the key.
+    """
 
     target: str  # "model", "real" or "live"
     experiment: ExperimentOptions  # the `Options` of the experiment that is run, with its name

@@ -32,6 +32,10 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     What is below ``experiment`` becomes the `Options` of that experiment.  The source called ``"gpu"`` speaks for all
     numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
     A calibration is laid over machine and engine, and under what was overridden.  Raise a `ConfigError`.
+
+    *values* is not changed.  The order matters and is this: the policy is taken out, the calibration laid under,
+    everything typed, the costs of the chosen options applied, rates scaled to the hardware, and the sources brought up
+    to date.
     """
     keys = tuple(overridden)
     values, policy = _without_policy(values)
@@ -62,7 +66,10 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
 
 
 def defaults(cls: type = Config) -> dict[str, Any]:
-    """Return the defaults of *cls* as plain data: what can be set, for a reader of the composed configuration."""
+    """Return the defaults of *cls* as plain data: what can be set, for a reader of the composed configuration.
+
+    Fields without a default are left out.  *policy* stands below ``backend``, where it is written.
+    """
     plain: dict[str, Any] = {}
     for field in fields(cls):
         if field.name == "policy":
@@ -89,6 +96,9 @@ def _varied(backend: Engine, overridden: Iterable[str], target: str) -> tuple[En
     """Return *backend* with what its options change of its costs, and the sources of what they changed, by full key.
 
     What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
+
+    The first of *by_option* that fits ``backend.options`` counts.  With a target other than the model an unknown
+    option is allowed, since the engine itself decides.
     """
     sources: dict[str, str] = {}
     by_hand = tuple(overridden)

@@ -27,12 +27,19 @@ UNSAID = "assumed: the configuration does not say where it comes from"
 
 
 def join(at: str, name: str) -> str:
-    """Return the dotted key of *name* below *at*, which is empty at the top."""
+    """Return the dotted key of *name* below *at*, which is empty at the top.
+
+    >>> join("hw", "gpu"), join("", "hw")
+    ('hw.gpu', 'hw')
+    """
     return f"{at}.{name}" if at else name
 
 
 def numbers(instance: Any, at: str = "") -> Iterator[str]:
-    """Yield the dotted key of every number in *instance*, a dataclass, and in the dataclasses that it holds."""
+    """Yield the dotted key of every number in *instance*, a dataclass, and in the dataclasses that it holds.
+
+    Booleans are not numbers here.  A tuple of dataclasses, such as a ramp, counts as one.
+    """
     for field in fields(instance):
         value, key = getattr(instance, field.name), join(at, field.name)
         if is_dataclass(value):
@@ -44,7 +51,11 @@ def numbers(instance: Any, at: str = "") -> Iterator[str]:
 
 
 def gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return *part*, a group, with one mapping ``sources`` by dotted key in place of every ``source`` within it."""
+    """Return *part*, a group, with one mapping ``sources`` by dotted key in place of every ``source`` within it.
+
+    >>> gathered({"rate": 1, "source": {"rate": "assumed: no data"}})
+    {'rate': 1, 'sources': {'rate': 'assumed: no data'}}
+    """
     sources: dict[str, Any] = {}
 
     def without(values: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -63,7 +74,10 @@ def gathered(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def borrowed(backend: Lent, hw: Machine) -> Lent:
-    """Return *backend*, a collective or a serving engine; what was *measured* on other hardware is *assumed*."""
+    """Return *backend*, a collective or a serving engine; what was *measured* on other hardware is *assumed*.
+
+    What has no *measured_on* is left as it is, and so are sources of other kinds than *measured*.
+    """
     if not backend.measured_on or hw.name in backend.measured_on:
         return backend
     there = backend.measured_on[0]
@@ -77,7 +91,11 @@ def borrowed(backend: Lent, hw: Machine) -> Lent:
 
 
 def sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
-    """Return *instance* with sources that speak for all of its numbers; *new* ones, by full key, replace its own."""
+    """Return *instance* with sources that speak for all of its numbers; *new* ones, by full key, replace its own.
+
+    Keys of *sources* may name several numbers, divided by commas, or a group of them.  A number that nothing speaks
+    for is `UNSAID`.  Raise a `ConfigError` for a source that begins with no known kind of evidence.
+    """
     found = list(numbers(instance))
     named = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
     named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}

@@ -28,6 +28,11 @@ def build(cls: type[T], values: object, at: str = "") -> T:
     """Return a *cls*, a dataclass, from the mapping *values* found at the dotted key *at*.
 
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
+
+    Keys are checked against the annotations of *cls*: plain types, `Annotated` with a parser as second argument,
+    `Literal`, tuples, mappings, unions with None and nested dataclasses.  A dataclass with a static method
+    ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in any
+    mapping below it.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{at} must have keys of its own ({', '.join(_names(cls))}), got {values!r}")
@@ -57,6 +62,10 @@ def build(cls: type[T], values: object, at: str = "") -> T:
 
 
 def _convert(hint: Any, value: Any, at: str) -> Any:
+    """Return *value* as the type *hint* says, or raise a `ConfigError` about the key *at*.
+
+    Of a union only the first member other than None is tried.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _parsed(arguments[1], value, at)
@@ -99,6 +108,10 @@ def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
 
 
 def _scalar(hint: type, value: Any, at: str) -> Any:
+    """Return *value* as the plain type *hint*, or raise a `ConfigError` about the key *at*.
+
+    Whole floats pass as integers, integers as floats and as text; nothing else is converted.
+    """
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str):

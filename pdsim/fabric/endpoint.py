@@ -13,7 +13,6 @@ once, and the side that is left learns of it `DETECTION` later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +32,21 @@ from pdsim.errors import (
 )
 from pdsim.fabric.connections import Connection, EndpointAddress, PostedTransfer, Registration
 from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
-from pdsim.fabric.fold import Columns
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
 from pdsim.fabric.posted import PostedTransfers, SeriesRecorder
-from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.series import SimSeries
+from pdsim.fabric.shared import Fabric
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Repeated, Transfer
 
 if TYPE_CHECKING:
-    from pdsim.costs import Engine
     from pdsim.fabric.engine import Stages, Times
-    from pdsim.fabric.faults import Chance, Observer
-    from pdsim.fabric.flows.network import Flow, Network
+    from pdsim.fabric.flows.network import Flow
     from pdsim.fabric.host_latency import HostLatency
-    from pdsim.fabric.jitter import Draws
     from pdsim.fabric.memory import SimDevice
-    from pdsim.fabric.topology import Site, Topology
-    from pdsim.hardware import Gpu
+    from pdsim.fabric.topology import Site
 
-__all__ = ["DETECTION", "Fabric", "SimEndpoint"]
+__all__ = ["DETECTION", "SimEndpoint"]
 
 DETECTION = 0.1
 """Seconds from the end of a peer until the other side's engine notices.
@@ -60,35 +54,6 @@ DETECTION = 0.1
 Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first (seven
 at the usual ack timeout of 67 ms) after half a second.
 """
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives."""
-
-    clock: Clock
-    network: Network
-    topology: Topology
-    engine: Engine
-    chance: Chance | None = None
-    observer: Observer | None = None
-    gpu: Gpu | None = None  # the machine's
-    draws: Draws | None = None  # of what jitters
-    crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
-    columns: Columns = field(default_factory=Columns)  # the ranks that run for others
-    endpoints: dict[str, SimEndpoint] = field(default_factory=dict)
-    copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
-    shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
-
-    def threads(self, site: Site) -> PostingThreads | None:
-        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
-        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
-        if engine.threads == 1 and not (crowded and engine.serial < 1.0):
-            return None
-        share = PostingShare(self.clock, engine.serial)
-        if crowded:
-            share = self.shares.setdefault(site.name, share)
-        return PostingThreads(share, engine.threads)
 
 
 class SimEndpoint:

@@ -33,6 +33,12 @@ class Split:
     """Which rows of a batch each rank has: for each rank, in its own order, ``(first row, rows)``; none are empty.
 
     Rows are tokens of all sequences of the batch, one after the other.  `zigzag` and `contiguous` make splits.
+
+    Invariant: every row of the batch is in exactly one piece.
+
+    >>> split = zigzag([9], cp=2)  # blocks of 3, 2, 2 and 2 tokens: rank 0 has the first and the last
+    >>> split.pieces, split.lengths, split.longest
+    ((((0, 3), (7, 2)), ((3, 2), (5, 2))), (5, 4), 5)
     """
 
     pieces: tuple[tuple[tuple[int, int], ...], ...]
@@ -56,6 +62,11 @@ class Split:
         """Return where rows stand after the gather, where in the batch, and how many: three arrays, in rows.
 
         They split, trim and reorder at once: together they name every row of the batch exactly once, and no padding.
+
+        int64 of shape (piece,); rows of rank *r* begin at ``r * longest`` after the gather.
+
+        >>> [column.tolist() for column in contiguous([2, 1]).order()]
+        [[0, 2], [0, 2], [2, 1]]
         """
         found = list(self._order())
         gathered, ordered, rows = (np.array(column, np.int64) for column in zip(*found, strict=True))
@@ -85,12 +96,19 @@ def zigzag(lengths: Sequence[int], cp: int) -> Split:
 
 
 def contiguous(lengths: Sequence[int]) -> Split:
-    """Return the split in which rank *r* has *lengths[r]* rows, after those of the ranks before it."""
+    """Return the split in which rank *r* has *lengths[r]* rows, after those of the ranks before it.
+
+    Raise a `ValueError` for a negative length, or if there is no row at all.
+    """
     starts = _starts(lengths)
     return Split(tuple(((start, rows),) if rows else () for start, rows in zip(starts, lengths, strict=True)))
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
+    """Return where each sequence begins in the batch.
+
+    Raise a `ValueError` for a negative length, or if there is no token at all.
+    """
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths[{index}]={length} must be >= 0")
@@ -100,6 +118,10 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _blocks(start: int, length: int, count: int) -> list[tuple[int, int]]:
+    """Return first row and rows of each of *count* blocks of a sequence.
+
+    The first ``length % count`` blocks are one row longer than the others.
+    """
     base, more = divmod(length, count)
     return [(start + n * base + min(n, more), base + (n < more)) for n in range(count)]
 
@@ -155,6 +177,8 @@ class PaddedAllGather:
 
         This rank's rows stand at the start of *source*.  Returns the record of the all-gather.  Raise `InvalidBatch`
         if *split* is for another number of ranks or its longest rank has more rows than the buffers.
+
+        Two copies on the device and one collective; all ranks of the group must call it in the same order.
         """
         if len(split.pieces) != len(self._group.names) or split.longest > self._rows:
             raise InvalidBatch(

@@ -33,6 +33,9 @@ class Bootstrap:
     An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.  `forget`
     empties the places of an instance that was lost, and it forms anew with ranks of newer incarnations.  The first rank
     that enrols sets the `Terms` (page size and type of KV) that all others must share.
+
+    The router's rank has the one object; it calls `check` and then `enroll` for each `Enroll` message, and `forget`
+    when it declares an instance lost.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -102,7 +105,11 @@ class Bootstrap:
 
 
 class RoomDirectory:
-    """Which prefill instance took which room, for decode instances to ask where the number of a room does not say."""
+    """Which prefill instance took which room, for decode instances to ask where the number of a room does not say.
+
+    The router fills it as it routes; decode instances ask by message.  A room that is not known, or no longer, is left
+    out of the answer.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._lives: ExpiringMap[str] = ExpiringMap(clock, KNOWN)

@@ -36,6 +36,9 @@ class Contents:
     """What the pool of tensor-parallel rank *tp_rank*, laid out as *layout* in *buffer*, holds or should hold.
 
     Metadata lies in *aux*, at the same offsets, if that is given.
+
+    `fill` methods are called on the prefill side before bytes move, `verify` methods on the decode side after.  Where
+    a device keeps no contents nobody makes or calls one.
     """
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
@@ -162,6 +165,10 @@ def _token_rows(
     tokens: range,
     marks: npt.NDArray[np.uint64] | None = None,
 ) -> Bytes:
+    """Return what *tokens* hold in one plane, in shape (tokens, row).
+
+    For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in it.
+    """
     few = len(tokens) * row <= _SMALL
     words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
     if marks is not None:
@@ -206,6 +213,7 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _describe(row: Bytes, byte: int) -> str:
+    """Return what the word around *byte* of *row* says that it is: zeros, or a room, plane, head and token."""
     start = byte // 8 * 8
     word = int.from_bytes(row[start : start + 8].tobytes(), "little")
     if not word:

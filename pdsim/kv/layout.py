@@ -39,6 +39,13 @@ class KvShape:
     """What a model keeps of a token: K and V of *heads* heads in each layer or, with *latent_bytes*, one latent row.
 
     *state* says which layers those are, and what the others keep.
+
+    A layer's K and V have ``heads * head_bytes`` bytes of a token each; sizes are for all tensor-parallel ranks
+    together.
+
+    >>> llama = KvShape(layers=32, heads=8, head_bytes=256)  # Llama-3.1-8B in bf16
+    >>> llama.token_bytes(tp=1), llama.token_bytes(tp=4)
+    (131072, 32768)
     """
 
     layers: int
@@ -91,7 +98,10 @@ class KvShape:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Planes of equal size, one after the other, each of *rows* rows: pages, or the slots of mamba layers."""
+    """Planes of equal size, one after the other, each of *rows* rows: pages, or the slots of mamba layers.
+
+    A row of plane *p* lies at ``offsets[p] + row * item``; tokens follow one another within a row.
+    """
 
     component: str  # "kv" or one of `pdsim.kv.state.COMPONENTS`
     planes: tuple[int, ...]  # their numbers in the whole model, ascending
@@ -123,6 +133,9 @@ class KvLayout:
 
     *pages* pages of *page_size* tokens, *slots* rows of first-token metadata; of hybrid models also *state_slots* slots
     and *window_pages* pages.
+
+    The same for all tensor-parallel ranks of the stage.  Raise a `ValueError` for sizes below 1, a stage outside *pp*,
+    and for pools that the model's layers need and that are empty.
     """
 
     shape: KvShape
@@ -199,7 +212,10 @@ class KvLayout:
         return sum(table.row_bytes for table in self.tables if table.component == component)
 
     def aux_offsets(self, slot: int) -> npt.NDArray[np.int64]:
-        """Return where the row of *slot* starts in each metadata buffer."""
+        """Return where the row of *slot* starts in each metadata buffer.
+
+        int64 of shape (10,), one for each of `AUX_ROWS`.
+        """
         rows = np.array(AUX_ROWS, np.int64)
         return self.kv_bytes + (np.cumsum(rows) - rows) * self.slots + slot * rows
 

@@ -46,6 +46,9 @@ class Grid:
     """The ranks of one attention group: *tp* attention tensor-parallel ranks in each of *cp* times *pp* blocks.
 
     Ranks are numbered with tp fastest, then cp, then pp: a stage's ranks are neighbours, and rank 0 leads.
+
+    >>> Grid(tp=2, pp=2, cp=2).at(5), Grid(tp=2, pp=2, cp=2).rank(1, 1, 0)
+    (Coordinates(tp=1, pp=1, cp=0), 5)
     """
 
     tp: int
@@ -166,7 +169,13 @@ def head_slice(
 
 
 def owned_heads(shape: KvShape, tp: int, rank: int) -> range:
-    """Return the heads of the model that *rank* of *tp* keeps; one that other ranks keep too where heads are fewer."""
+    """Return the heads of the model that *rank* of *tp* keeps; one that other ranks keep too where heads are fewer.
+
+    >>> from pdsim.kv.layout import KvShape
+    >>> shape = KvShape(layers=1, heads=4, head_bytes=256)
+    >>> owned_heads(shape, 2, 1), owned_heads(shape, 8, 5)  # 8 ranks keep each head twice
+    (range(2, 4), range(2, 3))
+    """
     count = shape.local_heads(tp)
     first = rank // max(1, tp // shape.heads) * count
     return range(first, first + count)
@@ -195,6 +204,13 @@ class RankMap:
 
     Raise a `ValueError` if decode ranks are context-parallel, if decode has several stages but not those of prefill,
     or unless one of the tensor-parallel sizes divides the other.
+
+    Both sides make one from the same arguments, so they agree without a message.
+
+    >>> from pdsim.kv.layout import KvShape
+    >>> ranks = RankMap(KvShape(layers=2, heads=8, head_bytes=256), prefill=Grid(4), decode=Grid(2))
+    >>> ranks.writers(1), ranks.readers(3), ranks.expected(1, pages=10)
+    ((2, 3), (1,), 2)
     """
 
     shape: KvShape
@@ -270,5 +286,6 @@ class RankMap:
             yield "index"
 
     def _shard(self, tp: int, target_tp: int) -> int:
+        """Return which part of the larger side's mamba dimensions goes between these two tensor-parallel ranks."""
         prefill, decode = self.prefill.tp, self.decode.tp
         return tp % (prefill // decode) if prefill > decode else target_tp % (decode // prefill)

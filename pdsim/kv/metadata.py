@@ -19,7 +19,10 @@ __all__ = ["HostRows", "load", "route", "store"]
 
 
 class HostRows:
-    """The metadata rows of a rank in host memory, at the offsets that they would have in its pool."""
+    """The metadata rows of a rank in host memory, at the offsets that they would have in its pool.
+
+    It has the parts of a `pdsim.transfer.Buffer` that reading and writing need, and is never registered.
+    """
 
     pool = "host"
     address = 0
@@ -64,6 +67,9 @@ def load(rows: Buffer, layout: KvLayout, slot: int, contents: bool) -> tuple[byt
 
 
 def store(rows: Buffer, layout: KvLayout, slot: int, data: Sequence[bytes]) -> None:
-    """Write *data* to the rows of *slot*: as many rows, and of each as many bytes, as both sides have."""
+    """Write *data* to the rows of *slot*: as many rows, and of each as many bytes, as both sides have.
+
+    The rows are those of `load` on the other side.
+    """
     for at, size, row in zip(layout.aux_offsets(slot).tolist(), AUX_ROWS, data, strict=False):
         rows.write(at, row[:size])

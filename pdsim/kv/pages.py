@@ -74,7 +74,11 @@ def page_pool(order: str, pages: int) -> Pool:
 
 
 def after(pages: Pages, skip: int) -> Pages:
-    """Return *pages* without the first *skip* of them."""
+    """Return *pages* without the first *skip* of them.
+
+    >>> after(((4, 3), (10, 2)), skip=4)
+    ((11, 1),)
+    """
     rest = []
     for first, count in pages:
         left = max(0, count - skip)
@@ -89,6 +93,12 @@ class PagePool:
 
     Takes the smallest free run that holds a request whole and, if none does, the largest ones; the lowest among equals.
     So one history of calls gives one assignment.  Costs grow with the number of free runs, not of pages.
+
+    Owners are rooms.  Invariant: free runs are ascending and never touch.
+
+    >>> pool = PagePool(10)
+    >>> pool.allocate(1, 4), pool.allocate(2, 4), pool.release(1), pool.allocate(3, 5)
+    (((0, 4),), ((4, 4),), None, ((0, 4), (8, 1)))
     """
 
     def __init__(self, pages: int) -> None:
@@ -177,6 +187,7 @@ class PagePool:
         return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def _choose(self, count: int) -> int:
+        """Return the index of the free run to take from: the smallest that holds *count* pages, or else the largest."""
         counts = self._counts
         fitting = [size for size in counts if size >= count]
         return counts.index(min(fitting) if fitting else max(counts))
@@ -306,7 +317,10 @@ def _runs(pages: Iterable[int]) -> Pages:
 
 
 class SlotPool:
-    """Numbers from 0, each with one owner at a time; the one given back last is handed out first."""
+    """Numbers from 0, each with one owner at a time; the one given back last is handed out first.
+
+    Owners are rooms; a slot of a pool is a row of metadata, or one mamba state.
+    """
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots - 1, -1, -1))

@@ -36,7 +36,10 @@ PATHS = ("grouped", "sliced", "staged", "metadata")
 
 
 class StagedPiece(NamedTuple):
-    """What one write moves."""
+    """What one write moves.
+
+    *rows* are runs of pages, *slots* the two sides' slots of metadata, *state* runs of each component of the state.
+    """
 
     path: str
     rows: Runs = ()
@@ -50,6 +53,10 @@ class DecodePeer:
     """A decode rank that sent *register*, as a prefill rank sees it that writes *part* to it.
 
     *number* tells this rank's targets apart; *exact* says whether memory has contents.
+
+    Made when a decode rank registers, and kept until its instance is dropped.  *metadata* is the way that first-token
+    metadata goes to this rank, and *fallback* why that is not the policy's.  *blocks* is None unless chunks may be
+    staged.
     """
 
     def __init__(
@@ -132,6 +139,10 @@ class DecodePeer:
         return self._planner.batch(piece.rows, piece.slots, piece.state)
 
     def _rows(self, rows: Runs) -> list[StagedPiece]:
+        """Return the writes that move *rows*, as the policy has them.
+
+        They go together, by plane, or by descriptor and plane.
+        """
         rows = self._grouped(rows)
         if self._call == "chunk" or self.blocks is not None:
             return [StagedPiece(self._path, rows)]

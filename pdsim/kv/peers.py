@@ -15,7 +15,10 @@ __all__ = ["DecodePeers"]
 
 
 class DecodePeers:
-    """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to."""
+    """The decode ranks that the *index*-th prefill rank of its group's *grid* is connected to.
+
+    *all_cp_ranks* is that of `RankMap`.  Instances come with `meet` and `connect`, and go with `drop`.
+    """
 
     def __init__(
         self, rank: Rank, layout: KvLayout, grid: Grid, index: int, all_cp_ranks: bool, policy: Policy

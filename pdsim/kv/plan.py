@@ -35,6 +35,9 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
     """Return the runs of two page lists: a run ends where either side's next page is not its neighbour.
 
     Raise a `ValueError` if the lists differ in length.
+
+    >>> group([4, 5, 6, 9], [0, 1, 3, 4])
+    ((4, 0, 2), (6, 3, 1), (9, 4, 1))
     """
     source_pages, target_pages = np.asarray(source, np.int64), np.asarray(target, np.int64)
     if len(source_pages) != len(target_pages):
@@ -55,6 +58,9 @@ class Planner:
 
     Batches are lazy: what is counted and checked follows from the runs of pages, and no array is made until somebody
     reads one.  Descriptors of state are few, and made at once.
+
+    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are cached, so
+    they must not be changed.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, part: RankShare = WHOLE) -> None:
@@ -122,6 +128,7 @@ class Planner:
         return (descriptors, nbytes) if descriptors else None
 
     def _arrays(self, runs: Runs, slots: tuple[int, int] | None, state: tuple[Runs, ...]) -> Batch:
+        """Return the batch with its arrays made: keys and values, metadata, state, in this order."""
         found = [section.offsets(runs) for section in self._kv] if runs else []
         if slots is not None and self._aux:
             source, target = self._layouts
@@ -182,6 +189,7 @@ class _Section:
         return self._whole(runs) if self._pieces is None else self._sliced(runs, *self._pieces)
 
     def _whole(self, runs: Runs) -> Offsets:
+        """Return one descriptor for each plane and run, planes first."""
         item, planes = self._items[0], len(self._source)
         if len(runs) == 1:
             ((first, second, count),) = runs
@@ -192,6 +200,10 @@ class _Section:
         return source_offset.ravel(), target_offset.ravel(), np.tile(columns[:, 2], planes)
 
     def _sliced(self, runs: Runs, source: Int64s, target: Int64s, size: Int64s) -> Offsets:
+        """Return one descriptor for each plane, row and piece of a row, planes first.
+
+        *source*, *target* and *size* are the pieces of one row: offsets in it, and bytes.
+        """
         first, second, counts = np.array(runs, np.int64).reshape(-1, 3).T
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         ours = (np.repeat(first, counts) + within)[:, None] * self._items[0] + source
@@ -237,6 +249,9 @@ def pair(source: Pages, target: Pages) -> Runs:
 
     The same as `group` of the page lists, in time that grows with the runs and not with the pages.  Raise a
     `ValueError` if *target* has fewer pages.
+
+    >>> pair(((4, 3), (9, 1)), ((0, 2), (3, 5)))
+    ((4, 0, 2), (6, 3, 1), (9, 4, 1))
     """
     runs: list[tuple[int, int, int]] = []
     targets = iter(target)

@@ -39,6 +39,17 @@ class PrefixPagePool(PagePool):
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
     *eviction* is ``"block"`` or ``"radix"``.  With *host*, so many pages that were known last are in host memory, too:
     `commit` says how many go there, and `loaded` how many come back.
+
+    Invariant: a page is unused, cached without a user, or owned by one or more requests; and a page that is cached is
+    never evicted while it has a user.
+
+    >>> pool = PrefixPagePool(4)
+    >>> pool.reuse(1, 3, keys=[])
+    (((0, 3),), 0)
+    >>> pool.commit(1, [70, 71]); pool.release(1)  # two pages of it are known by their contents
+    0
+    >>> pool.match([70, 71, 72]), pool.reuse(2, 4, keys=[70, 71])
+    (2, (((0, 2), (2, 2)), 2))
     """
 
     def __init__(self, pages: int, eviction: str = "block", limit: int = 0, host: int = 0) -> None:
@@ -66,7 +77,10 @@ class PrefixPagePool(PagePool):
         return len(self._cached)
 
     def match(self, keys: Sequence[int]) -> int:
-        """Return how many of *keys*, from the first on, are here."""
+        """Return how many of *keys*, from the first on, are here.
+
+        A lookup changes nothing: it does not count as a use.
+        """
         for number, key in enumerate(keys):
             if key not in self._cached:
                 return number
@@ -149,7 +163,10 @@ class PrefixPagePool(PagePool):
         return True
 
     def release(self, owner: int) -> None:
-        """Take the pages of *owner* back, those that are known by a hash to be found again."""
+        """Take the pages of *owner* back, those that are known by a hash to be found again.
+
+        The beginning of a prompt is the last of its pages to be evicted, because more prompts share it.
+        """
         if owner not in self.owners:
             raise KeyError(f"owner {owner} has no pages to release")
         pages = self.owners.pop(owner)
@@ -200,6 +217,7 @@ def _pages(runs: Pages, skip: int) -> Iterator[int]:
 
 
 def _from(runs: Pages, skip: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of *runs* without the first *skip* pages."""
     for first, count in runs:
         if skip < count:
             yield first + skip, count - skip

@@ -42,6 +42,9 @@ class Queues(Generic[T]):
     service of all others.
 
     Workers are callbacks and no processes: an item costs no event of its own.
+
+    Life of an item: `put` appends it, the worker takes it out and calls *work*, waits for what that returns, and takes
+    the next.  Nothing is ever taken out otherwise, so *work* must look whether its item still matters.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Queues(Generic[T]):
         queue.busy = False
 
     def _resume(self, queue: _Queue[T], event: Event) -> None:
+        """Go on after *event*: with the program of the item, or with the next item."""
         if queue.program is not None:
             waits = self._advance(queue, queue.program, event)
             if waits is not None:

@@ -53,6 +53,9 @@ class KvReader:
     *report* is called with `Sent` once for each room, when all is here or a read has failed; *quiet* once for each room
     to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to number
     *checked* is compared before the room counts as here.
+
+    Life of a room: `read` posts the reads, `Sent` reports that all is here or that one failed, and after a failure
+    `forget` is answered by `Quiet` once nothing moves.  A room that was read completely needs no `forget`.
     """
 
     landing = None  # of staged writes, which there are none of
@@ -132,6 +135,9 @@ class KvReader:
         """Read a room into its pages.  `Sent` follows; with a reason, at once, if its prefill instance is gone.
 
         `posted` is then when the last of its reads is posted, of which the caller may have to await the end.
+
+        The runs of source and target pages are cut at each other's ends, so that a descriptor is contiguous on both
+        sides.
         """
         room = self._rooms[message.room] = _ReadRoom(message)
         if not self.connected(message.prefill):
@@ -160,6 +166,7 @@ class KvReader:
             room.forgotten = room.failed = True
 
     def _post(self, room: _ReadRoom, source: _Source, rows: Runs, state: tuple[Runs, ...]) -> None:
+        """Post one read of *rows* and *state* from *source*; nothing if there is nothing to read."""
         if not rows and not state:
             return
         plan = planner(source.layout, self.layout, source.part)
@@ -173,6 +180,7 @@ class KvReader:
         transfer.callbacks.append(partial(self._ended, room))
 
     def _ended(self, room: _ReadRoom, event: Event) -> None:
+        """Count a read that has ended; the room is complete with the last one, and fails with the first that fails."""
         assert isinstance(event, Transfer)
         room.missing -= 1
         self._under_way -= 1
@@ -205,6 +213,7 @@ class KvReader:
             self._report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
 
     def _complete(self, room: _ReadRoom) -> None:
+        """Compare the bytes of *room*, where there are any to compare, and report it."""
         number, reason = room.fetch.room, ""
         if self._rank.device.holds_bytes and number <= self._checked:
             fetch = room.fetch
@@ -218,7 +227,11 @@ class KvReader:
 
 
 def first(pages: Pages, others: Pages) -> Pages:
-    """Return the first of *pages*, as many as *others* has."""
+    """Return the first of *pages*, as many as *others* has.
+
+    >>> first(((4, 3), (10, 2)), ((0, 4),))
+    ((4, 3), (10, 1))
+    """
     left, found = sum(count for _, count in others), []
     for start, count in pages:
         if left:

@@ -51,6 +51,9 @@ class KvReceiver:
     scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which the
     room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called once
     for each room with `Arrived` and the last `Arrival`, *quiet* once for each room to `forget`.
+
+    Life of a room: `reserve` and the arrivals come in any order; `Arrived` is reported when all is here; `forget` ends
+    it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
     """
 
     def __init__(
@@ -135,7 +138,10 @@ class KvReceiver:
         self.arrive(message.arrival)
 
     def arrive(self, arrival: Arrival, reason: str = "", count: int = 1) -> None:
-        """Count one write, or *count* alike; with a *reason*, what cannot be used; not of a room that is forgotten."""
+        """Count one write, or *count* alike; with a *reason*, what cannot be used; not of a room that is forgotten.
+
+        *reason* says why the bytes cannot be used, and is reported with the room.
+        """
         if arrival.room in self._over:
             self.ignored += count
             return
@@ -155,6 +161,10 @@ class KvReceiver:
         return room
 
     def _check(self, number: int, room: _IncomingRoom) -> None:
+        """Report the room if all of its writers have said how much they wrote and all of that has arrived.
+
+        On memory with contents it also waits for `reserve`, stores metadata that came as a message, and compares.
+        """
         if room.last is None or len(room.counts) < self._expected[min(room.last.pages, len(self._expected) - 1)]:
             return
         if room.received < sum(room.counts.values()):

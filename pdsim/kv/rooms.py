@@ -22,6 +22,8 @@ class Timers:
 
     All have the same limit, so they expire in the order in which they were added, and one event serves them all.
     Without a limit (0 seconds) nothing ever expires.
+
+    *expire* is called on the clock, in the order in which rooms were added; a room is dropped before it is called.
     """
 
     def __init__(self, clock: Clock, seconds: float, expire: Callable[[int], None]) -> None:
@@ -72,6 +74,8 @@ class ExpiringMap(Generic[Value]):
 
     Nothing runs for it: what is too old is dropped when the next value is set, at a cost that does not grow with the
     number of rooms.  Raise a `ValueError` unless *seconds* is positive.
+
+    A value that is set again lives anew from then on.
     """
 
     def __init__(self, clock: Clock, seconds: float) -> None:

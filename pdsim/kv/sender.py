@@ -57,6 +57,10 @@ class KvSender(SenderRooms):
     *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
     nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both sides, must
     not be given to anyone else.
+
+    Life of a room here: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
+    writes are queued), writes end, and with the last one the room is over.  A failed write fails the room on this
+    rank; its leader then calls `abort`.
     """
 
     def __init__(
@@ -160,12 +164,14 @@ class KvSender(SenderRooms):
     # --- what is to be written ---
 
     def _fill(self, chunk: Chunk) -> None:
+        """Write into this rank's memory what the forward of *chunk* would have left there."""
         self.contents.fill(chunk.room, sources(chunk.runs), chunk.first_page * self.layout.page_size)
         if chunk.last:
             self.contents.fill_aux(chunk.room, chunk.slots[0])
             self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens, chunk.held)
 
     def _arrival(self, chunk: Chunk, count: int, seconds: float = 0.0) -> Arrival:
+        """Return the notification of *chunk*; *count* is 0 until the number of the room's writes is known."""
         pages, now = self._pages(chunk), self._rank.clock.now + seconds
         return Arrival(chunk.room, self._index, count, pages, chunk.noticed, chunk.started, now, to=chunk.decode)
 
@@ -319,6 +325,7 @@ class KvSender(SenderRooms):
             state.moving -= 1
 
     def _write(self, delivery: ChunkTransfer, batch: Batch, path: str) -> Transfer:
+        """Start one write of *delivery* and follow it to its end."""
         notify, label = self._attached(delivery, path)
         transfer = self._rank.endpoint.write(delivery.target.peer, batch, notify, label=label)
         self._follow(delivery, transfer)
@@ -350,6 +357,7 @@ class KvSender(SenderRooms):
     # --- what became of it ---
 
     def _written(self, delivery: ChunkTransfer, event: Event) -> None:
+        """Count a write that has ended; one that failed fails its room, unless a message can take its place."""
         assert isinstance(event, Transfer)
         state = delivery.state
         self._under_way -= 1

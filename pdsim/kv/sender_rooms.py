@@ -22,7 +22,10 @@ __all__ = ["ChunkTransfer", "SenderRoom", "SenderRooms"]
 
 @dataclass(slots=True)
 class SenderRoom:
-    """A request's handoff as one prefill rank sees it."""
+    """A request's handoff as one prefill rank sees it.
+
+    It is over when *last* is known and *unfinished* is 0; a failed one is at rest when *planned* and *moving* are 0.
+    """
 
     room: int
     status: Status = Status.WAITING
@@ -41,7 +44,10 @@ class SenderRoom:
 
 
 class ChunkTransfer(NamedTuple):
-    """A write to be made.  Without a *piece*, metadata over the control channel."""
+    """A write to be made.  Without a *piece*, metadata over the control channel.
+
+    Made when a forward has ended, put into a queue then or when its slot is granted, and never changed.
+    """
 
     state: SenderRoom
     chunk: Chunk
@@ -83,6 +89,8 @@ class SenderRooms:
 
     *report* is called with `Sent` once a room is over on this rank, for better or worse, and with `Settled` once
     nothing of a failed room moves any more and its leader has aborted it.
+
+    `pdsim.kv.sender.KvSender` adds what is written; this class knows only when a room is over.
     """
 
     def __init__(self, rank: Rank, index: int, policy: Policy, report: Callable[[Sent | Settled], None]) -> None:

@@ -29,6 +29,9 @@ class Tensor:
 
     The dimensions come in *groups*, each of which is divided over the tensor-parallel ranks by itself.  A convolution
     over q, k and v has three: a rank keeps its share of each, so that its slice of the whole is not contiguous.
+
+    >>> Tensor(groups=(4096, 1024), dim_bytes=6).nbytes(tp=4)
+    7680
     """
 
     groups: tuple[int, ...]
@@ -55,6 +58,9 @@ class StateShape:
 
     ``a`` is full attention, ``w`` attention over the last *window* tokens, ``m`` a mamba layer that keeps the tensors
     *mamba*.  Layers with full attention keep *index_bytes* more of each token, 0 without sparse attention.
+
+    >>> StateShape(pattern="wwa", window=1024).layers("a", range(8))
+    (2, 5)
     """
 
     pattern: str = "a"
@@ -88,6 +94,9 @@ def stage_layers(layers: int, pp: int, stage: int) -> range:
 
     Where *pp* does not divide them, the last ``layers % pp`` stages have one more (as in SGLang).  Raise a `ValueError`
     if a stage would have none.
+
+    >>> [stage_layers(8, 3, stage) for stage in range(3)]
+    [range(0, 2), range(2, 5), range(5, 8)]
     """
     if not 1 <= pp <= layers:
         raise ValueError(f"pp={pp} over {layers} layers: every stage needs at least one; lower pp")
@@ -114,6 +123,8 @@ class StatePool:
 
     A request takes one mamba slot, and window pages for the most that its window can touch while it grows, so nothing
     that runs can run out.  Models without mamba or window layers take none of them.
+
+    Owners are rooms.  What is allocated for one is released together.
     """
 
     def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:

@@ -48,7 +48,11 @@ def epoch_of(life: str) -> int:
 
 @lru_cache(4096)
 def instance_of(name: str) -> str:
-    """Return the instance that the rank or the life called *name* belongs to."""
+    """Return the instance that the rank or the life called *name* belongs to.
+
+    >>> instance_of("prefill0d1.3"), instance_of("decode2@4"), leader("decode2@4")
+    ('prefill0d1', 'decode2', 'decode2.0')
+    """
     return name.partition(".")[0].partition("@")[0]
 
 
@@ -64,6 +68,9 @@ class Deployment:
 
     With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
     scheduler: ``prefill0d1`` is group 1 of engine 0.
+
+    Made by `experiments.serve` from a configuration, sent to every rank as `plain` data, and made again there.  Times
+    are seconds, sizes bytes.
     """
 
     prefill: Grid  # of one group
@@ -199,7 +206,10 @@ class Deployment:
         )
 
     def longest(self, given: int, wanted: int) -> float:
-        """Return how long a request of *given* and *wanted* tokens can take that is first in every queue."""
+        """Return how long a request of *given* and *wanted* tokens can take that is first in every queue.
+
+        Seconds: all of its chunks, and as many decode steps of a full batch over full memory as it has tokens.
+        """
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
         step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
@@ -211,5 +221,6 @@ class Deployment:
 
 
 def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
+    """Yield the names of the attention groups of so many engines; an engine with one group has no suffix."""
     for engine in range(engines):
         yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]

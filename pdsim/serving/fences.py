@@ -22,6 +22,9 @@ class PeerFence:
 
     *fenced* is called with the answer to each `Fence`, once it is proven; *parted*, if given, with the name of each
     rank of an instance of which new proof has come.  There is no proof about a life while it lives.
+
+    *process* is the rank; this registers its handler for `Fence` there.  Proof is per instance and epoch: once there
+    is one about epoch *n*, there is one about all earlier ones.
     """
 
     def __init__(
@@ -73,6 +76,9 @@ class FenceCount:
     """What a leader waits for: the rooms of each fence, and how many of its instance's *ranks* lack the proof.
 
     Numbers follow *first*, so that an answer to an earlier life of the leader is none to this one.
+
+    Life of a fence: `begin` gives its question, which the leader sends; `count` takes the answers; with the last one
+    the rooms are returned, and the fence is gone.
     """
 
     def __init__(self, first: int, ranks: int) -> None:

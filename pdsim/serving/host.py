@@ -22,6 +22,9 @@ class Host:
     """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean.
 
     *costs* are those of a forward of so many *layers*: `HostCosts.launch` is that of all of them.
+
+    Draws are from a gamma distribution with the mean of the cost and the given coefficient of variation, so they are
+    never negative.
     """
 
     def __init__(self, costs: HostCosts, variation: float, seed: int, name: str, layers: int = 1) -> None:

@@ -28,7 +28,10 @@ def own_place(sender: str, message: Enroll) -> Enroll:
 
 
 class _Side:
-    """The instances of one side, and the tokens outstanding at each that is formed."""
+    """The instances of one side, and the tokens outstanding at each that is formed.
+
+    *load* has an entry for each instance that is formed, in tokens; policies and groups count all of them.
+    """
 
     def __init__(self, instances: Sequence[str], dp: int, policy: str) -> None:
         self.names = tuple(instances)
@@ -52,6 +55,10 @@ class InstanceRegistry:
     """The instances of *job*, by their places in the `Bootstrap` table, and the pairs of them that are connected.
 
     An instance is *awaited* from the start until it is formed or lost for the first time.
+
+    Life of an instance: ranks `enroll`; with the last it is formed, and told to meet the other side; pairs are
+    `link`ed as their ranks report; `lose` takes it out, and it may form anew with a later epoch.  The router has the
+    one object.
     """
 
     def __init__(self, job: Deployment) -> None:
@@ -122,6 +129,9 @@ class InstanceRegistry:
         """Return the lives of the prefill and the decode instance that are to have *room*; None if no pair is left.
 
         Its prompt has so many *tokens*, and *blocks* are the hashes of its blocks, where prefixes are cached.
+
+        The prefill instance is chosen first, among those with any link, then the decode instance among those linked to
+        it.
         """
         prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
         if not prefills:

@@ -19,6 +19,9 @@ class Live:
     Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated servers),
     *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on this machine with
     dummy weights in the shape of ``model``.
+
+    Raise a `ValueError` that names the key for an unknown choice, a number out of range, an address without http,
+    token ids for a chat API, and a wrong number of bootstrap ports.
     """
 
     engine: str = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API

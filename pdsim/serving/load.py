@@ -28,7 +28,10 @@ WARNING = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class OfferedLoad:
-    """Work a second over what can be done in a second, of both sides."""
+    """Work a second over what can be done in a second, of both sides.
+
+    Loads are shares of what can be done: 1 is saturation.
+    """
 
     prefill: float
     decode: float
@@ -85,7 +88,10 @@ class OfferedLoad:
 
 
 def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | None:
-    """Return the load that *requests* offer to *job*; None if they arrive all at once or wait for each other."""
+    """Return the load that *requests* offer to *job*; None if they arrive all at once or wait for each other.
+
+    *requests* are in order of arrival.  Takes time in proportion to their chunks, and simulates nothing.
+    """
     if any(request.after >= 0 for request in requests):
         return None
     span = requests[-1].arrival - requests[0].arrival if requests else 0.0
@@ -110,6 +116,8 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
 
     An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of which
     may go on in the next: as `pdsim.serving.prefill.scheduler` does with ``engine.scheduler=fcfs``.
+
+    The host's time is included, with or without overlap as the engine has it.
     """
     host = job.engine.prefill
     pieces: list[tuple[int, int]] = []
@@ -130,6 +138,7 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
 
 
 def _with_host(forward: float, host: HostCosts, overlap: bool) -> float:
+    """Return the seconds of an iteration with a forward of *forward* seconds on a host of these costs."""
     forward = max(forward, host.launch)
     return max(forward, host.step) if overlap else forward + host.step
 
@@ -187,6 +196,9 @@ def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], see
     With ``scaling=time`` all gaps change by one factor, so the order stays and the load is met exactly.  With
     ``scaling=thinning`` the times stay and requests are dropped at random, so it is met in the mean only.
     Raise a `ConfigError` if requests arrive all at once, or if thinning would have to add some.
+
+    The random numbers of thinning are a stream of their own, so that two loads thin the same trace alike: a request
+    that is kept at a low load is kept at a higher one.
     """
     if not workload.load:
         return list(requests)

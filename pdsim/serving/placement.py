@@ -17,6 +17,9 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
 
     Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on if
     that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
+
+    One place for each GPU of a side, ordered by instance and then by rank.  Raise a `ConfigError` if the machine has
+    too few GPUs.
     """
     prefill, decode = parallel.prefill.gpus, parallel.decode.gpus
     if not machine.gpus:
@@ -38,6 +41,9 @@ def pages(side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, sche
     """Return how many pages a rank of *side* has: `kv.pool`, or what the weights leave of its memory.
 
     On a machine without GPUs, whose hosts hold no weights, that is an equal share of the memory for each of *ranks*.
+
+    *state* of mamba layers is set aside first, for every slot.  Of pipeline stages the one that holds fewest pages
+    decides. Raise a `ConfigError` if not a single page fits, with what would help.
     """
     if kv.pool:
         pool = float(kv.pool)

@@ -1,4 +1,8 @@
-"""The scheduling and router policies that come with pdsim."""
+"""The scheduling and router policies that come with pdsim.
+
+All of them are registered as entry points (`pyproject.toml`), as those of other packages are.  A policy decides; it
+changes nothing, and is asked again whenever there is something to decide.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,12 @@ class LeastGenerated(FirstCome):
     """As `FirstCome`, but the request with the fewest tokens is preempted, of several the longest prompt (SGLang)."""
 
     def victim(self, running: Sequence[Running]) -> int:
-        """Take the one that loses least."""
+        """Take the one that loses least.
+
+        >>> running = [Running(room, input=10 * room, generated=1 + (room == 1)) for room in (1, 2, 3)]
+        >>> LeastGenerated().victim(running)
+        2
+        """
         return min(range(len(running)), key=lambda index: (running[index].generated, -running[index].input))
 
 
@@ -50,7 +59,11 @@ class HighestPriority(LeastGenerated):
 
 
 class LeastTokens:
-    """The instance with the fewest tokens outstanding, the first among equals."""
+    """The instance with the fewest tokens outstanding, the first among equals.
+
+    >>> LeastTokens().choose(["a", "b", "c"], {"a": 5, "b": 2, "c": 2})
+    'b'
+    """
 
     def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:
         """Return that one of *able*."""
@@ -58,7 +71,14 @@ class LeastTokens:
 
 
 class RoundRobin:
-    """One instance after the other."""
+    """One instance after the other.
+
+    Turns are counted over all calls, so instances that come and go shift the order.
+
+    >>> policy = RoundRobin()
+    >>> [policy.choose(["a", "b"], {}) for _ in range(3)]
+    ['a', 'b', 'a']
+    """
 
     def __init__(self) -> None:
         self._turn = 0

@@ -43,7 +43,15 @@ def page_pool(
 
 
 class PrefixCache:
-    """A cache of at most *capacity* blocks of `HASHED` tokens; None is unlimited."""
+    """A cache of at most *capacity* blocks of `HASHED` tokens; None is unlimited.
+
+    Invariant: a block is never held without those before it in the same prompt, because they are always used later.
+
+    >>> cache = PrefixCache(capacity=2)
+    >>> cache.insert(Request(0.0, 1024, 1, None, (7, 8)))
+    >>> cache.match(Request(0.0, 1500, 1, None, (7, 8, 9))), cache.match(Request(0.0, 600, 1, None, (8,)))
+    (1024, 512)
+    """
 
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 1:

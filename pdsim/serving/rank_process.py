@@ -43,6 +43,9 @@ class RankProcess:
     and not this one: it is told why, and not heard any more.
 
     *ignored* counts messages that came too late to mean anything: those about rooms and lives that are over.
+
+    Life: `run` subscribes to messages and starts `watch`, and ends when `ended` is triggered, by `end` or by `fail`;
+    its value is `report`.  All handlers run on the clock, one at a time.
     """
 
     def __init__(self, rank: Rank, job: Deployment) -> None:
@@ -113,6 +116,7 @@ class RankProcess:
             self.guard(self._handle, *message)
 
     def _handle(self, sender: str, payload: bytes) -> None:
+        """Decode a message and call its handler; refuse the sender of what cannot be read or is not for this rank."""
         try:
             if payload is not self._payload:  # of several ranks at once it is one object
                 self._message, self._payload = decode(payload), payload
@@ -142,6 +146,10 @@ class EngineProcess(RankProcess):
     """A rank of an instance, the *index*-th: enrols with the router, and ends with its instance.
 
     *life* is the name of the instance's life that this rank is part of, once the router has said so.
+
+    Life: enrols when it runs, learns its life with the first `Meet`, serves, and ends after `Stop`, or with `PeerLost`
+    when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds on the clock
+    when it was made.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -185,6 +193,10 @@ class EngineProcess(RankProcess):
             self.refuse(sender, f"Stop of {self.rank.name} is for {ROUTER} and {leader(self.instance)} to send")
 
     def _gone(self, _: str, message: Gone) -> None:
+        """Act on an instance that is given up: the other side's is forgotten, and one's own ends this rank.
+
+        A rank that was started after the loss is not meant.
+        """
         if instance_of(message.instance) != self.instance:
             if self.life:
                 self.peer_gone(message.instance)

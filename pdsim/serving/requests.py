@@ -13,7 +13,10 @@ HASHED = 512
 
 
 class Request(NamedTuple):
-    """One request."""
+    """One request.
+
+    Tokens are counts, not ids.  A request of *output* 1 ends with its prefill.
+    """
 
     arrival: float  # seconds after the first could arrive
     input: int  # tokens
@@ -25,5 +28,11 @@ class Request(NamedTuple):
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
-    """Return the stream of random numbers called *name*: the same for one seed and name, whatever else is drawn."""
+    """Return the stream of random numbers called *name*: the same for one seed and name, whatever else is drawn.
+
+    The name's bytes are part of the seed sequence, so two names never share numbers.
+
+    >>> stream(0, "a").random() == stream(0, "a").random(), stream(0, "a").random() == stream(0, "b").random()
+    (True, False)
+    """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *name.encode()])))

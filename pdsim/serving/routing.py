@@ -15,7 +15,11 @@ __all__ = ["CacheAware", "PowerOfTwo", "TransferAware"]
 
 
 class PowerOfTwo:
-    """The less loaded of two instances drawn at random (Mitzenmacher, "The power of two choices", 2001)."""
+    """The less loaded of two instances drawn at random (Mitzenmacher, "The power of two choices", 2001).
+
+    Both sides draw from streams of the same name, so their choices are alike for equal loads; seeds of runs do not
+    change them.
+    """
 
     def __init__(self) -> None:
         self._random = stream(0, "router.power_of_two")

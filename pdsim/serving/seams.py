@@ -2,6 +2,15 @@
 
 Each is a protocol; its implementations are classes that packages register under an entry-point group, pdsim's own in
 its `pyproject.toml`.  A configuration chooses one by name: `engine.scheduler`, `engine.handoff`, `experiment.router`.
+
+A scheduler in another package is a class and two lines::
+
+    class Shortest(FirstCome):
+        def prefill(self, queue, budget):
+            index = min(range(len(queue)), key=lambda i: queue[i].request.input)
+            return index, min(budget, queue[index].request.input - queue[index].done)
+
+registered in its ``pyproject.toml`` under ``pdsim.schedulers``, and chosen by ``engine.scheduler=NAME``.
 """
 
 from __future__ import annotations
@@ -107,6 +116,9 @@ class RouterPolicy(Protocol):
     """Which instance of a side gets a request.  There is one for each side, made without arguments.
 
     One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, which is called instead of `choose`.
+
+    `pdsim.serving.instances.InstanceRegistry` asks it, for prefill and for decode apart.  *load* is updated when a
+    request is sent out, prefilled, and closed.
     """
 
     def choose(self, able: Sequence[str], load: Mapping[str, int]) -> str:

@@ -23,7 +23,10 @@ _BLOCKS = 1 << 20  # numbers of blocks for each session
 
 
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
-    """Return log-normal lengths of so many tokens on average, at least 1."""
+    """Return log-normal lengths of so many tokens on average, at least 1.
+
+    *cv* is the coefficient of variation: of the logarithm, the variance is ``log(1 + cv**2)``.
+    """
     variance = math.log1p(cv * cv)
     drawn = random.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), count)
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
@@ -34,6 +37,9 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
 
     With `Workload.users` each of them begins a session when the one before is over; otherwise every start is a user of
     one session.  A session whose next prompt and answer would exceed *context* ends early: a new one begins.
+
+    *arrival* of a first turn is seconds after the start, of a later one the think time after the answer to the request
+    *after*.  Raise a `ConfigError` without a count.
     """
     count = workload.count
     if count is None:
@@ -62,4 +68,8 @@ def sessions(workload: Workload, starts: Sequence[float], seed: int, context: in
 
 
 def _block(session: int, index: int, shared: int) -> int:
+    """Return the hash of the *index*-th block of a session's prompts.
+
+    Blocks within *shared* tokens are alike in all sessions.
+    """
     return index if (index + 1) * HASHED <= shared else (session + 1) * _BLOCKS + index

@@ -37,6 +37,9 @@ class Hybrid:
 
     *pattern* names the kind of each layer, repeated as often as it takes: ``a`` full attention, ``w`` attention over
     the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
+
+    Raise a `ValueError` for a pattern of other letters or without full attention, and for numbers that a kind of layer
+    in the pattern needs and that are not positive.
     """
 
     pattern: str = "a"
@@ -67,7 +70,11 @@ class Hybrid:
 
 @dataclass(frozen=True, kw_only=True)
 class Llm:
-    """The shape of a language model: `conf/model`."""
+    """The shape of a language model: `conf/model`.
+
+    Raise a `ValueError` for sizes that are not positive, an unknown kind of attention, or a type of KV whose elements
+    have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
+    """
 
     name: str
     parameters: Count  # in all
@@ -160,7 +167,10 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the GPUs are divided: prefill instances take the first, decode instances the next."""
+    """How the GPUs are divided: prefill instances take the first, decode instances the next.
+
+    Raise a `ValueError` for context-parallel decode ranks, and for decode stages that are not those of prefill.
+    """
 
     prefill: Side
     decode: Side
@@ -185,6 +195,8 @@ class Workload:
     variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed loop.
 
     In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale it.
+
+    Raise a `ValueError` for an unknown choice and for numbers out of range.  Shares are 0 to 1, means are in tokens.
     """
 
     trace: str | None = None
@@ -258,7 +270,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Kv:
-    """The KV cache and how it is handed over."""
+    """The KV cache and how it is handed over.
+
+    Raise a `ValueError` for sizes and times that are not positive, or below zero where 0 has a meaning.
+    """
 
     page_size: int = 64  # tokens
     checked: int | None = None  # requests, from the first, whose contents are compared where memory has any; None: all
@@ -310,7 +325,10 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """The knobs of the prefill and decode engines."""
+    """The knobs of the prefill and decode engines.
+
+    The same limits hold for every instance of a side; what they mean is up to `engine.scheduler`.
+    """
 
     chunk: int = 8192  # tokens of one prefill iteration, over all its requests
     prefill_batch: int = 32  # requests in one prefill iteration
@@ -325,7 +343,11 @@ class Scheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration."""
+    """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration.
+
+    Shares are of the hardware's own peak and rate (`pdsim.hardware.Gpu`), so that a profile of one GPU can be used for
+    another, as *assumed*.  Raise a `ValueError` for shares outside 0 to 1 and a *blend* outside 1 to 64.
+    """
 
     flops_share: float = 0.55  # of the peak, that linear layers reach
     attention_share: float = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
@@ -361,7 +383,10 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """What the host of one side of a serving engine adds to the device's work: mean seconds."""
+    """What the host of one side of a serving engine adds to the device's work: mean seconds.
+
+    Prefill and decode have costs of their own.  Raise a `ValueError` for negative times.
+    """
 
     arrive: Seconds = 0.0  # from a request's arrival at the server to its scheduler's queue: HTTP, processes, copies
     arrive_token: Seconds = 0.0  # of that, each token of its prompt
@@ -384,6 +409,8 @@ class ServingEngine:
 
     Without values it is the generic engine: prefill pushes each chunk, decode reserves pages for all of the output,
     and the host costs nothing beyond `Compute.overhead`.
+
+    Raise a `ValueError` for an unknown choice, negative times, and a heartbeat that is not shorter than the lease.
     """
 
     name: str = "generic"
@@ -431,7 +458,10 @@ class ServingEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """What counts as good: goodput is the rate of requests that meet both."""
+    """What counts as good: goodput is the rate of requests that meet both.
+
+    A request without a second token has no TPOT and meets that limit.  Raise a `ValueError` unless both are positive.
+    """
 
     ttft: Seconds = 5.0
     tpot: Seconds = 0.05

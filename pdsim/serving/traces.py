@@ -19,7 +19,10 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class Row(NamedTuple):
-    """One request of a trace."""
+    """One request of a trace.
+
+    Plain and immutable; `pdsim.serving.workload` makes a `Request` of it.
+    """
 
     time: float  # seconds after the first
     input: int  # tokens
@@ -49,7 +52,11 @@ class _Line:
 
 
 def read(path: Path, context: int) -> Iterator[Row]:
-    """Yield the requests of the trace at *path*, arrivals from 0."""
+    """Yield the requests of the trace at *path*, arrivals from 0.
+
+    Lines are read as they are needed, so a long trace that is cut is not read to its end.  Raise a `ConfigError` with
+    file, line and reason for what is not a request, for times that decrease, and for more than *context* tokens.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             yield from _checked(_lines(path, file), context)
@@ -68,6 +75,7 @@ def _lines(path: Path, file: Iterator[str]) -> Iterator[_Line]:
 
 
 def _checked(lines: Iterator[_Line], context: int) -> Iterator[Row]:
+    """Yield the rows of *lines*, with the format that the first one shows, or raise a `ConfigError` about a line."""
     first = next(lines, None)
     if first is None:
         return
@@ -99,6 +107,7 @@ def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
 
 
 def _parser(line: _Line) -> Callable[[_Line], tuple[float, int, int, tuple[int, ...]]]:
+    """Return what parses a line of the format that *line*, the first one, shows: milliseconds become seconds."""
     if line.text.startswith("{"):
         return _mooncake
     if line.text.lstrip("\ufeff") == AZURE_HEADER:
@@ -122,6 +131,7 @@ _AZURE_ORIGIN = datetime(2020, 1, 1)
 
 
 def _azure(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
+    """Return time, input, output and no hashes of a line of Azure's CSV; time in seconds after `_AZURE_ORIGIN`."""
     fields = line.text.split(",")
     if len(fields) != 3:
         raise ValueError(f"{len(fields)} fields, need the 3 of {AZURE_HEADER}")
@@ -131,6 +141,10 @@ def _azure(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
 
 
 def _fraction(text: str) -> float:
-    """Return the part of a second in *text*, of which `datetime` keeps six of the seven digits."""
+    """Return the part of a second in *text*, of which `datetime` keeps six of the seven digits.
+
+    >>> _fraction("2023-11-16 18:01:51.1630340")
+    0.163034
+    """
     digits = text.rpartition(".")[2] if "." in text else "0"
     return float(f"0.{digits}")

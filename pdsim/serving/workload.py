@@ -60,6 +60,8 @@ def draw(
 
     Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), for a
     request of more than *context* tokens, and if no request is left.
+
+    The order is: skip, seconds, count, speed, patience, priority.  Equal arguments give equal requests on any machine.
     """
     requests, notes = _all(workload, seed, context, progress)
     if workload.skip:
@@ -99,6 +101,7 @@ def _all(
 
 
 def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
+    """Yield the requests that arrive *skip* seconds or later, with arrivals from there."""
     later = dropwhile(lambda request: request.arrival < skip, requests)
     return (Request(request.arrival - skip, *request[1:]) for request in later)
 
@@ -113,6 +116,9 @@ def grid(arrivals: Sequence[float]) -> float:
     """Return the spacing in seconds of the grid that *arrivals* lie on, 0 if there is none.
 
     There is one if several requests arrive at a time on average and nearly all gaps are multiples of the median gap.
+
+    >>> grid([0.0, 0.0, 3.0, 3.0, 6.0, 6.0]), grid([0.0, 1.0, 2.5])
+    (3.0, 0.0)
     """
     times = np.unique(np.asarray(arrivals, dtype=np.float64))
     if len(times) < 3 or len(arrivals) < 2 * len(times):
@@ -165,6 +171,10 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
 
 
 def _generate(workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]) -> list[Request]:
+    """Return requests with drawn arrivals and lengths, none with more tokens than *context*.
+
+    Outputs are drawn first and kept; what exceeds the context is taken from the input.
+    """
     arrivals = _arrivals(workload, seed)
     count = len(arrivals)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")

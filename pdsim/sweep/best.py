@@ -34,7 +34,11 @@ class SloLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A point and what its requests say under the objective."""
+    """A point and what its requests say under the objective.
+
+    *choice* has the keys that vary over the sweep, with this point's values.  *goodput* and *throughput* divide by the
+    time from the first arrival to the last completion.
+    """
 
     point: str
     choice: Mapping[str, Any]  # what sets it apart
@@ -53,7 +57,11 @@ class Ranked:
 
 
 def parse_slo(text: str) -> SloLimits:
-    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency or a wrong time."""
+    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency or a wrong time.
+
+    >>> str(parse_slo("ttft=2s,tpot=30ms"))
+    'ttft <= 2 s, tpot <= 30 ms'
+    """
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -72,6 +80,9 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
     """Return the points of the sweep in *folder* that served requests, the best first.
 
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
+
+    Order: goodput of one GPU, then attainment, then the point's name.  Points without GPUs, without goodput or without
+    evidence are left out.  Reads ``requests.parquet`` of every point.
     """
     rows = collect.points(folder)
     swept = _swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
@@ -83,7 +94,11 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
 
 
 def front(points: Iterable[Ranked]) -> list[Ranked]:
-    """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first."""
+    """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first.
+
+    Speed is tokens a second of the median user, throughput output tokens a second and GPU.  Points without a speed are
+    left out.
+    """
     found: list[Ranked] = []
     able = [each for each in points if each.speed is not None]
     for each in sorted(able, key=lambda each: (-(each.speed or 0.0), -each.throughput)):
@@ -93,7 +108,10 @@ def front(points: Iterable[Ranked]) -> list[Ranked]:
 
 
 def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
-    """Return the first *count* of *ranked* for people: p99s, or medians if no point has requests enough for those."""
+    """Return the first *count* of *ranked* for people: p99s, or medians if no point has requests enough for those.
+
+    *ranked* must not be empty.  Columns of what was swept come from the first point.
+    """
     q = "p99" if any(each.latencies["ttft_p99"] is not None for each in ranked) else "p50"
     columns = {
         "rank": "",
@@ -124,7 +142,10 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
 
 
 def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[str]:
-    """Return the points as characters, speed to the right, throughput upwards; those of the `front` are ``#``."""
+    """Return the points as characters, speed to the right, throughput upwards; those of the `front` are ``#``.
+
+    One string for a line, at most *width* + 11 characters; nothing for fewer than two points that have a speed.
+    """
     able = [each for each in ranked if each.speed is not None]
     if len(able) < 2:
         return []
@@ -169,6 +190,7 @@ def _short(keys: Iterable[str]) -> list[str]:
 
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
+    """Return the point of *row* under *slo*, or under its own objective; None without requests or evidence."""
     import pyarrow.parquet as pq
 
     names = ["status", "arrival", "output", *_LATENCIES]

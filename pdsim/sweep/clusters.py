@@ -28,7 +28,12 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Ray:
-    """Tasks of Ray with a chunk of points each; a worker that dies loses the points of its chunk under way."""
+    """Tasks of Ray with a chunk of points each; a worker that dies loses the points of its chunk under way.
+
+    Every machine of the cluster needs pdsim installed and sees the folder of the sweep.  A chunk has at most *chunk*
+    points, and fewer where there would be less than two chunks for each task.  Ray is shut down at the end only if
+    this sweep started it.
+    """
 
     address: str = ""  # of a cluster; empty starts Ray on this machine
     workers: int = 0  # most tasks at a time; 0 is one for each CPU of the cluster
@@ -57,6 +62,11 @@ class Ray:
                 ray.shutdown()
 
     def _run(self, ray: Any, measure: Measure, points: Sequence[Point]) -> Iterator[Row]:
+        """Keep as many tasks running as there may be, one chunk each, and yield rows as chunks end.
+
+        A chunk whose worker died is begun again, up to `_ATTEMPTS` times: `measure` takes what its earlier points
+        left.
+        """
         task = ray.remote(num_cpus=self.cpus, resources=dict(self.resources), max_retries=0)(_chunk)
         most = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1) / (self.cpus or 1)))
         size = max(1, min(self.chunk, len(points) // (2 * most)))
@@ -82,7 +92,11 @@ def _chunk(measure: Measure, points: Sequence[Point]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """Jobs of Slurm, each with a share of the points; submitit keeps its files beside those of the sweep."""
+    """Jobs of Slurm, each with a share of the points; submitit keeps its files beside those of the sweep.
+
+    The points are dealt out at the start, one share for each job.  A job that ends early leaves its points as failed,
+    and the same command runs them again.  Jobs are cancelled when the sweep is interrupted.
+    """
 
     cluster: str = "slurm"  # or "local": the same jobs as processes of this machine
     workers: int = 4  # most jobs at a time

@@ -51,6 +51,9 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[
     """Write *rows*, of `pdsim.sweep.ledger`, to ``points.parquet`` in *folder* and return its path.
 
     One row a point: who it is, how it ended, its overrides, its metrics with their *definitions*.
+
+    The file is written beside its place, synchronised to the disk and moved there.  Its schema says of each column its
+    unit, its definition, and whether it is about the point, an override or a metric.
     """
     import pyarrow.parquet as pq
 
@@ -65,7 +68,11 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[
 
 
 def points(folder: Path) -> pa.Table:
-    """Return the table of the sweep in *folder*: ``points.parquet``, or what a sweep that was killed has appended."""
+    """Return the table of the sweep in *folder*: ``points.parquet``, or what a sweep that was killed has appended.
+
+    Columns: those of `_ABOUT`, then one for each override, then one for each metric.  Raise a `ConfigError` if
+    *folder* has neither file.
+    """
     if (folder / POINTS).is_file():
         return reading.points(folder / POINTS)
     rows, definitions = ledger.read(folder)
@@ -76,6 +83,9 @@ def table(folder: Path) -> Table:
     """Return the table of the sweep in *folder* for people: what was swept, then how each point ended, then metrics.
 
     Columns that all points share are left out, and so are the metrics of a point without evidence.
+
+    A sweep of one point shows all of its metrics.  Columns that may have been swept come first, then the status, then
+    the metrics, those of `_FIRST` ahead.
     """
     found = points(folder)
     proven = [kind not in (None, "none") for kind in found["evidence"].to_pylist()]
@@ -121,6 +131,10 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
+    """Return *points* as a table of Arrow, with the unit, the definition and the part of each column in its metadata.
+
+    An override with the name of a column of `_ABOUT` is left out: that column has it.
+    """
     import pyarrow as pa
 
     reserved = {column.name for column in _ABOUT}
@@ -169,6 +183,8 @@ def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbo
     """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
 
     *verbose*, the table is followed by the definitions of its columns.
+
+    The JSON object has the path of the Parquet file and its rows as objects.
     """
     if json:
         found = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}

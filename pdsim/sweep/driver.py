@@ -26,6 +26,10 @@ def sweep(
     Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has the
     rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to, or if
     another process runs this sweep.
+
+    *progress* is called after each point with the share that is done, 0 to 1, and a line about rate and remaining
+    time.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on *folder* at a
+    time.
     """
     store.make(folder.parent, "output=")
     store.make(folder, "output=")
@@ -42,6 +46,10 @@ def sweep(
 def _run(
     folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: Callable[[float, str], None]
 ) -> None:
+    """Record the points that were refused, then run those without a final row and append each row as it comes.
+
+    The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
+    """
     for point in points:
         if point.config is None:
             _keep(book, refused(point, point.refusal))
@@ -66,6 +74,7 @@ def _run(
 
 
 def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
+    """Append *row* to *book*, unless the same row is there already, as of a refusal in an earlier run of the sweep."""
     content = dict(row)
     definitions = content.pop("definitions", {})
     if book.rows.get(content["point"]) != content:

@@ -34,7 +34,11 @@ _ATTEMPTS = 2
 
 
 class Executor(Protocol):
-    """Runs points wherever it does."""
+    """Runs points wherever it does.
+
+    An implementation is stateless between calls of `run`.  `pdsim.sweep.driver` iterates over the generator and closes
+    it; rows arrive in its process, whatever process measured them.
+    """
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """Yield ``measure(point)`` of each of *points* as it ends, in any order.
@@ -64,19 +68,28 @@ class Local:
 
 
 def lost(point: Point, why: str) -> Row:
-    """Return the row of a *point* that ended without one."""
+    """Return the row of a *point* that ended without one.
+
+    The status is ``failed``, which is not final: the point is run again by the next call of the sweep.
+    """
     return point.about() | {"status": "failed", "error": why, "metrics": {}, "definitions": {}}
 
 
 @dataclass
 class _Worker:
+    """A process of the pool, our end of its pipe, and the point that it works on, None while it waits."""
+
     process: BaseProcess
     pipe: Connection
     point: Point | None = None
 
 
 class _Pool:
-    """Processes that are given one point at a time, and are replaced when they die."""
+    """Processes that are given one point at a time, and are replaced when they die.
+
+    Processes are spawned, so that each imports pdsim once and measures many points.  They are started before the first
+    point and end with `close`.
+    """
 
     def __init__(self, measure: Measure, size: int) -> None:
         self._measure = measure
@@ -117,6 +130,11 @@ class _Pool:
                 worker.process.join()
 
     def _started(self) -> _Worker:
+        """Start a process that runs `_work`.
+
+        The parent closes its copy of the process's end of the pipe, so that it sees an end of file when the process
+        dies.
+        """
         ours, theirs = self._spawn.Pipe()
         process = self._spawn.Process(target=_work, args=(theirs, self._measure, os.getpid()), daemon=False)
         process.start()
@@ -124,6 +142,7 @@ class _Pool:
         return _Worker(process, ours)
 
     def _give(self, worker: _Worker, left: deque[Point], begun: dict[str, int]) -> None:
+        """Send *worker* the next of the points that are *left*, if there is one, and count it in *begun*."""
         if not left:
             return
         worker.point = left.popleft()
@@ -145,6 +164,11 @@ class _Pool:
 
 
 def _ended(code: int | None) -> str:
+    """Return how a process with the exit status *code* ended, in words.
+
+    >>> _ended(-9), _ended(1)
+    ('was ended by SIGKILL', 'ended with status 1')
+    """
     if code is not None and code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with status {code}"

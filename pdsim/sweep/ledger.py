@@ -25,7 +25,11 @@ _DEFINITION = "definitions"
 
 
 class Ledger:
-    """The rows of the sweep in *folder*, by the name of the point; `append` writes one."""
+    """The rows of the sweep in *folder*, by the name of the point; `append` writes one.
+
+    *rows* and *definitions* are what the file held when it was opened, and what was appended since.  Half a line at
+    the end is cut off when it is opened.  The caller holds `locked` for as long as the ledger is open.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LEDGER
@@ -34,7 +38,11 @@ class Ledger:
         self._file = self._path.open("a", encoding="utf-8")
 
     def append(self, row: Mapping[str, Any], definitions: Mapping[str, str]) -> None:
-        """Write *row*, and those *definitions* of its metrics that no row before had."""
+        """Write *row*, and those *definitions* of its metrics that no row before had.
+
+        The line is flushed to the operating system at once, so it survives a killed process, though not a power
+        failure.
+        """
         if new := {name: text for name, text in definitions.items() if name not in self.definitions}:
             self.definitions |= new
             self._write({_DEFINITION: new})

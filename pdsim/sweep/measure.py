@@ -19,6 +19,9 @@ def measure(point: Point) -> dict[str, Any]:
 
     A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss of
     power has cut short is run again.
+
+    The status is ok or partial as the run's own, *infeasible* for a configuration that is refused, *failed* for any
+    other exception.  Runs in a process of the executor; the folder of the sweep is ``point.config.output``.
     """
     if point.config is None:
         return refused(point, point.refusal)
@@ -42,7 +45,10 @@ def measure(point: Point) -> dict[str, Any]:
 
 
 def refused(point: Point, why: str) -> dict[str, Any]:
-    """Return the row of a *point* that cannot be run."""
+    """Return the row of a *point* that cannot be run.
+
+    The status is ``infeasible``, which is final; *why* is put on one line.
+    """
     about = {"status": "infeasible", "error": " ".join(why.split()), "metrics": {}, "definitions": {}}
     return point.about() | about
 

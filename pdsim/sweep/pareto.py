@@ -20,7 +20,10 @@ _AXES = 8
 
 
 def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
-    """Return the figures of the sweep in *folder* under *slo*, by default that of each point."""
+    """Return the figures of the sweep in *folder* under *slo*, by default that of each point.
+
+    A sweep that served nothing has a figure of its metrics instead.
+    """
     try:
         ranked = best.rank(folder, slo)
     except ConfigError:  # nothing was served: the metrics that there are, over what was swept
@@ -29,7 +32,10 @@ def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
 
 
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
-    """Return what the report of the sweep in *folder* says.  Raise a `ConfigError` if nothing can be read there."""
+    """Return what the report of the sweep in *folder* says.  Raise a `ConfigError` if nothing can be read there.
+
+    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points.
+    """
     rows = collect.points(folder)
     states = rows["status"].to_pylist()
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
@@ -75,6 +81,7 @@ def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
 
 
 def _swept(rows: Any) -> list[str]:
+    """Return the overrides whose values differ between points."""
     return [
         f.name
         for f in rows.schema
@@ -87,7 +94,10 @@ def _choice(each: Ranked) -> str:
 
 
 def _pareto(ranked: Sequence[Ranked]) -> Figure:
-    """Throughput over speed, one colour a value of the first swept key with few values; goodput beside it."""
+    """Throughput over speed, one colour a value of the first swept key with few values; goodput beside it.
+
+    Points without a speed, which is 1 / TPOT, are left out.
+    """
     able = [each for each in ranked if each.speed]
     front = best.front(able)
     if not able:

@@ -22,7 +22,11 @@ __all__ = ["Axis", "Point", "axes", "combinations", "name_of"]
 
 @dataclass(frozen=True)
 class Axis:
-    """Keys whose values change together: *values* has one tuple for each step, with a value for each of *keys*."""
+    """Keys whose values change together: *values* has one tuple for each step, with a value for each of *keys*.
+
+    >>> Axis(("a", "b"), (("1", "x"), ("2", "y")))  # a and b zipped
+    Axis(keys=('a', 'b'), values=(('1', 'x'), ('2', 'y')))
+    """
 
     keys: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
@@ -33,6 +37,9 @@ class Point:
     """One configuration of a sweep; *refusal* says why it cannot be run, if it cannot.
 
     *choice* has the keys of the sweep's axes with the values of this point, as text.
+
+    *words* are the overrides as on the command line.  A point without a *config* has a *refusal*.  It is sent to
+    other processes, so it holds plain data only.
     """
 
     name: str
@@ -43,7 +50,11 @@ class Point:
     refusal: str = ""
 
     def about(self) -> dict[str, Any]:
-        """Return what the sweep's table says of the point however it ends."""
+        """Return what the sweep's table says of the point however it ends.
+
+        Keys are those of `pdsim.sweep.collect`; a point that was refused has no experiment, machine or backend to
+        name.
+        """
         config, overrides = self.config, dict(word.lstrip("+").partition("=")[::2] for word in self.words)
         found: dict[str, Any] = {"point": self.name, "overrides": overrides | dict(self.choice)}
         if config is not None:
@@ -61,6 +72,9 @@ def axes(swept: Mapping[str, Sequence[str]], zipped: Sequence[Sequence[str]]) ->
     """Return the axes of keys that are *swept*, in their order; those of each group of *zipped* are one axis.
 
     Raise a `ConfigError` if zipped keys are not swept, are zipped twice, or have unequal numbers of values.
+
+    >>> [axis.keys for axis in axes({"a": ["1", "2"], "b": ["3"], "c": ["4", "5"]}, [["a", "c"]])]
+    [('a', 'c'), ('b',)]
     """
     groups: dict[str, tuple[str, ...]] = {}
     for keys in zipped:
@@ -79,7 +93,11 @@ def axes(swept: Mapping[str, Sequence[str]], zipped: Sequence[Sequence[str]]) ->
 
 
 def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:
-    """Yield every combination of the steps of the axes, the last axis changing fastest."""
+    """Yield every combination of the steps of the axes, the last axis changing fastest.
+
+    >>> list(combinations([Axis(("a",), (("1",), ("2",))), Axis(("b",), (("x",),))]))
+    [{'a': '1', 'b': 'x'}, {'a': '2', 'b': 'x'}]
+    """
     for steps in product(*(axis.values for axis in of)):
         yield {
             key: value for axis, step in zip(of, steps, strict=True) for key, value in zip(axis.keys, step, strict=True)
@@ -90,6 +108,8 @@ def name_of(config: Config) -> str:
     """Return the name of the point that runs *config*: 12 hexadecimal digits of a hash of all that it says.
 
     The folder of the results is left out, and the version of pdsim is in it.
+
+    Two spellings of one configuration have one name, so a point is measured once however it was written.
     """
     content = store.as_written(config)
     del content["output"]

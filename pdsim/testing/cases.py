@@ -55,7 +55,11 @@ COLLECTIVE = Collective(
 
 @dataclass(frozen=True)
 class Case:
-    """One implementation, on one kind of memory."""
+    """One implementation, on one kind of memory.
+
+    Tests look at *memory*, *one_sided* and *proves_quiescence* where the contract leaves engines a choice, and at
+    nothing else of an implementation.
+    """
 
     name: str
     backend: str = "conformance"
@@ -103,6 +107,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def _of(implementation: str, variant: Variant) -> Iterator[Case]:
+    """Yield the cases of one *variant*: one for each kind of memory, and one for each set of options to be tried."""
     common = Case(
         variant.backend,
         variant.backend,
@@ -139,6 +144,9 @@ def make_target(name: str, *, required: bool = False) -> Target:
 
     With *required*, or where the environment variable ``PDSIM_REQUIRE_ENGINES`` is set, one that moves host memory must
     work.
+
+    A test is skipped, with reason and remedy, where the library or the device is missing; it fails where it must not
+    be.
     """
     case = named(name)
     if case.memory == "model":
@@ -165,7 +173,10 @@ def model(case: Case) -> Target:
 
 
 def gathering_target(name: str) -> tuple[Case, Target]:
-    """Return a target whose groups gather with *name*, a model or a collective, and the case of its endpoints."""
+    """Return a target whose groups gather with *name*, a model or a collective, and the case of its endpoints.
+
+    A collective on GPUs needs `MEMBERS` of them.  The endpoints are those of any backend that works on such memory.
+    """
     if name in MODELS:
         return named(name), make_target(name)
     library = plugins.resolve(plugins.COLLECTIVES, name)

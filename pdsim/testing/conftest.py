@@ -18,7 +18,10 @@ Job = Callable[..., Outcome]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give tests of `job`, `real` and `gathering` what there is, or what ``--backend`` and ``--collective`` name."""
+    """Give tests of `job`, `real` and `gathering` what there is, or what ``--backend`` and ``--collective`` name.
+
+    Raise a `UsageError` that lists what is installed for a name that is not.
+    """
     backend, collective = metafunc.config.getoption("backend"), metafunc.config.getoption("collective")
     outside = metafunc.definition.get_closest_marker("not_in_guest") is not None
     if "job" in metafunc.fixturenames:
@@ -36,6 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _chosen(backend: str | None) -> list[Case]:
+    """Return the cases of *backend*, a backend or an implementation; all without one, the models for "model"."""
     every = cases.cases()
     if not backend:
         return list(every)
@@ -61,6 +65,8 @@ def _make_job(case: Case, target: Callable[[], Target], request: pytest.FixtureR
     """Return a function that runs programs by rank name, checks that none failed, and returns the outcome.
 
     Times of its *kill* are those of a machine with idle cores.
+
+    A rank that is killed must end with an error, as must those named *failing*; any other error fails the test.
     """
     outcomes: dict[Any, Outcome] = request.getfixturevalue("outcomes")
     patience = GUEST_PATIENCE if case.guest else PATIENCE

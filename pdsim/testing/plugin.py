@@ -40,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def rdma_guest() -> Iterator[Guest]:
-    """Boot a machine with an RDMA device, once for all tests; see `backends.emulation.guest`."""
+    """Boot a machine with an RDMA device, once for all tests; see `backends.emulation.guest`.
+
+    Takes minutes the first time, when the image is made.  Tests that use it are marked ``rdma``.
+    """
     from backends.emulation.guest.image import GuestUnavailable
     from backends.emulation.guest.machine import boot
     from pdsim.testing.guest import unavailable

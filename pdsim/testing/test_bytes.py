@@ -16,6 +16,10 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_write_changes_what_it_was_sent_to_and_nothing_else(job, shape):
+    """Every byte of the target region is compared, guard bytes between the blocks included.
+
+    Offsets that are mixed up, rounded sizes and a wrong order of descriptors show here.
+    """
     shape = {**shape, "seed": 3}
     outcome = job(
         {
@@ -28,6 +32,7 @@ def test_a_write_changes_what_it_was_sent_to_and_nothing_else(job, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_read_fetches_what_was_asked_for_and_nothing_else(job, shape):
+    """The same for reads, whose bytes flow the other way; the source must stay as it was."""
     shape = {**shape, "seed": 4}
     outcome = job(
         {
@@ -40,6 +45,7 @@ def test_a_read_fetches_what_was_asked_for_and_nothing_else(job, shape):
 
 
 def test_transfers_in_both_directions_may_overlap(job):
+    """Two ranks write to each other at the same time, several transfers each."""
     common = {"count": 8, "size": 256 * KiB}
     outcome = job(
         {

@@ -5,6 +5,10 @@ from pdsim.testing.programs import MiB
 
 
 def test_a_transfer_past_its_deadline_settles_later(job):
+    """The wait ends with `TransferTimeout`; the transfer goes on.
+
+    Until it settles its region cannot be deregistered, nor its buffer freed, and it counts as quarantined.
+    """
     outcome = job(
         {
             "writer": (programs.be_late, {"to": "target", "size": 64 * MiB}),
@@ -21,6 +25,10 @@ def test_a_transfer_past_its_deadline_settles_later(job):
 
 
 def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
+    """A process that is stopped proves nothing: the write may go on when it does, so the memory stays in quarantine.
+
+    An engine that is one-sided completes the write without the other process.
+    """
     case, job = real
     outcome = job(
         {
@@ -45,6 +53,7 @@ def test_the_memory_of_a_write_to_a_stopped_peer_is_never_handed_out(real):
 
 
 def test_a_stopped_peer_that_goes_on_lets_the_memory_settle(real):
+    """Quarantine ends once the engine says that the write is over."""
     _, job = real
     outcome = job(
         {

@@ -18,11 +18,13 @@ BATCHES = [[9, 9], [1], [5, 0, 13], [64], [7, 300, 2, 41]]
 
 
 def on_all(program: Any, ranks: list[str], **arguments: Any) -> dict[str, Any]:
+    """Return a job in which all of *ranks* run *program* with the same arguments."""
     return dict.fromkeys(ranks, (program, arguments))
 
 
 @pytest.fixture
 def everything(gathering: Any) -> Any:
+    """Run the one job that most tests look at: three ranks in a group, and a fourth in none."""
     ranks = on_all(programs.gather_everything, [*NAMES, "rank3"], names=NAMES, sizes=SIZES, batches=BATCHES)
     return gathering(ranks)
 
@@ -34,6 +36,7 @@ def members(everything: Any) -> list[dict[str, Any]]:
 
 
 def test_every_piece_arrives_at_its_place_and_nowhere_else(members):
+    """The piece of rank *i* is the *i*-th of the target, and the bytes behind the last one stay as they were."""
     for found in members:
         for size, (count, nbytes, operation, kind) in zip(SIZES, found["pieces"], strict=True):
             assert count in (0, None)
@@ -41,6 +44,7 @@ def test_every_piece_arrives_at_its_place_and_nowhere_else(members):
 
 
 def test_every_gather_leaves_a_record_of_ordered_times(everything):
+    """Each rank records each gather, with all ranks as its source and itself as its target."""
     for name in NAMES:
         records = [r for r in everything.ranks[name].transfers if r.label.endswith("of 3")]
         assert [record.label for record in records] == [f"gather {n} of 3" for n in range(len(SIZES))]
@@ -51,10 +55,12 @@ def test_every_gather_leaves_a_record_of_ordered_times(everything):
 
 
 def test_a_rank_alone_gathers_its_own_piece(members):
+    """A group of one is a copy, not an error."""
     assert all(found["alone"][0][0] in (0, None) for found in members)
 
 
 def test_a_symmetric_pool_is_reserved_used_and_grown(members):
+    """There is no symmetric memory before `reserve`; a later `reserve` is a growth, which stalls the ranks."""
     for found in (member["symmetric"] for member in members):
         assert (found["early"], found["full"]) == ("OutOfMemory", "OutOfMemory")
         assert [kind for _, kind in found["found"]] == ["symmetric", "symmetric"]
@@ -64,12 +70,14 @@ def test_a_symmetric_pool_is_reserved_used_and_grown(members):
 
 
 def test_padded_pieces_of_any_batch_come_out_in_its_order(members):
+    """`pdsim.kv.allgather` works on any group, ranks without a row included."""
     for found in members:
         assert all(count in (0, None) for count in found["batches"])
         assert len(found["batches"]) == len(BATCHES)
 
 
 def test_sizes_that_differ_are_refused_everywhere_and_nothing_moves(members):
+    """One rank calls with another size: all of them must hear of it, and the next call must work."""
     for found in (dict(member["oddly"]) for member in members):
         assert found.pop("differs") == "InvalidBatch"
         assert found.pop("spared")
@@ -78,6 +86,7 @@ def test_sizes_that_differ_are_refused_everywhere_and_nothing_moves(members):
 
 
 def test_a_rank_may_be_in_two_groups_or_in_none(everything, members):
+    """Groups of the same job are independent of one another, and asking again for one gives the same object."""
     assert all(found["two"] in (0, None) and found["same"] for found in members)
     other = [r for r in everything.ranks["rank0"].transfers if r.source == "rank2+rank0"]
     assert [record.status for record in other] == ["ok"]
@@ -86,15 +95,18 @@ def test_a_rank_may_be_in_two_groups_or_in_none(everything, members):
 
 
 def test_a_group_names_ranks_that_there_are_once_and_its_caller(members):
+    """Empty lists, strangers, duplicates and lists without the caller are refused."""
     assert all(found["strangers"] == [True] * 4 for found in members)
 
 
 def test_what_was_taken_is_given_back_but_for_the_reserved_pool(members):
+    """Buffers of a gather are held only until it is over."""
     for found in members[:1]:  # the model's ranks are on devices of their own, real ones in memory of their own
         assert found["used"] == 0
 
 
 def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
+    """The others fail with `PeerLost` in time, get their memory back, and fail at once when they call again."""
     arguments = {"names": NAMES, "victim": "rank1", "size": 1 * MiB}
     outcome = gathering(on_all(programs.gather_until_lost, NAMES, **arguments), failing=["rank1"])
     for name in ("rank0", "rank2"):
@@ -107,6 +119,7 @@ def test_a_rank_killed_among_gathers_is_lost_to_all_others(gathering):
 
 
 def test_a_rank_that_is_late_ends_the_wait_at_the_deadline(gathering):
+    """A collective that cannot be completed ends the group on every rank."""
     arguments = {"names": NAMES, "late": "rank2", "wait": 3.0, "timeout": 1.0}
     outcome = gathering(on_all(programs.gather_late, NAMES, **arguments))
     errors = {name: rank.value["error"] for name, rank in outcome.ranks.items()}

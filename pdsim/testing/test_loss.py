@@ -10,6 +10,7 @@ KILL = 2.0  # seconds after the start: long after everyone has met
 
 @pytest.mark.parametrize("operation", ["write", "read"])
 def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
+    """The survivor's transfer fails with `PeerLost` within its deadline, for writes and for reads."""
     size = 8 * MiB
     outcome = job(
         {
@@ -27,6 +28,7 @@ def test_a_peer_killed_in_mid_transfer_is_lost(job, operation):
 
 
 def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
+    """A transfer to a peer that is gone already fails, as does connecting to its old address."""
     outcome = job(
         {
             "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
@@ -41,6 +43,7 @@ def test_a_peer_killed_before_is_lost_to_transfers_and_connections(job):
 
 
 def test_a_killed_rank_says_so(job):
+    """The job reports a killed rank as such, without a value."""
     outcome = job(
         {
             "survivor": (programs.write_after_loss, {"to": "victim", "wait": KILL + 0.5}),
@@ -53,6 +56,7 @@ def test_a_killed_rank_says_so(job):
 
 
 def test_the_others_go_on(job):
+    """The loss of one peer must not disturb transfers to another."""
     outcome = job(
         {
             "writer": (programs.lose_one_of_two, {"wait": KILL + 0.5}),
@@ -66,5 +70,6 @@ def test_the_others_go_on(job):
 
 
 def test_a_rank_that_raises_ends_with_its_error(job):
+    """An exception of a program is its rank's error, by name and message."""
     outcome = job({"bad": (programs.fail, {"after": 0.01})}, failing=["bad"])
     assert outcome.ranks["bad"].error.startswith("ValueError: this rank fails on purpose")

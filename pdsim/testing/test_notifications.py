@@ -7,6 +7,7 @@ from pdsim.testing.programs import KiB
 
 
 def run(job, payloads):
+    """Have one rank write once for each payload; return the payloads that arrived."""
     outcome = job(
         {
             "writer": (programs.notify_in_turn, {"to": "target", "payloads": [p.hex() for p in payloads]}),
@@ -19,6 +20,7 @@ def run(job, payloads):
 
 
 def test_those_of_transfers_in_turn_arrive_in_order(job):
+    """Order is promised for transfers that are posted after each other's completion."""
     payloads = [f"number {i}".encode() for i in range(200)]
     assert run(job, payloads) == payloads
 
@@ -34,11 +36,13 @@ PAYLOADS = {
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_any_bytes_may_be_in_it(job, name):
+    """Engines that carry notifications as text must escape them: zero bytes, separators and 70 kB pass."""
     found = run(job, list(PAYLOADS.values()))
     assert found[list(PAYLOADS).index(name)] == PAYLOADS[name]
 
 
 def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(job):
+    """When a notification is there, so are the bytes of its transfer: a receiver reads them without further waiting."""
     shape = {"count": 32, "size": 64 * KiB}
     outcome = job(
         {
@@ -53,6 +57,7 @@ def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(job):
 
 
 def test_a_write_without_one_sends_none(job):
+    """An empty payload means no notification, not an empty one."""
     outcome = job(
         {
             "writer": (programs.write_silently, {"to": "target"}),
@@ -63,6 +68,7 @@ def test_a_write_without_one_sends_none(job):
 
 
 def test_it_names_its_sender(job):
+    """The sender is the rank, by the name that the job has for it."""
     shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 3}
     outcome = job(
         {

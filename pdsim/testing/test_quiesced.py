@@ -7,6 +7,10 @@ KILL = 2.0  # seconds after the start: long after everyone has met
 
 
 def test_after_the_proof_no_byte_of_a_killed_writer_arrives(job, request):
+    """`Endpoint.quiesced` must not succeed while the writer lives, and nothing may change after it has.
+
+    An engine that cannot prove it says so (`Variant.proves_quiescence`); then it must not claim it either.
+    """
     size = 8 * MiB
     outcome = job(
         {
@@ -23,6 +27,7 @@ def test_after_the_proof_no_byte_of_a_killed_writer_arrives(job, request):
 
 
 def test_a_writer_that_closed_its_endpoint_in_order_is_quiesced_everywhere(job):
+    """A goodbye with nothing under way is proof on any engine."""
     outcome = job(
         {
             "survivor": (programs.outlive, {"writer": "leaver", "size": 4096, "within": 3.0}),

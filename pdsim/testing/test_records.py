@@ -5,6 +5,7 @@ from pdsim.testing.programs import KiB
 
 
 def test_the_record_describes_the_transfer(job):
+    """Bytes, descriptors, route and label are those of the call, and the five times ascend."""
     shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 3}
     outcome = job(
         {
@@ -26,6 +27,7 @@ def test_the_record_describes_the_transfer(job):
 
 
 def test_the_recorder_has_every_transfer_and_the_rank_names_its_engine(job):
+    """The initiator records; the target, which has no part in it, does not."""
     payloads = [f"number {i}".encode().hex() for i in range(200)]
     outcome = job(
         {
@@ -40,6 +42,7 @@ def test_the_recorder_has_every_transfer_and_the_rank_names_its_engine(job):
 
 
 def test_a_read_flows_from_the_peer(job):
+    """Source and target of a record are where bytes come from and go to, whoever posts."""
     shape = {"count": 300, "size": 777, "region": 300 * KiB, "seed": 4}
     outcome = job(
         {

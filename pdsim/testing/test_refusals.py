@@ -4,6 +4,10 @@ from pdsim.testing import programs
 
 
 def test_bad_batches_are_refused_and_nothing_is_written(job):
+    """Each batch breaks one rule of `pdsim.transfer.Batch` or of `Endpoint.write`.
+
+    It is refused before it is posted, so the target stays as it was and hears of nothing.
+    """
     outcome = job(
         {
             "writer": (programs.write_nonsense, {"to": "target"}),

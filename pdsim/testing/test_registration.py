@@ -4,6 +4,7 @@ from pdsim.testing import programs
 
 
 def test_names_and_buffers_are_registered_once(job):
+    """A name, and a buffer, may be registered again once it was deregistered; a registered buffer cannot be freed."""
     outcome = job({"lonely": (programs.register_oddly, {})})
     assert outcome.ranks["lonely"].value == {
         "name taken": "RegistrationError",
@@ -17,6 +18,7 @@ def test_names_and_buffers_are_registered_once(job):
 
 
 def test_a_withdrawn_region_cannot_be_written_from(job):
+    """The initiator's own region must be registered when a batch is posted."""
     outcome = job(
         {
             "writer": (programs.withdraw_own_region, {"to": "target"}),
@@ -29,6 +31,7 @@ def test_a_withdrawn_region_cannot_be_written_from(job):
 
 
 def test_a_region_that_the_peer_withdrew_cannot_be_written_to(job):
+    """The owner tells its peers, whose next write there fails; other regions of it stay usable."""
     outcome = job(
         {
             "writer": (programs.write_to_withdrawn, {"to": "target"}),
@@ -40,6 +43,7 @@ def test_a_region_that_the_peer_withdrew_cannot_be_written_to(job):
 
 
 def test_a_region_registered_later_needs_a_new_address(job):
+    """A `Peer` knows the regions of the address that it was made from, and no later ones."""
     outcome = job(
         {
             "writer": (programs.write_to_latecomer, {"to": "target"}),

@@ -40,12 +40,18 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
 
 
 def figures(found: Sequence[Compared]) -> list[Figure]:
-    """Return the figures of *found*."""
+    """Return the figures of *found*.
+
+    The first has predictions over measurements, the second errors by size and their distribution.
+    """
     return [figure for figure in (_agreement(found), _errors(found)) if figure.panels]
 
 
 def content(folder: Path) -> Content:
-    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone."""
+    """Return what the report of the validation in *folder* says: a run's folder, or the two files alone.
+
+    A run's folder also has its own figures and tables; the two files alone are enough for the rest.
+    """
     expected, measured, found = found_in(folder)
     before = measured["expectations"] == expected["sha256"]
     errors = np.abs([each.error for each in found])
@@ -87,6 +93,7 @@ def _groups(found: Sequence[Compared]) -> Mapping[str, list[Compared]]:
 
 
 def _agreement(found: Sequence[Compared]) -> Figure:
+    """Return the figure of predicted over measured values: a panel for times, and one for rates."""
     panels = []
     for quantity, title, unit in (("time", "Times", "s"), ("rate", "Rates", "B/s")):
         mine = [each for each in found if each.predicted.quantity == quantity]
@@ -142,6 +149,7 @@ def agreement(
 
 
 def _errors(found: Sequence[Compared]) -> Figure:
+    """Return the figure of errors: signed ones over the bytes of a transfer, and the share of points within each."""
     by_size, curves = [], []
     for colour, (name, each) in enumerate(_groups(found).items()):
         sized = [one for one in each if one.predicted.nbytes > 0]
@@ -168,6 +176,7 @@ def _errors(found: Sequence[Compared]) -> Figure:
 
 
 def _hover(each: Compared) -> str:
+    """Return what is shown when the pointer is on a point: who it is, both values, and the error."""
     value = each.predicted
     text = format_time if value.quantity == "time" else format_rate
     size = f", {format_size(value.nbytes)}" if value.nbytes else ""
@@ -178,6 +187,7 @@ def _hover(each: Compared) -> str:
 
 
 def _points(found: Sequence[Compared]) -> Table:
+    """Return the table of every point: times in us, rates in GB/s, errors in per cent."""
     columns = {"point": "and flow", "class": "", "quantity": "time in us, rate in GB/s"}
     columns |= {"predicted": "", "low": "95 %", "high": "95 %", "measured": "", "error %": "signed"}
     rows = []

@@ -22,14 +22,22 @@ __all__ = ["predicted", "variants"]
 
 
 def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
-    """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it."""
+    """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it.
+
+    Values are in SI units.  The three configurations differ in that one parameter only; a ramp is one parameter.
+    Raise a `ValueError` for an interval that cannot be parsed.
+    """
     intervals = config.calibration.intervals if config.calibration is not None else {}
     for key, (low, high) in sorted(intervals.items()):
         yield key, _with(config, key.split("."), _value(low)), _with(config, key.split("."), _value(high))
 
 
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
-    """Return what *predict* says of *config*, with the interval that the calibration leaves, if it has any."""
+    """Return what *predict* says of *config*, with the interval that the calibration leaves, if it has any.
+
+    *predict* is called once, and twice more for each parameter that has an interval; it must return the same values in
+    the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
+    """
     centre = predict(config)
     down, up = [0.0] * len(centre), [0.0] * len(centre)
     known = False
@@ -46,6 +54,11 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
 
 
 def _value(text: str) -> float | tuple[Ramp, ...]:
+    """Return *text*, an end of an interval, as seconds, as bytes/s, or as the steps of a ramp.
+
+    >>> _value("200GB/s"), _value("4 x 1s and 9 x 2s")
+    (200000000000.0, (Ramp(first=4, extra=1.0), Ramp(first=9, extra=2.0)))
+    """
     if " x " in text:
         steps = (step.split(" x ") for step in text.split(" and "))
         return tuple(Ramp(first=max(1, int(first)), extra=parse_time(extra)) for first, extra in steps)

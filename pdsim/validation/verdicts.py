@@ -42,7 +42,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Value:
-    """One quantity of one point, predicted or measured."""
+    """One quantity of one point, predicted or measured.
+
+    Measurements and predictions are the same class, so that either may stand on either side of a comparison.
+    """
 
     group: str  # the class that it is judged in
     label: str  # of the point, and of the flow where it has several
@@ -61,7 +64,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Compared:
-    """A prediction beside its measurement."""
+    """A prediction beside its measurement.
+
+    *measured* is in the unit of ``predicted.quantity``: seconds or bytes/s.
+    """
 
     predicted: Value
     measured: float
@@ -86,7 +92,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the absolute error of a class may be."""
+    """What the absolute error of a class may be.
+
+    *median* and *p95* are relative, 0.1 is 10 %; a limit that is None, or infinite, does not judge.
+    """
 
     median: float = math.inf
     p95: float | None = None
@@ -111,7 +120,10 @@ class Class:
 
     @property
     def beyond(self) -> bool:
-        """Whether it exceeds its bound."""
+        """Whether it exceeds its bound.
+
+        A quantity that was not computed, such as a p95 of fewer than 20 points, exceeds nothing.
+        """
         if self.bound is None:
             return False
         limits = (self.median, self.bound.median), (self.p95, self.bound.p95), (self.seconds, self.bound.seconds)
@@ -119,7 +131,10 @@ class Class:
 
 
 def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compared]:
-    """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing."""
+    """Return what both have, in the order of *predicted*.  Raise a `ConfigError` if there is nothing.
+
+    Values match by `Value.key`; measurements that are not positive and finite are left out.
+    """
     have = {value.key: value for value in measured if value.value > 0 and math.isfinite(value.value)}
     found = [
         Compared(value, have[value.key].value, tuple(have[value.key].per_job))
@@ -132,7 +147,11 @@ def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compa
 
 
 def by_class(found: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
-    """Return the errors of every class, each with the bound of its name or of the first word of it, or that of ""."""
+    """Return the errors of every class, each with the bound of its name or of the first word of it, or that of "".
+
+    Classes come in the order in which they first occur.  Intervals are drawn from *seed* and the name of the class, so
+    that a class has the same interval whichever others there are.
+    """
     groups = dict.fromkeys(each.predicted.group for each in found)
     return [
         _class(name, [each for each in found if each.predicted.group == name], _bound(name, bounds), seed)
@@ -141,7 +160,10 @@ def by_class(found: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) 
 
 
 def by_decade(found: Sequence[Compared], seed: int) -> list[Class]:
-    """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``."""
+    """Return the errors of the times of every class by decade of bytes: ``"pair, 1e6 B"``.
+
+    Rates are left out, and these classes have no bounds.
+    """
     groups: dict[str, list[Compared]] = {}
     for each in found:
         if each.predicted.quantity == "time" and each.predicted.nbytes > 0:
@@ -155,6 +177,7 @@ def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
 
 
 def _class(name: str, found: Sequence[Compared], bound: Bound | None, seed: int) -> Class:
+    """Return the errors of the points *found*; the bootstrap draws `RESAMPLES` times as many points as there are."""
     signed = np.array([each.error for each in found])
     errors = np.abs(signed)
     draw = np.random.Generator(np.random.PCG64([seed, *name.encode()]))
@@ -185,7 +208,11 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Return *content* as JSON with the SHA-256 of all the rest in it, so that a later change shows."""
+    """Return *content* as JSON with the SHA-256 of all the rest in it, so that a later change shows.
+
+    >>> unseal(seal({"seed": 1}), "predictions.json")["seed"]
+    1
+    """
     return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
 
 
@@ -193,6 +220,8 @@ def unseal(text: bytes, name: str) -> dict[str, Any]:
     """Return what `seal` was given and, as ``sha256``, the hash.
 
     Raise a `ConfigError` that names the file *name* if it is no such file, or was changed since.
+
+    The hash covers the content with sorted keys, so that reformatting the file does not count as a change.
     """
     try:
         content: dict[str, Any] = dict(json.loads(text))
@@ -214,7 +243,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
-    """Return the table of classes and that of size decades; errors in per cent."""
+    """Return the table of classes and that of size decades; errors in per cent.
+
+    Columns of the noise floor appear only where a class has several jobs, those of milliseconds only where a bound is
+    in seconds.
+    """
     columns = {
         "points": "that were predicted and measured",
         "bias %": "median of the signed error, (predicted - measured) / measured",
@@ -294,7 +327,10 @@ def _milliseconds(each: Class) -> list[Any]:
 
 
 def metrics(found: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]:
-    """Return the summary."""
+    """Return the summary.
+
+    Errors are relative, not per cent; a metric is None where there are too few points for it.
+    """
     errors = np.abs([each.error for each in found])
     covered = [each.covered for each in found if each.covered is not None]
     share = sum(covered) / len(covered) if covered else None

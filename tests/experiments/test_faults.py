@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from experiments.faults import Options, run, tries
+from experiments.faults.campaign_parts import CampaignParts
 from experiments.faults.kinds import KINDS, RARE
-from experiments.faults.parts import Parts
 from experiments.faults.scenario import attempt, draw
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
@@ -110,15 +110,15 @@ def test_parts_add_up_and_are_not_run_again(tmp_path: Path):
 
 def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "parts.jsonl"
-    Parts(file, {"requests": 5})
+    CampaignParts(file, {"requests": 5})
     with pytest.raises(ConfigError, match="requests=5, these are of 6"):
-        Parts(file, {"requests": 6})
-    monkeypatch.setattr("experiments.faults.parts.code", lambda: "other")
+        CampaignParts(file, {"requests": 6})
+    monkeypatch.setattr("experiments.faults.campaign_parts.code", lambda: "other")
     with pytest.raises(ConfigError, match="these are of other"):
-        Parts(file, {"requests": 5})
+        CampaignParts(file, {"requests": 5})
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match="does not keep scenarios"):
-        Parts(file, {"requests": 5})
+        CampaignParts(file, {"requests": 5})
 
 
 def test_real_engines_are_refused():

@@ -25,7 +25,10 @@ OWN = 1024
 
 
 class Engines:
-    """The servers of jobs in *guest*, one for each engine, each started when it is first needed."""
+    """The servers of jobs in *guest*, one for each engine, each started when it is first needed.
+
+    A server is kept until the guest ends, since importing a library takes an emulated processor seconds.
+    """
 
     def __init__(self, guest: Guest) -> None:
         self.guest = guest
@@ -45,7 +48,10 @@ class Engines:
 
 
 class GuestTarget:
-    """A `Target` for *engine* in the guest of *engines*; *options* are those of `backends.jobs.launcher.Processes`."""
+    """A `Target` for *engine* in the guest of *engines*; *options* are those of `backends.jobs.launcher.Processes`.
+
+    Deadlines and startup are longer than on the host: by `PATIENCE` where no other is given.
+    """
 
     def __init__(self, engines: Engines, engine: Engine, **options: Any) -> None:
         self.engines = engines
@@ -76,6 +82,8 @@ def emulated(engine: Engine, memory: int, silence: float = SILENCE, **options: A
     """Yield a target for *engine* in a guest of its own, which has *memory* bytes for ranks; end it on the way out.
 
     *silence* is that of `backends.jobs.launcher.Processes` on a processor that is not emulated.
+
+    Other *options* are those of `backends.jobs.launcher.Processes`.  The guest gets `OWN` MiB beside *memory*.
     """
     with boot(memory=(memory >> 20) + OWN) as guest:
         yield GuestTarget(Engines(guest), engine, silence=silence * PATIENCE, **options)
@@ -87,7 +95,10 @@ def backends() -> tuple[str, ...]:
 
 
 def missing_requirements(backend: str) -> str:
-    """Return what keeps *backend* from running in a guest of this machine, all of it, or nothing."""
+    """Return what keeps *backend* from running in a guest of this machine, all of it, or nothing.
+
+    The answer names packages to install, in one line; it is empty where a guest can be booted.
+    """
     recipes = _recipes(backend) if backend in registry.backends() else []
     if not recipes:
         others = ", ".join(backends())

@@ -38,7 +38,11 @@ class Image:
 
 
 def cached() -> Image:
-    """Return the image in the user's cache; make it there if it is absent, or older than this code."""
+    """Return the image in the user's cache; make it there if it is absent, or older than this code.
+
+    The first call downloads two packages and takes a minute or so; the folder's name has a hash of this code in it.
+    Raise `GuestUnavailable` if apt cannot provide them.
+    """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(INIT.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
     folder = home / "pdsim" / f"rdma-guest-{key}"
@@ -48,7 +52,10 @@ def cached() -> Image:
 
 
 def _make(folder: Path) -> None:
-    """Make the image in *folder*, which appears when it is complete."""
+    """Make the image in *folder*, which appears when it is complete.
+
+    It is made beside its place and renamed, so two processes may make it at once and none sees half of it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".rdma-guest-", dir=folder.parent) as name:
         work = Path(name)

@@ -39,6 +39,7 @@ def _give_soft_roce(guest: Guest) -> None:
 
 
 def _only(found: Iterator[Path], what: str) -> Path:
+    """Return the one path *found*.  Raise `GuestUnavailable` about *what* if there are none or several."""
     paths = list(found)
     if len(paths) != 1:
         raise GuestUnavailable(f"there must be one {what}, found {len(paths)}")

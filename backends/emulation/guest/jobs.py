@@ -80,7 +80,10 @@ def fork(connection: int, output: IO[bytes]) -> Forked:
 
 
 def serve(job: Path) -> None:
-    """Run the job at *job*, and leave beside it its `Outcome`, or the exception that kept it from starting."""
+    """Run the job at *job*, and leave beside it its `Outcome`, or the exception that kept it from starting.
+
+    The job is a pickled tuple: engine, rank specifications, kill times, restart times, options of `Processes`.
+    """
     engine, ranks, kill, restart, options = pickle.loads(job.read_bytes())  # noqa: S301 the host wrote it
     for spec in ranks:
         with suppress(ImportError):  # the rank will say so

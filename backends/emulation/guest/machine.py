@@ -60,7 +60,11 @@ class Completed:
 
 
 class Guest:
-    """A running guest; `boot` makes one."""
+    """A running guest; `boot` makes one.
+
+    Commands go over a socket that the guest sees as its second serial port, one at a time: `run` and `ask` block until
+    the answer is there.  Raise `GuestFailed` if the guest ends or does not answer 30 s after the command's own limit.
+    """
 
     def __init__(self, folder: Path, control: socket.socket) -> None:
         self.folder = folder
@@ -121,6 +125,7 @@ class Guest:
         return line.decode(errors="replace").strip()
 
     def _tail(self) -> str:
+        """Return the end of the guest's console for an error message, or nothing if it has none yet."""
         console = self.folder / "console"
         return f"; its console:\n{console.read_text(errors='replace')[-TAIL:]}" if console.exists() else ""
 
@@ -130,6 +135,9 @@ def boot(image: Image | None = None, startup: float = 180.0, memory: int = 3072)
     """Yield a guest with *memory* MiB that is ready within *startup* seconds; end it on the way out.
 
     Raise `GuestUnavailable` if this machine lacks what it needs, and `GuestFailed` if it does not come up.
+
+    Takes tens of seconds.  Folders that a killed process left behind are removed first.  The block may raise what it
+    likes: the guest ends all the same.
     """
     if missing := missing_requirements():
         raise GuestUnavailable(missing)

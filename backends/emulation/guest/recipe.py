@@ -14,7 +14,10 @@ __all__ = ["Installed", "Recipe"]
 
 
 class Recipe(Protocol):
-    """Starts servers of jobs on one implementation."""
+    """Starts servers of jobs on one implementation.
+
+    Registered by name: `Variant.guest` is ``"module:object"``.  Only what is needed is imported.
+    """
 
     def server(self, guest: Guest) -> Server:
         """Return a server of jobs in *guest*.  Raise `GuestUnavailable` if this machine lacks what it is made of."""

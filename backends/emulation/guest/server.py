@@ -22,6 +22,10 @@ class Server:
     """A server of jobs in *guest* on the engine *name*, an implementation, that has imported *module*, its library.
 
     *python* is the command that runs Python there, *env* what is added to its environment.
+
+    Life: it is started when this is made, which takes up to `START` seconds; `run` then takes one job after the other.
+    It ends with the guest.  A job that is not answered in time makes it useless, since a late answer would be taken
+    for the next job's.
     """
 
     def __init__(
@@ -51,7 +55,10 @@ class Server:
             raise self._failure(f"did not start within {START:g} s" if status == 124 else "ended")
 
     def run(self, job: object, seconds: float) -> Any:
-        """Run *job*, a tuple for `guest.jobs.serve`, and return its result or raise its exception."""
+        """Run *job*, a tuple for `guest.jobs.serve`, and return its result or raise its exception.
+
+        *seconds* bounds the wait.  Raise `GuestFailed` if there is no answer by then, or the server has ended.
+        """
         if self._answer != "done":
             raise self._failure(f"cannot be used any more, an earlier job having been answered by {self._answer!r}")
         self._count += 1

@@ -54,7 +54,11 @@ class Lateness(NamedTuple):
 
 
 class EmulatedLink:
-    """The nodes and the process that carries packets between them.  Made by `joined`."""
+    """The nodes and the process that carries packets between them.  Made by `joined`.
+
+    Valid within the block of `joined`.  The order is `go` once, when the job's clock starts, and `lateness` at its
+    end.
+    """
 
     def __init__(
         self, nodes: list[namespaces.Node], control: socket.socket, forwarder: subprocess.Popen[bytes]
@@ -92,6 +96,8 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
     """Yield *nodes* nodes, joined in a chain by *link*; nothing of them is left afterwards.
 
     Raise `BackendUnavailable` if this process may not make them.
+
+    *link* gives rates in bytes/s, delay in seconds, and changes in seconds after `EmulatedLink.go`.
     """
     with ExitStack() as made:
         found = []
@@ -111,7 +117,10 @@ def joined(link: NetworkLink, nodes: int) -> Iterator[EmulatedLink]:
 
 
 def missing_requirements() -> str:
-    """Return why this process cannot make a link, or nothing if it can."""
+    """Return why this process cannot make a link, or nothing if it can.
+
+    It tries: a namespace is made and closed again.
+    """
     try:
         namespaces.make(_address(0), 1500, SETTINGS).close()
     except BackendUnavailable as error:
@@ -120,6 +129,7 @@ def missing_requirements() -> str:
 
 
 def _start(link: NetworkLink, tuns: list[int], control: socket.socket) -> subprocess.Popen[bytes]:
+    """Start the packet forwarder with the devices of all nodes and what *link* asks for."""
     order = {
         "control": control.fileno(),
         "tuns": tuns,

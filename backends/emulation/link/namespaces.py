@@ -35,7 +35,11 @@ _QUEUE = 65536
 
 
 class Node(NamedTuple):
-    """One namespace, as descriptors of this process."""
+    """One namespace, as descriptors of this process.
+
+    *namespace* may be entered (`entered`); *tun* is non-blocking, and carries IP packets with a header of `HEADER`
+    bytes.
+    """
 
     namespace: int
     tun: int
@@ -50,6 +54,8 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
     """Return a new namespace whose device has *address* in a network of 24 bits.
 
     *settings* are its ``/proc/sys/net`` files, by path from there.  Raise `BackendUnavailable` if this process may not.
+
+    A namespace belongs to a thread, so one is started to make it.  *mtu* is in bytes.
     """
     found: list[Node | OSError] = []
 
@@ -72,7 +78,10 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
 
 @contextlib.contextmanager
 def entered(namespace: int) -> Iterator[None]:
-    """Let this thread, and processes that it starts meanwhile, be in *namespace*."""
+    """Let this thread, and processes that it starts meanwhile, be in *namespace*.
+
+    Other threads of the process stay where they are.  Raise an `OSError` if the kernel refuses.
+    """
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _call("setns", namespace, _CLONE_NEWNET)
@@ -92,6 +101,7 @@ def see_devices() -> None:
 
 
 def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
+    """Move the calling thread into a new namespace, give it a device with *address*, and return both as descriptors."""
     _call("unshare", _CLONE_NEWNET)
     for path, value in settings.items():
         (Path("/proc/sys/net") / path).write_text(value)

@@ -47,7 +47,11 @@ _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 
 
 class Hop:
-    """One direction between two neighbours."""
+    """One direction between two neighbours.
+
+    *rate* is in bytes/s of packets, *delay* in seconds, *backlog* in bytes beyond what the wire itself holds.  Times
+    are those of the monotonic clock, and calls come in ascending order of time.
+    """
 
     def __init__(self, rate: float, delay: float, backlog: float) -> None:
         self.flight: deque[tuple[float, bytes]] = deque()  # when each arrives, in order
@@ -71,7 +75,10 @@ class Hop:
         self._cut = [(start, end) for kind, start, end, _ in changes if kind == "cut"]
 
     def take(self, packet: bytes, at: float) -> None:
-        """Carry *packet*, which is there at time *at*."""
+        """Carry *packet*, which is there at time *at*.
+
+        The header of the TUN device does not count.  A packet that is on the wire during a cut is lost.
+        """
         start = max(at, self._free)
         self._free = end = self.leaves(start, len(packet) - HEADER)
         arrives = end + self._delay
@@ -80,7 +87,15 @@ class Hop:
             self.held += len(packet)
 
     def leaves(self, start: float, nbytes: float) -> float:
-        """Return when *nbytes* that start at *start* have left."""
+        """Return when *nbytes* that start at *start* have left.
+
+        *nbytes* move at the rate of the hop, at a share of it during a slow change, and not at all during a stall.
+
+        >>> hop = Hop(rate=100.0, delay=0.0, backlog=0.0)
+        >>> hop.plan([("slow", 1.0, 3.0, 0.5), ("stall", 4.0, 5.0, 0.0)])
+        >>> hop.leaves(0.0, 150.0), hop.leaves(3.5, 100.0)  # 1 s and 1 s at half; 0.5 s, 1 s of nothing, 0.5 s
+        (2.0, 5.5)
+        """
         for first, last, share in self._slow:
             if last <= start:
                 continue
@@ -104,7 +119,10 @@ class Hop:
 
 
 class ForwarderChain:
-    """All nodes, and the hops up and down between them."""
+    """All nodes, and the hops up and down between them.
+
+    Node *i* has the address that ends in *i + 1*, by which packets find their way: up to a higher number, or down.
+    """
 
     def __init__(self, tuns: Sequence[int], up: Sequence[Hop], down: Sequence[Hop]) -> None:
         self._tuns = tuns
@@ -133,7 +151,10 @@ class ForwarderChain:
             self.worst = max(self.worst, late)
 
     def readable(self) -> list[int]:
-        """Return the devices that may be read: every hop in a direction that they feed has room."""
+        """Return the devices that may be read: every hop in a direction that they feed has room.
+
+        A device that is not read fills up, and TCP above it waits: that is how memory stays bounded.
+        """
         up, down = (any(hop.full for hop in hops) for hops in (self._up, self._down))
         last = len(self._tuns) - 1
         return [tun for node, tun in enumerate(self._tuns) if not (up and node < last) and not (down and node > 0)]
@@ -148,6 +169,10 @@ class ForwarderChain:
                     self._send(node, packet, time.monotonic(), fresh=True)
 
     def _send(self, node: int, packet: bytes, at: float, *, fresh: bool = False) -> None:
+        """Give *packet*, which is at *node*, to the next hop toward its destination, or to the device of that node.
+
+        A packet that a device sends to its own address, *fresh*, goes nowhere.
+        """
         to = packet[HEADER + 19] - 1  # the last byte of the destination
         if to > node and node < len(self._up):
             self._up[node].take(packet, at)
@@ -176,6 +201,7 @@ def main() -> None:
 def _carry(
     control: socket.socket, chain: ForwarderChain, hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any]
 ) -> None:
+    """Move packets, and do what the supervisor says on *control*: its zero of time, and questions about lateness."""
     while True:
         after = chain.deliver()
         wait = None if after == inf else max(0.0, after - time.monotonic())
@@ -194,6 +220,7 @@ def _carry(
 
 
 def _plan(hops: Sequence[tuple[Hop, Hop]], changes: Sequence[Any], origin: float) -> None:
+    """Give both directions of each hop its *changes*, with times on the monotonic clock."""
     for number, both in enumerate(hops):
         own = [(kind, origin + a, origin + b, share) for hop, kind, a, b, share in changes if hop == number]
         for hop in both:

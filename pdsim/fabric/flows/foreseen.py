@@ -27,7 +27,10 @@ Times = npt.NDArray[np.float64]
 
 
 class Steps(Protocol):
-    """When the flows of a series begin and end, given how long each takes."""
+    """When the flows of a series begin and end, given how long each takes.
+
+    `Times` are float64 of shape (flow,), in seconds on the clock.
+    """
 
     def times(self, start: float, seconds: float) -> tuple[Times, Times]:
         """Return begin and end of each flow of a series that starts at *start*, *seconds* apart."""
@@ -53,6 +56,9 @@ class Plan:
 
     ``changed()`` is called when *begins* and *ends* are other than before because of a plan in lockstep, and
     ``cut(flow)`` when the plan is one no more, with its flow that is under way.
+
+    Life: made by an endpoint that knows its times, given to `Foreseen.add`, and then either dropped by its owner at
+    the end or cut.  *seconds*, *begins* and *ends* are set when it is added.
     """
 
     def __init__(
@@ -83,7 +89,11 @@ class Plan:
 
 
 class Foreseen:
-    """All plans of a network."""
+    """All plans of a network.
+
+    Invariant: no flow of a plan is under way at the same time, on the same link, as a flow of the network or of a plan
+    that is not in lockstep with it.
+    """
 
     def __init__(self, network: Flows) -> None:
         self._network = network
@@ -188,7 +198,10 @@ class Foreseen:
         self.cut(met)
 
     def cut(self, plans: Iterable[Plan] | None = None) -> None:
-        """Cut *plans*, by default all, and those in lockstep with them."""
+        """Cut *plans*, by default all, and those in lockstep with them.
+
+        Owners are called in the order of the plans, with the flow that is under way, or None if there is none.
+        """
         for plan in list(self._all if plans is None else plans):
             group = [member for member in plan.group if member in self._all] if plan in self._all else []
             now = self._network.clock.now

@@ -35,7 +35,11 @@ OPEN = -1.0
 
 
 class Flow:
-    """Bytes on their way.  Made by `Network.start`."""
+    """Bytes on their way.  Made by `Network.start`.
+
+    Life: it starts when it is made, and ends when its service is used up or it is aborted; *tag* is what its end is
+    reported with.  *size* is in bytes.
+    """
 
     __slots__ = ("_begin", "_done", "path", "size", "tag")
 
@@ -51,7 +55,11 @@ class Flow:
 
 
 class Link:
-    """A capacity in bytes/s that flows share: a port, a bus, a memory.  Made by `Network.link`."""
+    """A capacity in bytes/s that flows share: a port, a bus, a memory.  Made by `Network.link`.
+
+    Made for the life of its network.  Public: *name*, `capacity`, `carried` and `load`; the rest belongs to the
+    solver.
+    """
 
     __slots__ = (
         "_age",
@@ -287,6 +295,10 @@ class Path:
         self.rest = tuple(rest)
 
     def _served(self, now: float) -> float:
+        """Return the bytes that each flow of the path would have received by *now*.
+
+        They are counted from the path's own zero, whichever link limits it.
+        """
         limit = self.limit
         return limit.service + max(limit.level, 0.0) * (now - limit.since) + self.offset
 
@@ -297,6 +309,7 @@ class Path:
         self._begun = self._begun - flow._begin if self.flows else 0.0
 
     def _rebase(self, base: float) -> None:
+        """Count service from *base* on, so that its digits do not run out."""
         self._flows = [(end - base, order, flow) for end, order, flow in self._flows if end < inf]
         heapify(self._flows)
         self._begun = 0.0
@@ -316,6 +329,7 @@ class Path:
         self._aside()
 
     def _unbind(self) -> None:
+        """Take the path off the link that limits it; a link that limits nobody any more forgets its service."""
         limit = self.limit
         limit.bound.pop(self, None)
         if not limit.bound:

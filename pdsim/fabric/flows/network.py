@@ -45,6 +45,9 @@ class Network:
     """All links, paths and flows that can influence one another.
 
     Equal calls in equal order give equal times, bit for bit.
+
+    Life: links and paths are made once and stay; flows come and go.  Sizes are bytes, capacities and rates bytes/s,
+    times seconds on *clock*.  Used on the clock's thread only.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -218,6 +221,7 @@ class Network:
         return path
 
     def _change(self, path: Path) -> None:
+        """Note that the number of flows of *path* is another, and solve at the end of this instant."""
         if self._alone:
             met = [other for link in path.live for other in link.active if other in self._alone]
             if met:
@@ -258,6 +262,7 @@ class Network:
             self._solver.arm(self.clock.now)
 
     def _on_change(self, _: Event) -> None:
+        """End the flows that are due and find new rates, after the last event of an instant with changes."""
         self.events += 1
         now = self.clock.now
         if self._instant or self._wake_at <= now * NOW:
@@ -265,6 +270,7 @@ class Network:
         self._renew(now)
 
     def _on_end(self, alarm: Event) -> None:
+        """End the flows that are due; an alarm that was replaced by an earlier one does nothing."""
         self.events += 1
         if alarm is self._waker:
             now = self.clock.now
@@ -309,6 +315,7 @@ class Network:
                 done(flow.tag)
 
     def _solve(self, now: float) -> None:
+        """Find the rates of all paths that changed; those that only lost a flow and gained one keep theirs."""
         moved = []
         for path in self._changed:
             if path.flows != path.count:
@@ -344,6 +351,7 @@ class Network:
         return inf
 
     def _compact(self) -> None:
+        """Take superseded entries off the heap of ends, and look again when it is four times as large."""
         ends = self._ends
         ends[:] = [entry for entry in ends if entry[0] == entry[2].queued]
         heapify(ends)

@@ -30,7 +30,11 @@ FEW = 12
 
 
 class Waterfill:
-    """The levels of all links, kept max-min fair, and the ends of flows that follow from them."""
+    """The levels of all links, kept max-min fair, and the ends of flows that follow from them.
+
+    Invariant between calls: every path with flows has a limit, a link that is full or the path's own cap, where none
+    is faster; so rates are max-min fair.  The work of a call is in proportion to the paths whose limit changes.
+    """
 
     __slots__ = ("_near", "_now", "_opened", "_rising", "ends", "solves", "touched")
 
@@ -157,6 +161,7 @@ class Waterfill:
             self._retire(path)
 
     def _retire(self, path: Path) -> None:
+        """Take *path*, which has no flows any more, off its links."""
         self._rising -= 1
         path._unbind()
         path.limit = NOBODY

@@ -1,1 +1,4 @@
-"""The staged path: gather into a staging buffer, one write, scatter."""
+"""The staged path: gather into a staging buffer, one write, scatter.
+
+`ring` has slots, blocks and buffers, `receiver` the decode side; the prefill side is part of `pdsim.kv.sender`.
+"""

@@ -38,6 +38,10 @@ class StagingReceiver:
     A room that is forgotten keeps its slots until its writers return them, for only they know when nothing moves.  What
     arrives there meanwhile is not scattered.  *quiet* is called once for each room to `forget`, as soon as nothing of
     it is being scattered.
+
+    Life of a question: `ask`; then a refusal, or a slot at once or later; `scatter` when the block has arrived, after
+    which the slot is free.  A writer that gives its room up sends `Return`, and one that is proven dead is taken care
+    of by `sever`.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class StagingReceiver:
             self._quiet(Quiet(room))
 
     def _scattered(self, key: _Key, question: _Question, done: Callable[[], None]) -> None:
+        """Free the slot, and report the block, or that the room is quiet if it was forgotten meanwhile."""
         self._drop(key)
         self._advance()
         if not question.forgotten:

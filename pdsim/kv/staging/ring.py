@@ -60,6 +60,13 @@ class Ring(Generic[K]):
 
     Every slot and every question has a *key*, of which each is used for one at a time.  `request` and `advance` give
     out slots; whoever calls `release` or `withdraw` calls `advance` afterwards.
+
+    >>> ring = Ring(100)
+    >>> ring.request("a", 60), ring.request("b", 60), ring.request("c", 10)  # b waits, and c behind it
+    (Slot(position=0, size=60), None, None)
+    >>> ring.release("a")
+    >>> list(ring.advance())
+    [('b', Slot(position=100, size=60)), ('c', Slot(position=160, size=10))]
     """
 
     def __init__(self, size: int) -> None:
@@ -178,6 +185,8 @@ class BlockPlan:
     These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both have.
     A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So it is too
     on memory without contents (*exact* false), of the size of its share, and stands for its tokens (`Batch.pieces`).
+
+    One for each side of a pair; `block_plans` makes both.  The order of bytes in a block is the same for both.
     """
 
     def __init__(self, layout: KvLayout, planes: tuple[int, ...], first: int, heads: int, exact: bool) -> None:

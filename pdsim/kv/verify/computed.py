@@ -28,7 +28,7 @@ from pdsim.kv.pages import Pages
 __all__ = ["ComputedChecker", "touched"]
 
 
-class _Span(NamedTuple):
+class _ChunkSpan(NamedTuple):
     """The tokens of a request that one chunk covers."""
 
     chunk: int
@@ -42,7 +42,7 @@ class ComputedChecker:
     def __init__(self, found: Callable[[str, str], None]) -> None:
         self._found = found
         self._pieces: dict[str, list[tuple[int, int]]] = {}  # by leader: those of the forward that it plans
-        self._spans: dict[int, list[_Span]] = {}  # by room, as planned
+        self._spans: dict[int, list[_ChunkSpan]] = {}  # by room, as planned
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this life
 
     def joined(self, member: Any) -> None:
@@ -78,12 +78,12 @@ class ComputedChecker:
 
     def _compute(self, rank: str, compute: Callable[[Any], Any], message: Any) -> Any:
         for chunk, (context, tokens) in zip(message.chunks, self._pieces.pop(rank, ()), strict=False):
-            self._plan(chunk.room, _Span(chunk.index, context, context + tokens))
+            self._plan(chunk.room, _ChunkSpan(chunk.index, context, context + tokens))
         forward = compute(message)
         forward.callbacks.insert(0, lambda _: self._ended(rank, message))  # before what is computed is sent
         return forward
 
-    def _plan(self, room: int, span: _Span) -> None:
+    def _plan(self, room: int, span: _ChunkSpan) -> None:
         spans = self._spans.setdefault(room, [])
         before = spans[-1].end if spans else span.start  # where a prefix was cached, the first begins after it
         if span.start != before:

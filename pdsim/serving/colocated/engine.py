@@ -30,7 +30,11 @@ __all__ = ["ColocatedEngine", "ColocatedRequest"]
 
 @dataclass(slots=True)
 class ColocatedRequest:
-    """A request at an engine; times are seconds on the clock, -1 while unknown."""
+    """A request at an engine; times are seconds on the clock, -1 while unknown.
+
+    Life: queued by `submit`; *started* when it first gets pages; *prefilled* at its first token; *finished* at its
+    last.
+    """
 
     request: Submit
     total: int  # tokens that a step has to cover before the next is generated: the prompt, later all that there are
@@ -51,6 +55,9 @@ class ColocatedEngine:
     A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
     output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its own
     up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
+
+    Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
+    *peak_batch* is the most requests that had begun and not finished at one time.
     """
 
     def __init__(self, clock: Clock, job: Deployment, finished: Callable[[ColocatedRequest], None]) -> None:
@@ -115,7 +122,11 @@ class ColocatedEngine:
         self._batch.advance(self.clock.now)
 
     def _pieces(self) -> tuple[list[tuple[int, int]], list[ColocatedRequest]]:
-        """Return the pieces of prompts in the next step, and the requests whose prompts it completes."""
+        """Return the pieces of prompts in the next step, and the requests whose prompts it completes.
+
+        A piece is ``(tokens covered before, tokens)``.  Requests that the step leaves incomplete return to the front
+        of the queue, in their order.
+        """
         budget = self.job.chunk - len(self._batch)
         pieces: list[tuple[int, int]] = []
         ends: list[ColocatedRequest] = []

@@ -39,12 +39,20 @@ def program(
     """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
 
     *blocks*, *after* and *priorities* are as there.
+
+    *job* is `Deployment.plain`.  Fields of a row that belong to a handoff repeat the times beside them, and bytes are
+    0.
     """
     service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities)
     return (yield from service.run())
 
 
 class _Service:
+    """The engines of the job, the requests, and who is served where.
+
+    Requests arrive by callbacks of the clock; the service ends when the last one has finished.
+    """
+
     def __init__(
         self,
         rank: Rank,
@@ -91,6 +99,7 @@ class _Service:
         return found
 
     def _arrive(self, number: int) -> None:
+        """Choose the engine of a request and submit it, once its host has made it known."""
         _, given, wanted = map(int, self.requests[number])
         blocks = tuple(self.blocks[number]) if self.blocks else ()
         name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))

@@ -36,7 +36,12 @@ __all__ = ["BlockManager", "DecodeRequest"]
 
 @dataclass(slots=True)
 class DecodeRequest:
-    """A request that has pages at the decode leader."""
+    """A request that has pages at the decode leader.
+
+    Life: made when it gets pages (*reserved*); *arrived* when all ranks have all of it; *polled* when the scheduler
+    notices that; *joined* when it enters the batch; removed when it has all its tokens, or when a failed one is quiet
+    on every rank. Times are seconds on the clock.
+    """
 
     request: Submit
     reserved: float
@@ -68,6 +73,10 @@ class BlockManager(DecodeWorker, ABC):
 
     The pages of a room that fails before it is complete are in quarantine until its prefill leader says that nothing
     of it moves or, if that instance is gone, until every rank here has proof of it.
+
+    Invariant: a page is free, cached, or of a room in ``_rooms``; a room that failed before it was complete stays
+    there, with its pages, until `quiet` has come from every rank.  The first rank of a group is the only one that
+    allocates.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -166,6 +175,7 @@ class BlockManager(DecodeWorker, ABC):
             self.end()
 
     def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
+        """Count the part of *rank*; with the last one the room is complete, and the scheduler is woken."""
         room = self._rooms.get(message.room)
         if room is None or room.consensus.over:
             self.ignore()
@@ -185,6 +195,7 @@ class BlockManager(DecodeWorker, ABC):
         self._fail(self._rooms[number])
 
     def _fail(self, room: DecodeRequest) -> None:
+        """Fail *room* and have its prefill leader give it up; its pages stay in quarantine until that has answered."""
         if room.consensus.fail():
             number = room.request.room
             self._timers.drop(number)

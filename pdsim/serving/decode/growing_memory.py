@@ -16,6 +16,9 @@ class GrowingMemory:
 
     Pages are given between steps: as many as the next step stores into.  How far the batch can go without looking
     again is known in closed form.
+
+    Used with ``ServingEngine.memory=grow``.  The scheduler asks `short` between steps, preempts until it is false, and
+    then lets all `grow`.
     """
 
     def __init__(self, job: Deployment, pool: Pool, batch: RunningBatch) -> None:
@@ -28,6 +31,8 @@ class GrowingMemory:
         """Return whether a request of *tokens* may have pages beside *others* that have some.
 
         Each of them, and the new one, has `ServingEngine.reserved_tokens` kept free; the only one needs none.
+
+        *tokens* are those of the context that it starts with; *others* counts requests, not tokens.
         """
         reserved = self._job.engine.reserved_tokens if others else 0
         kept = self._job.page_count(reserved) * others

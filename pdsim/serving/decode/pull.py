@@ -109,6 +109,9 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     """The rank that also schedules: it hears of a request when prefill has answered, and has the ranks read it.
 
     Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes there.
+
+    Life of a room: `Pull` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent` from every
+    rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by heartbeats.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -236,6 +239,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     # --- what becomes of a room ---
 
     def _count_read(self, rank: int, message: Sent) -> None:
+        """Count the reads of *rank*: the room is complete with the last, and fails with the first that failed."""
         room = self._rooms.get(message.room)
         if room is None or room.consensus.over:
             self.ignore()
@@ -280,6 +284,10 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
             self.clock.call_at(self.clock.now + self.job.engine.heartbeat, self._renew, None)
 
     def _renew(self, _: Any) -> None:
+        """Send each prefill instance the rooms that are still to be read from it.
+
+        It comes again, a heartbeat later, while there are any.
+        """
         self._beats = False
         if not self._sources or self.ended.triggered:
             return

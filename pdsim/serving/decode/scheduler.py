@@ -56,6 +56,10 @@ class DecodeScheduler(BlockManager):
     that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each other.  With
     ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's victim gives its own
     up: its KV is computed again in the steps of the others, or moved to host memory and back.
+
+    Life of a request: `Submit`; queued; admitted (pages, and a `Destination` to prefill); complete; noticed between
+    two steps; joins the batch; finished.  The order between two steps is that of `_between_steps`: tokens counted,
+    requests done, arrivals noticed, places filled, pages grown, requests admitted, and the next step begun.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -175,6 +179,7 @@ class DecodeScheduler(BlockManager):
             self.guard(self._between_steps, due)
 
     def _between_steps(self, due: float) -> None:
+        """Do all that a scheduler does between two steps, at the boundary *due*, and begin the next."""
         self.batch.advance(due)
         self._held_up = 0.0
         if self._recomputing:
@@ -235,6 +240,7 @@ class DecodeScheduler(BlockManager):
                 self._free(room.request.room)
 
     def _join(self) -> None:
+        """Put requests whose KV is here into the batch, in the order of the policy, while there are places."""
         recompute = self.job.engine.recompute
         while self._waiting and len(self.batch) + len(self._recomputing) < self.batch.limit:
             index = self.policy.join([room.request for room in self._waiting])
@@ -269,6 +275,10 @@ class DecodeScheduler(BlockManager):
         self._joined.clear()
 
     def _admit(self) -> None:
+        """Give pages to requests of the queue, in the order of the policy, until the next one finds none.
+
+        If nothing but pages in quarantine is in its way, it waits for `Deployment.deadline` seconds and then fails.
+        """
         while self._queue and not self._preempted and self.has_slot():
             index = self.policy.admit(self._queue)
             request = self._queue[index]
@@ -321,6 +331,7 @@ class DecodeScheduler(BlockManager):
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: DecodeRequest) -> None:
+        """Free what *room* has and tell the router the times of its life."""
         number, stamps = room.request.room, room.stamps
         assert stamps is not None
         self._free(number)
@@ -399,6 +410,7 @@ class DecodeScheduler(BlockManager):
             self._preempted.append(room)
 
     def _rejoin(self, room: DecodeRequest, context: int, steps: int) -> None:
+        """Put a preempted request back into the batch with *context* tokens and *steps* to go."""
         room.context = room.recomputed = 0
         if not room.first or (self.job.engine.recompute and steps == room.request.output):
             self._joined.append(room)
@@ -409,7 +421,11 @@ class DecodeScheduler(BlockManager):
         return tokens * self.job.shape.token_bytes(self.job.decode.tp) / self.job.engine.retract_rate
 
     def _pieces(self) -> list[tuple[int, int]]:
-        """Return what the next step computes again, and count it as done."""
+        """Return what the next step computes again, and count it as done.
+
+        A piece is ``(tokens computed before, tokens)``; running requests take one token each of the step's budget
+        first.
+        """
         budget, pieces = self.job.chunk - len(self.batch), []
         for room in self._recomputing:
             tokens = min(budget, room.context - room.recomputed)

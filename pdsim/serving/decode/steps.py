@@ -22,7 +22,14 @@ __all__ = ["DecodeSpan", "Member", "RunningBatch", "steps_that_fit"]
 
 
 class DecodeSpan(NamedTuple):
-    """Steps of one batch, the first of which begins at *start*."""
+    """Steps of one batch, the first of which begins at *start*.
+
+    With *variation* every step has a deviation of its own on top, whose sums are known ahead.
+
+    >>> span = DecodeSpan(start=0.0, base=1.0, cost=0.5, batch=2, context=10)
+    >>> span.end(1), span.end(2), span.steps_until(7.0)  # a step reads 2 tokens more than the one before: 6 s, 7 s
+    (6.0, 13.0, 2)
+    """
 
     start: float  # seconds
     base: float  # seconds of a step without context
@@ -66,7 +73,11 @@ class Member(NamedTuple):
 def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int) -> int:
     """Return how many steps, at most *most*, requests whose next step reads *contexts* can take within so many *pages*.
 
-    Each reads one token more with every step, and stores it.
+    Each reads one token more with every step, and stores it.  Pages grow with the steps, so the answer is found by
+    bisection.  Here contexts of 5 and 8 tokens still fit into two pages each, 6 and 9 do not:
+
+    >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
+    2
     """
     tokens = np.array(contexts, np.int64)
 
@@ -87,6 +98,10 @@ class RunningBatch:
 
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` the next step.
     A host of *costs* adds its own to each step and, with *overlap*, only what exceeds the forward without context.
+
+    Life: between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.  The
+    scheduler calls, in this order, `advance`, `finished`, `join` and `leave` as often as need be, and `begin` or
+    `begin_mixed`.
     """
 
     def __init__(
@@ -217,5 +232,9 @@ class RunningBatch:
         return DecodeSpan(start, base, cost, batch, context, self._variation, self._step)
 
     def _iteration(self, forward: float) -> float:
+        """Return the seconds of a step with a forward of *forward* seconds, the host's share included.
+
+        Launching the kernels bounds the forward from below.  With overlap the host prepares the next step meanwhile.
+        """
         forward = max(forward, self._host.launch)
         return max(forward, self._host.step) if self._overlap else forward + self._host.step

@@ -31,6 +31,8 @@ class DecodeWorker(EngineProcess):
 
     It makes its pool known to a new life of a prefill instance only once it is proven that nothing of an earlier one
     moves here any more.  So what writes here is always of one life.
+
+    What it tells its leader (`arrived`, `quiet`, `fenced`) the leader's own class overrides to count itself.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:

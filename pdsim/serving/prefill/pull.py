@@ -71,6 +71,10 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
 
     When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease` seconds
     since the answer or the last `Renew`; then the request fails.
+
+    Life of a room: computed by all ranks; lent (the router hears of it, the lease begins); collected by decode, which
+    frees its pages.  One that is revoked, by the router or by the end of its lease, is in quarantine until decode
+    collects it or a fence proves that it reads nothing.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -130,6 +134,10 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self.proof.prove(fence)
 
     def _begin(self, room: PrefillRequest) -> bool:
+        """Give *room* its pages, which are source and destination alike; return whether there were any.
+
+        Nothing is written: decode reads them where they are.
+        """
         found = self._allocate(room, 0)
         if found is None:
             return False
@@ -164,6 +172,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
             self._answer(room)
 
     def _answer(self, room: PrefillRequest) -> None:
+        """Tell the router that *room* may be read, and begin its lease, unless it was given up meanwhile."""
         number = room.request.room
         if self._lent.get(number) is not room or number in self._revoked:
             return
@@ -203,6 +212,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
                 self._leases.add(number)
 
     def _collected(self, _: str, message: Collected) -> None:
+        """Give the pages of a room back that its reader has, and tell the router how many bytes those were."""
         room = self._lent.get(message.room)
         if room is None or message.life != self.life:
             self.ignore()

@@ -59,6 +59,9 @@ class PrefillScheduler(PrefillWorker):
     A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
     takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A request
     takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
+
+    Invariant: pages are free, cached, or of rooms in ``_rooms``, and a failed room keeps its own until `Settled` has
+    come from every rank, because writes from them may still be under way.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -174,6 +177,7 @@ class PrefillScheduler(PrefillWorker):
         return any(epoch_of(other) > epoch_of(life) for other in later)
 
     def _conclude(self, rank: int, message: Sent | Settled) -> None:
+        """Count a rank's part of a room: written, failed, or settled after a failure."""
         room = self._rooms.get(message.room)
         if room is None:
             self.ignore()
@@ -215,6 +219,10 @@ class PrefillScheduler(PrefillWorker):
             self._destination("", destination)
 
     def _destination(self, _: str, message: Destination) -> None:
+        """Take note of the pages that decode has for a room, and have it wait for its first forward.
+
+        One that comes before its `Submit` is kept; one for a room that is over, or has pages already, is ignored.
+        """
         room = self._rooms.get(message.room)
         late = message.room in self._over or (room is not None and (room.failed or room.destination is not None))
         if late or message.life != self.life:
@@ -304,6 +312,7 @@ class PrefillScheduler(PrefillWorker):
             self._idle.succeed()
 
     def _schedule(self) -> Program:
+        """Run one iteration after the other while there is anything to run; wait for news otherwise."""
         while not self.ended.triggered:
             try:
                 forward = self.next_forward()
@@ -334,7 +343,12 @@ class PrefillScheduler(PrefillWorker):
         return self.offload(message)
 
     def next_forward(self) -> Forward | None:
-        """Return the next iteration, or None if there is nothing that can run now."""
+        """Return the next iteration, or None if there is nothing that can run now.
+
+        An iteration takes requests in the order of the policy.  One without pages ends it if others have some, which
+        will come back; if all others are in quarantine, it waits for `Deployment.deadline` seconds and then fails.
+        Raise a `ConfigError` if the policy gives more tokens than there are.
+        """
         budget = self.job.chunk
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []

@@ -36,6 +36,8 @@ class PrefillWorker(EngineProcess):
     """A rank that computes what its leader says, and writes what it computed.
 
     It connects to those decode ranks that mean its own life, of lives that the router has told it to meet.
+
+    What it tells its leader (`ready`, `conclude`) the leader's own class overrides to count itself.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:

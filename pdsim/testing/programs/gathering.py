@@ -17,7 +17,10 @@ from pdsim.transfer import Program, Region
 
 
 def gather_everything(rank: Rank, names: list[str], sizes: list[int], batches: list[list[int]]) -> Program:
-    """Do all that a group is good for, in one job: real ranks load a large library first."""
+    """Do all that a group is good for, in one job: real ranks load a large library first.
+
+    The ranks outside *names* return at once, with nothing; the others return a finding for each part.
+    """
     if rank.name not in names:
         yield rank.clock.timeout(0)
         return {}
@@ -45,7 +48,10 @@ def result_of(event: Any) -> Steps:
 
 
 def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Steps:
-    """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes."""
+    """Gather pieces of *sizes*, at once, into buffers with room for *room* bytes behind; count wrong bytes.
+
+    Return for each size: wrong bytes, and bytes, operation and kind of memory that the record names.
+    """
     ranks, found = len(group.names), []
     work = []
     for number, size in enumerate(sizes):
@@ -64,7 +70,10 @@ def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Step
 
 
 def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
-    """Reserve a pool, gather in it, take more than it has, let it grow, gather again."""
+    """Reserve a pool, gather in it, take more than it has, let it grow, gather again.
+
+    *early* and *full* are the errors of allocations that cannot be met, *found* the results of two gathers.
+    """
     ranks = len(group.names)
     early = refusal(lambda: rank.device.allocate(size, SYMMETRIC))
     yield group.reserve((ranks + 1) * size)
@@ -83,6 +92,10 @@ def gather_symmetric(rank: Rank, group: Group, size: int) -> Steps:
 
 
 def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
+    """Gather a piece of *size* bytes in symmetric memory.
+
+    Return how many bytes are wrong, and the kind of memory that the record names.
+    """
     source = rank.device.allocate(size, SYMMETRIC)
     target = rank.device.allocate(size * len(group.names), SYMMETRIC)
     if rank.device.holds_bytes:
@@ -96,7 +109,10 @@ def _symmetric(rank: Rank, group: Group, size: int, seed: int) -> Steps:
 
 
 def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int) -> Steps:
-    """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens."""
+    """Gather every batch of sequences, split in a zigzag; return how many bytes are not those of its tokens.
+
+    Each row has *row* bytes, which depend on its token alone, so that every rank knows what must arrive.
+    """
     found: list[Any] = []
     for batch in batches:
         split = zigzag(batch, len(group.names))
@@ -117,7 +133,10 @@ def gather_batches(rank: Rank, group: Group, batches: list[list[int]], row: int)
 
 
 def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
-    """Call with sizes that differ between ranks, then alike; and what no rank may ask for."""
+    """Call with sizes that differ between ranks, then alike; and what no rank may ask for.
+
+    *spared* says whether the target is as it was after the refused call.
+    """
     ranks, size = len(group.names), sizes[rank.name]
     source, target = filled(rank, 4096, 1), filled(rank, 4096 * ranks, None)
     before = target.read(0, target.size) if rank.device.holds_bytes else b""
@@ -140,7 +159,10 @@ def gather_oddly(rank: Rank, group: Group, sizes: dict[str, int]) -> Steps:
 
 
 def gather_until_lost(rank: Rank, names: list[str], victim: str, size: int) -> Program:
-    """Gather until it fails; *victim* dies among it.  Return the error, how long it took, and what comes after."""
+    """Gather until it fails; *victim* dies among it.  Return the error, how long it took, and what comes after.
+
+    *done* counts gathers before the loss, *used* the bytes that are still allocated after all was freed.
+    """
     group = rank.group(names)
     source, target = rank.device.allocate(size), rank.device.allocate(size * len(names))
     done, error, started = 0, "ok", 0.0
@@ -165,7 +187,10 @@ def _die(rank: Rank) -> None:
 
 
 def gather_late(rank: Rank, names: list[str], late: str, wait: float, timeout: float) -> Program:
-    """Gather once together; then *late* calls only after *wait* seconds, when the others have given up."""
+    """Gather once together; then *late* calls only after *wait* seconds, when the others have given up.
+
+    *timeout* and *wait* are seconds; the others stay until *late* has called, too.
+    """
     group = rank.group(names)
     source, target = rank.device.allocate(4096), rank.device.allocate(4096 * len(group.names))
     yield group.all_gather(source, target)

@@ -20,7 +20,10 @@ from pdsim.transfer import Batch, Program
 
 
 def reconnect(rank: Rank, to: str, times: int) -> Program:
-    """Connect to the same address several times, and write over each of the peers that come of it."""
+    """Connect to the same address several times, and write over each of the peers that come of it.
+
+    Return how many different names the peers have, which should be one.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64 * times, 1), "source")
     rank.channel.send(to, rank.endpoint.address())
@@ -34,6 +37,7 @@ def reconnect(rank: Rank, to: str, times: int) -> Program:
 
 
 def be_reconnected(rank: Rank, by: str, times: int) -> Program:
+    """Take one write over each of the connections of *by*; return wrong bytes and surplus notifications."""
     mail = Mail(rank)
     buffer = filled(rank, 64 * times, None)
     rank.endpoint.register(buffer, "sink")
@@ -46,7 +50,10 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
 
 
 def close_twice(rank: Rank, peer: str) -> Program:
-    """Move some bytes, close everything twice, and return what is then still in use."""
+    """Move some bytes, close everything twice, and return what is then still in use.
+
+    The order is that of a rank that ends: endpoint, memory, channel.
+    """
     mail = Mail(rank)
     buffer = filled(rank, 4096, 1)
     mine = rank.endpoint.register(buffer, "mine")
@@ -67,6 +74,7 @@ def close_twice(rank: Rank, peer: str) -> Program:
 
 
 def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
+    """Send the numbers from 0 on to each rank of *to*, with this rank's name."""
     for number in range(count):
         for name in to:
             rank.channel.send(name, f"{rank.name} {number}".encode())
@@ -74,6 +82,7 @@ def send_numbers(rank: Rank, to: list[str], count: int) -> Program:
 
 
 def receive_numbers(rank: Rank, senders: list[str], count: int) -> Program:
+    """Return the numbers of each of *senders*, in order of arrival."""
     found: dict[str, list[int]] = {name: [] for name in senders}
     for _ in range(count * len(senders)):
         sender, payload = yield rank.channel.receive()
@@ -95,12 +104,14 @@ def echo(rank: Rank, to: str, size: int) -> Program:
 
 
 def send_back(rank: Rank, count: int) -> Program:
+    """Return each of *count* messages to its sender."""
     for _ in range(count):
         sender, payload = yield rank.channel.receive()
         rank.channel.send(sender, payload)
 
 
 def send_to_nobody(rank: Rank) -> Program:
+    """Return whether a message to an unknown rank is a `KeyError` that names it."""
     yield rank.clock.timeout(0)
     try:
         rank.channel.send("nobody", b"?")
@@ -110,7 +121,10 @@ def send_to_nobody(rank: Rank) -> Program:
 
 
 def use_memory(rank: Rank) -> Program:
-    """Return what the device says of allocations that fit and that do not."""
+    """Return what the device says of allocations that fit and that do not.
+
+    *used* counts bytes after each step; *zeroed* is None where memory has no contents.
+    """
     yield rank.clock.timeout(0)
     device = rank.device
     first = device.allocate(4096)
@@ -128,6 +142,7 @@ def use_memory(rank: Rank) -> Program:
 
 
 def _raises_on_zero(rank: Rank) -> bool:
+    """Return whether an allocation of no bytes is refused."""
     try:
         rank.device.allocate(0)
     except (ValueError, PdsimError):
@@ -154,7 +169,10 @@ def touch_outside(rank: Rank) -> Program:
 
 
 def copy_within(rank: Rank, region: int) -> Program:
-    """Gather 100 scattered blocks from one region of the device to another."""
+    """Gather 100 scattered blocks from one region of the device to another.
+
+    Return how many bytes of the target are wrong, those between the blocks included.
+    """
     source, sink = filled(rank, region, 7), filled(rank, region, None)
     batch = Batch(
         rank.endpoint.register(source, "source"),

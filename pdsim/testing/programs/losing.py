@@ -19,7 +19,11 @@ from pdsim.transfer import Program, Transfer
 
 
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
-    """Move *size* bytes again and again until it fails; return the error and how long the last one took."""
+    """Move *size* bytes again and again until it fails; return the error and how long the last one took.
+
+    *error* names the class, *done* counts the transfers before, *took* is seconds of an idle machine from the call to
+    the failure, *at* the time on the clock.  The deadline of each transfer is 20 s.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(rank.device.allocate(size), "mine")
     peer = (yield from mail.meet(to))[to]
@@ -37,7 +41,11 @@ def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
 
 
 def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
-    """Write to, and connect to, a peer that is gone since before *wait* seconds."""
+    """Write to, and connect to, a peer that is gone since before *wait* seconds.
+
+    *errors* are those of two writes, *connect* that of a new connection to the old address, *took* the seconds of
+    both.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     rank.channel.send(to, rank.endpoint.address())
@@ -57,6 +65,7 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
 
 
 def be_lost(rank: Rank, by: str, size: int) -> Program:
+    """Register memory and wait to be killed; return "survived" if nobody does."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "theirs")
     yield from mail.meet(by)
@@ -65,7 +74,10 @@ def be_lost(rank: Rank, by: str, size: int) -> Program:
 
 
 def lose_one_of_two(rank: Rank, wait: float) -> Program:
-    """Write to two peers of which "victim" is gone since before *wait* seconds."""
+    """Write to two peers of which "victim" is gone since before *wait* seconds.
+
+    Two rounds, each with a write to either peer; the errors are those of the second round.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "mine")
     peers = yield from mail.meet()
@@ -81,12 +93,14 @@ def lose_one_of_two(rank: Rank, wait: float) -> Program:
 
 
 def be_victim(rank: Rank) -> Program:
+    """Register memory and wait to be killed, with the rank "writer" as the only peer."""
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from Mail(rank).meet("writer")
     yield rank.clock.timeout(60 * PATIENCE)
 
 
 def be_other(rank: Rank) -> Program:
+    """Take two writes and return their notifications, whatever becomes of the other peer."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "sink")
     yield from mail.meet("writer")
@@ -99,12 +113,17 @@ def be_other(rank: Rank) -> Program:
 
 
 def fail(rank: Rank, after: float) -> Program:
+    """Raise a `ValueError` *after* so many seconds."""
     yield rank.clock.timeout(after)
     raise ValueError("this rank fails on purpose")
 
 
 def be_late(rank: Rank, to: str, size: int) -> Program:
-    """Write with a deadline that cannot be kept; look at the quarantine before and after it settles."""
+    """Write with a deadline that cannot be kept; look at the quarantine before and after it settles.
+
+    The deadline is 10 us.  *after* is what is quarantined, and whether the region can be deregistered, once it has
+    settled.
+    """
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "source")
@@ -126,6 +145,7 @@ def be_late(rank: Rank, to: str, size: int) -> Program:
 
 
 def be_target(rank: Rank, by: str, size: int) -> Program:
+    """Register memory, and wait until *by* is done with it."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
     yield from mail.meet(by)
@@ -133,7 +153,11 @@ def be_target(rank: Rank, by: str, size: int) -> Program:
 
 
 def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
-    """Write to a process that was stopped; only a real target has one."""
+    """Write to a process that was stopped; only a real target has one.
+
+    SIGSTOP is sent to the peer's process, whose number it has sent before.  With *resume* it goes on, and 20 s are
+    given for the write to settle; otherwise it is killed.
+    """
     mail = Mail(rank)
     buffer = filled(rank, size, 1)
     mine = rank.endpoint.register(buffer, "source")
@@ -168,6 +192,7 @@ def stop_peer(rank: Rank, to: str, size: int, resume: bool) -> Program:
 
 
 def be_stopped(rank: Rank, by: str, size: int) -> Program:
+    """Tell *by* the number of this process, which it stops."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "sink")
     yield from mail.meet(by)
@@ -176,7 +201,10 @@ def be_stopped(rank: Rank, by: str, size: int) -> Program:
 
 
 def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
-    """Write over and over, several writes at a time, until the supervisor ends this rank."""
+    """Write over and over, several writes at a time, until the supervisor ends this rank.
+
+    *count* writes of *size* bytes are under way at any time, so that some are when it dies.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
     peer = (yield from mail.meet(to))[to]
@@ -188,7 +216,11 @@ def write_until_killed(rank: Rank, to: str, size: int, count: int) -> Program:
 
 
 def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
-    """Wait for the proof that *writer* is quiesced; then look whether bytes still change."""
+    """Wait for the proof that *writer* is quiesced; then look whether bytes still change.
+
+    The proof about a rank that has never connected must come at once.  *early* says whether it came while *writer*
+    lived, *proven* whether it came *within* so many seconds of an idle machine, *changed* how many bytes did after it.
+    """
     mail = Mail(rank)
     buffer = filled(rank, size, None)
     rank.endpoint.register(buffer, "sink")
@@ -210,6 +242,7 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
 
 
 def write_and_close(rank: Rank, to: str, size: int) -> Program:
+    """Write once, and close the endpoint in order while *to* still looks."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
     peer = (yield from mail.meet(to))[to]

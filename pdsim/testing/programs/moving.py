@@ -19,6 +19,7 @@ from pdsim.transfer import Batch, Notification, Program
 
 
 def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
+    """Write *count* scattered blocks in one batch; return what the record says of it."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, region, seed), "source")
     peer = (yield from mail.meet(to))[to]
@@ -40,6 +41,7 @@ def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: 
 
 
 def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: int) -> Program:
+    """Take the write of `write_blocks`; return its notification, and how many bytes of the region are wrong."""
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     rank.endpoint.register(buffer, "sink")
@@ -51,6 +53,7 @@ def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: in
 
 
 def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: int) -> Program:
+    """Read *count* scattered blocks in one batch; return route and wrong bytes."""
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     mine = rank.endpoint.register(buffer, "sink")
@@ -63,6 +66,7 @@ def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: i
 
 
 def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
+    """Let *by* read; return how many bytes changed here, and notifications, of which there should be none."""
     mail = Mail(rank)
     buffer = filled(rank, region, seed)
     rank.endpoint.register(buffer, "source")
@@ -72,7 +76,10 @@ def be_read(rank: Rank, by: str, region: int, seed: int) -> Program:
 
 
 def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other: int) -> Program:
-    """Write *count* blocks in as many transfers at once, while the peer does the same the other way."""
+    """Write *count* blocks in as many transfers at once, while the peer does the same the other way.
+
+    The blocks arrive in reverse order, so that a mistake in offsets shows.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, seed), "out")
     sink = filled(rank, count * size, None)
@@ -89,6 +96,7 @@ def cross_writes(rank: Rank, peer: str, count: int, size: int, seed: int, other:
 
 
 def write_to_many(rank: Rank, size: int) -> Program:
+    """Write a part of one region to each peer, all at once, with its name as notification."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size * len(rank.peers), 5), "source")
     peers = yield from mail.meet()
@@ -102,6 +110,7 @@ def write_to_many(rank: Rank, size: int) -> Program:
 
 
 def be_one_of_many(rank: Rank, index: int, size: int, of: int) -> Program:
+    """Take the *index*-th of *of* parts; return the notification and wrong bytes."""
     mail = Mail(rank)
     buffer = filled(rank, size, None)
     rank.endpoint.register(buffer, "sink")
@@ -113,6 +122,7 @@ def be_one_of_many(rank: Rank, index: int, size: int, of: int) -> Program:
 
 
 def write_to_hub(rank: Rank, size: int, seed: int, offset: int) -> Program:
+    """Write the pattern of *seed* to *offset* of the hub's region, with this rank's name as notification."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, seed), "source")
     hub = (yield from mail.meet("hub"))["hub"]
@@ -121,6 +131,7 @@ def write_to_hub(rank: Rank, size: int, seed: int, offset: int) -> Program:
 
 
 def be_hub(rank: Rank, size: int) -> Program:
+    """Take one write of each peer; return who notified, and how many bytes are wrong in all."""
     mail = Mail(rank)
     buffer = filled(rank, size * len(rank.peers), None)
     rank.endpoint.register(buffer, "sink")
@@ -145,7 +156,10 @@ def notify_in_turn(rank: Rank, to: str, payloads: list[str]) -> Program:
 
 
 def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
-    """Start *count* transfers of different bytes together, each with its own notification."""
+    """Start *count* transfers of different bytes together, each with its own notification.
+
+    The payload of each is its number, by which the receiver knows which bytes must be there.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, count * size, 2), "source")
     peer = (yield from mail.meet(to))[to]
@@ -158,7 +172,10 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
 
 
 def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
-    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived."""
+    """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived.
+
+    *surplus* are notifications that nobody sent, *early* those that came before their bytes.
+    """
     mail = Mail(rank)
     buffer = filled(rank, max(size * count, 64), None)
     rank.endpoint.register(buffer, "sink")
@@ -176,6 +193,7 @@ def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
 
 
 def write_silently(rank: Rank, to: str) -> Program:
+    """Write once without a notification, and give one that should not come time to arrive."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 64, 1), "source")
     peer = (yield from mail.meet(to))[to]

@@ -58,6 +58,7 @@ def write_nonsense(rank: Rank, to: str) -> Program:
 
 
 def be_spared(rank: Rank, by: str) -> Program:
+    """Register guard bytes; return how many of them changed, and how many notifications came."""
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
     rank.endpoint.register(buffer, "sink")
@@ -70,6 +71,7 @@ def be_spared(rank: Rank, by: str) -> Program:
 
 
 def connect_to_garbage(rank: Rank) -> Program:
+    """Return how bytes that are no address are refused: none, text, all byte values, a truncated address."""
     yield rank.clock.timeout(0)
     address = rank.endpoint.address()
     garbage = {"nothing": b"", "text": b"not an address", "bytes": bytes(range(256)), "truncated": address[:-5]}
@@ -97,6 +99,7 @@ def register_oddly(rank: Rank) -> Program:
 
 
 def withdraw_own_region(rank: Rank, to: str) -> Program:
+    """Return how a write from a region is refused that this rank has deregistered."""
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
     peer = (yield from mail.meet(to))[to]
@@ -123,6 +126,7 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
 
 
 def withdraw(rank: Rank, by: str) -> Program:
+    """Withdraw one of two regions when *by* says so; return how many bytes of it changed that should not have."""
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
     region = rank.endpoint.register(buffer, "sink")
@@ -140,6 +144,10 @@ def withdraw(rank: Rank, by: str) -> Program:
 
 
 def write_to_latecomer(rank: Rank, to: str) -> Program:
+    """Connect before and after *to* registers a region, and write to it.
+
+    Return the regions that are known either time, and those that the old peer has then.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
     peer = (yield from mail.meet(to))[to]
@@ -152,6 +160,7 @@ def write_to_latecomer(rank: Rank, to: str) -> Program:
 
 
 def register_late(rank: Rank, by: str) -> Program:
+    """Register a region after *by* has connected, and send it the new address."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(4096), "early")
     yield from mail.meet(by)

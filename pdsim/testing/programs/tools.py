@@ -22,13 +22,18 @@ PATIENCE = float(os.environ.get("PDSIM_PATIENCE", "1"))
 
 
 class Mail:
-    """A rank's channel, read by sender: a fast peer's next message must not be taken for a slow one's first."""
+    """A rank's channel, read by sender: a fast peer's next message must not be taken for a slow one's first.
+
+    Programs of the suite use it for everything that they say to each other, so that no test depends on the order in
+    which messages of different senders arrive.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.kept: dict[str, deque[bytes]] = defaultdict(deque)
 
     def receive(self, sender: str) -> Steps:
+        """Return the next message of *sender*, and keep those of others that come before it."""
         while not self.kept[sender]:
             name, payload = yield self.rank.channel.receive()
             self.kept[name].append(payload)
@@ -54,7 +59,10 @@ class Mail:
 
 
 def pattern(seed: int, size: int) -> npt.NDArray[np.uint8]:
-    """Return *size* bytes that differ from place to place, from seed to seed and from GUARD."""
+    """Return *size* bytes that differ from place to place, from seed to seed and from GUARD.
+
+    The values stay below `GUARD`, so a byte that was never written is told from any that was.
+    """
     period = 65_521  # prime, so that no block, page or buffer is a multiple of it
     values = ((np.arange(period, dtype=np.uint64) * 2654435761 + seed * 97) >> 7) % 165
     return np.resize(values.astype(np.uint8), size)
@@ -77,7 +85,10 @@ def wrong(rank: Rank, buffer: Buffer, expected: npt.NDArray[np.uint8]) -> int | 
 
 
 def scattered(count: int, size: int, region: int, seed: int) -> tuple[Any, Any, Any]:
-    """Return offsets and sizes of *count* blocks of 1 to *size* bytes at shuffled places of a region."""
+    """Return offsets and sizes of *count* blocks of 1 to *size* bytes at shuffled places of a region.
+
+    No two blocks overlap, neither at the source nor at the target; equal arguments give equal blocks on both ranks.
+    """
     random = np.random.default_rng(seed)
     slot = region // count
     sizes = random.integers(max(1, size // 2), size + 1, count) if count > 1 else np.array([size])
@@ -114,4 +125,5 @@ def refusal(action: Callable[[], Any]) -> str:
 
 
 def one(source: Region, target: Region, size: int, source_offset: int = 0, target_offset: int = 0) -> Batch:
+    """Return a batch of a single descriptor."""
     return Batch(source, target, [source_offset], [target_offset], [size])

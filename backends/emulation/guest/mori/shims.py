@@ -53,7 +53,11 @@ int epoll_wait(int epoll, struct epoll_event *events, int most, int timeout) {
 
 
 def make(wheel: Iterable[Path], folder: Path) -> None:
-    """Build in *folder* all that the libraries in *wheel* take from ROCm."""
+    """Build in *folder* all that the libraries in *wheel* take from ROCm.
+
+    *wheel* are the shared libraries of MORI; *folder* must exist.  Needs gcc and readelf; raises a
+    `CalledProcessError` if one of them fails.
+    """
     found = _wanted(wheel)
     for soname, answer in LIBRARIES.items():
         _build(_source(found[soname], answer), _versions(found[soname]), folder / soname)

@@ -40,6 +40,9 @@ def python() -> tuple[Path, Path]:
     """Return the Python, which has this repository and MORI, and the folder of its libraries.
 
     Make them if they are absent or older than this code.
+
+    Raise `GuestUnavailable` if something that they are made of is missing.  The first call downloads and takes
+    minutes; later ones only compile the repository's modules that have changed.
     """
     folder = _folder()
     if not (folder / "complete").exists():

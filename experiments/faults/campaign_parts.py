@@ -16,7 +16,7 @@ from experiments.faults.scenario import Tried
 from pdsim.errors import ConfigError
 from pdsim.kv.verify.invariants import Violation
 
-__all__ = ["Parts", "code"]
+__all__ = ["CampaignParts", "code"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = (
@@ -40,7 +40,7 @@ def code() -> str:
     return digest.hexdigest()
 
 
-class Parts:
+class CampaignParts:
     """The scenarios that *path* keeps, by seed; *options* are what all of them have alike.
 
     Raise a `ConfigError` if the file is of another kind, of other options, or of other code.  A last line that was cut

@@ -1,0 +1,50 @@
+"""What all endpoints of a simulated job share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdsim.fabric.fold import Columns
+from pdsim.fabric.posting_threads import PostingShare, PostingThreads
+
+if TYPE_CHECKING:
+    from pdsim.clock import Clock
+    from pdsim.costs import Engine
+    from pdsim.fabric.engine import CopyEngine
+    from pdsim.fabric.faults import Chance, Observer
+    from pdsim.fabric.flows.network import Network
+    from pdsim.fabric.jitter import Draws
+    from pdsim.fabric.topology import Site, Topology
+    from pdsim.hardware import Gpu
+
+__all__ = ["Fabric"]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives."""
+
+    clock: Clock
+    network: Network
+    topology: Topology
+    engine: Engine
+    chance: Chance | None = None
+    observer: Observer | None = None
+    gpu: Gpu | None = None  # the machine's
+    draws: Draws | None = None  # of what jitters
+    crowded: frozenset[tuple[int, int]] = frozenset()  # node and GPU of those that serve several ranks
+    columns: Columns = field(default_factory=Columns)  # the ranks that run for others
+    endpoints: dict[str, Any] = field(default_factory=dict)  # `SimEndpoint`s, by rank
+    copiers: dict[str, CopyEngine] = field(default_factory=dict)  # by the site whose ranks they serve
+    shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
+
+    def threads(self, site: Site) -> PostingThreads | None:
+        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
+        engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
+        if engine.threads == 1 and not (crowded and engine.serial < 1.0):
+            return None
+        share = PostingShare(self.clock, engine.serial)
+        if crowded:
+            share = self.shares.setdefault(site.name, share)
+        return PostingThreads(share, engine.threads)
