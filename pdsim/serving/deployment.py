@@ -149,9 +149,8 @@ class Deployment:
         """
         plain = self.prefill == self.decode and self.prefill.pp == self.prefill.cp == 1
         plain = plain and self.prefill_dp == self.decode_dp == 1 and not self.colocated
-        drawn = bool(self.engine.variation and self.engine.prefill.send)  # by each rank for itself
         shared = bool(self.cache.host)  # host memory, which KV goes to and comes back from
-        if not plain or drawn or shared or not 1 < index < self.prefill.size:
+        if not plain or shared or not 1 < index < self.prefill.size:
             return ""
         ways = self.rank_map
         if any(ways.readers(i) != (i,) or ways.part(i, i) != ways.part(1, 1) for i in (1, index)):

@@ -12,7 +12,7 @@ from pdsim.fabric.job import Model
 from pdsim.results.record import Result
 from pdsim.results.store import summary
 
-LONG = "engine.variation=0 workload=poisson workload.count=12 workload.rate=100 workload.input_mean=9000"
+LONG = "workload=poisson workload.count=12 workload.rate=100 workload.input_mean=9000"
 LAYOUTS = {
     "tp4": "hw=8xh20",
     "tp4, generic": "hw=8xh20 engine=generic",
@@ -28,7 +28,6 @@ LAYOUTS = {
 }
 EVERY = {
     "tp4, with a cache on the host": "hw=8xh20 cache.prefill=true cache.host=100000",
-    "tp4, of which each draws when it sends": "hw=8xh20 engine.variation=0.25",
     "tp2": "hw=8xh20 parallel=tp2 model=llama-3.1-8b",
     "tp4 to tp2": "hw=8xh20 parallel.decode.tp=2 model=llama-3.1-8b",
     "pp2": "hw=8xh200 parallel=tp2 parallel.prefill.pp=2 model=llama-3.1-8b",
@@ -69,7 +68,7 @@ def test_unequal_ranks_are_all_simulated(layout: str):
 
 
 def test_the_leader_stands_for_nobody():
-    config = configuration(["hw=8xh20", "engine.variation=0"])
+    config = configuration(["hw=8xh20"])
     from experiments.serve import Options, job
 
     ranks = specs(config, job(config, Options()), [])

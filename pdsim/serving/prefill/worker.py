@@ -43,7 +43,7 @@ class PrefillWorker(EngineProcess):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = self.make_sender()
-        self._host = Host(job.engine.prefill, job.engine.variation, job.seed, f"{instance}.{index}.send")
+        self._host = Host(job.engine.prefill, job.engine.variation, job.seed, f"{instance}.send")  # ranks run in step
         self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
