@@ -122,7 +122,7 @@ STAGING = "staging, staging_ring, staging_buffer, staging_wait"
 
 
 def test_an_unknown_key_is_answered_with_the_nearest_and_all_known_keys():
-    keys = f"page_size, checked, pool, all_cp_ranks, state_slots, window_share, {STAGING}"
+    keys = f"page_size, checked, pool, all_cp_ranks, state_slots, window_share, layerwise, {STAGING}"
     assert refusal(Kv, {"pol": 1}, "kv") == f"unknown key kv.pol; did you mean kv.pool? kv has {keys}"
 
 

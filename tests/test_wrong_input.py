@@ -59,7 +59,10 @@ WRONG = [
     ("model.hybrid.pattern=xyz", "model.hybrid.pattern must be of a, w and m with at least one a, got 'xyz'"),
     ("parallel.prefill=4", "parallel.prefill must have keys of its own (tp, instances, pp, cp, dp), got 4"),
     ("parallel.prefill.tp=0", "parallel.prefill.tp must be > 0, got 0"),
-    ("workload.arrivals=normal", "workload.arrivals must be one of embedded, poisson, gamma, bursty, got 'normal'"),
+    (
+        "workload.arrivals=normal",
+        "must be one of embedded, poisson, gamma, bursty, sessions, got 'normal'",
+    ),
     ("workload.count=1.5", "workload.count must be a whole number, got 1.5"),
     (("workload=poisson", "workload.rate=2Gbps"), "workload.rate must be a finite number, got '2Gbps'"),
     ("kv.page_size=64KiB", "kv.page_size must be a whole number, got '64KiB'"),
@@ -71,7 +74,7 @@ WRONG = [
     ("memory=traced", "memory must be one of timing, tracked, got 'traced'"),
     (
         "experiment.router=random",
-        "must be one of least_tokens, power_of_two, round_robin, got 'random'",
+        "must be one of cache_aware, least_tokens, power_of_two, round_robin, transfer_aware, got 'random'",
     ),
     ("experiment=[]", "experiment=[] would mix several files into one"),
     ((TRANSFER, "experiment.size=[]"), "experiment.size must have one value or more, got none"),

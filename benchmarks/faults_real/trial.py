@@ -120,7 +120,7 @@ def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
         config = replace(config, hw=replace(config.hw, link=link))
     what = serve.job(config, serve.Options.of(config))
     router, *others = serve.specs(config, what, plan.requests)
-    program = "experiments.faults.faulty_router:program"
+    program = "experiments.faults.programs:router"
     arguments = {"calm": plan.calm, "linger": LINGER, "expected": plan.expected, "patience": RECOVERY}
     router = replace(router, program=program, arguments={**router.arguments, **arguments})
     backend = replace(config.backend, timeout=TIMEOUT)

@@ -66,7 +66,7 @@ def serve(
 def probing(router: RankSpec, calm: float, expected: Sequence[str]) -> RankSpec:
     """Return *router* with a probe through each pair, once all *expected* instances are connected, from *calm* on."""
     more = {"calm": calm, "linger": 0.5, "expected": list(expected), "patience": 60.0}
-    return replace(router, program="experiments.faults.faulty_router:program", arguments={**router.arguments, **more})
+    return replace(router, program="experiments.faults.programs:router", arguments={**router.arguments, **more})
 
 
 def probes(outcome: Outcome) -> list[list[str]]:

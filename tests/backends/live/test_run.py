@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pdsim.cli.main import main
-from pdsim.results.schema import LIVE, REQUESTS
+from pdsim.results.schema import INSTANTS, LIVE, REQUESTS
 from tests.backends.live.conftest import Llama
 
 LLAMA = ("hw=loopback", "live.vocabulary=512", "live.request={cache_prompt: false}")
@@ -28,7 +28,7 @@ def test_a_live_run_has_every_column_and_can_be_compared_with_the_model(llama: L
     rows = pq.read_table(live / "requests.parquet").to_pylist()
     modelled = pq.read_table(model / "requests.parquet").to_pylist()
     assert [*rows[0]] == [column.name for column in (*REQUESTS, *LIVE)]
-    assert [*modelled[0]] == [column.name for column in REQUESTS]
+    assert [*modelled[0]] == [column.name for column in (*REQUESTS, *INSTANTS)]
     for name in ("id", "arrival", "input", "output"):
         assert [row[name] for row in rows] == [row[name] for row in modelled]
     for row in rows:
