@@ -3,13 +3,13 @@
 import os
 import sys
 
-from pdsim.cli.interrupt import beginning
+from pdsim.cli.interrupt import beginning, ended
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the command line of this process and return the exit status; Ctrl-C while it is imported is one line."""
+    """Run the command line of this process and return the exit status; Ctrl-C is one line at any time."""
     beginning()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what could be typed next
         from pdsim.cli.complete import complete
@@ -17,7 +17,9 @@ def main() -> int:
         complete()
     from pdsim.cli.main import main as command
 
-    return command()
+    status = command()
+    ended()
+    return status
 
 
 if __name__ == "__main__":

@@ -410,14 +410,38 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("module", ["json", "hydra"])  # of the command line itself, and of `run`
-def test_ctrl_c_during_imports_is_one_line(tmp_path, module):
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("run", "json"), ("run", "hydra"), ("explain", "omegaconf")],  # of the command line itself, and of the commands
+)
+def test_ctrl_c_during_imports_is_one_line(tmp_path, command, module):
     (tmp_path / f"{module}.py").write_text(SLOW_TO_IMPORT)
-    process = started("run", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    process = started(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert process.stderr.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "pdsim: interrupted before anything had begun\n")
+
+
+INTERRUPTED = """\
+import os, signal, sys
+from pdsim.cli.interrupt import beginning, begun, ended
+beginning()
+begun()
+try:
+    exec("os.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(10**6): pass")
+except KeyboardInterrupt:
+    ended()
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_in_code_from_a_string_and_at_the_end_leaves_the_status(tmp_path):
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_sigterm_ends_a_run_while_its_requests_are_drawn(tmp_path):

@@ -1,4 +1,4 @@
-"""Ctrl-C before anything has begun: one line and the exit status 130, instead of a traceback out of an import.
+"""Ctrl-C before anything has begun, and after all is done: no traceback out of an import, no status but ours.
 
 A module of its own because it is imported before all others, and imports next to nothing.
 """
@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["beginning", "begun"]
+__all__ = ["Interrupted", "beginning", "begun", "ended"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a command is at work.
+
+    A class of its own: CPython remembers a plain `KeyboardInterrupt` that leaves code compiled from a string, as the
+    methods of a dataclass are, and ends ``python -m`` by SIGINT afterwards, whatever status the command has returned.
+    """
 
 
 def beginning() -> None:
@@ -20,9 +29,22 @@ def beginning() -> None:
 
 
 def begun() -> None:
-    """From now on Ctrl-C is a `KeyboardInterrupt` again, which puts away what there is."""
+    """From now on Ctrl-C is an `Interrupted`, a `KeyboardInterrupt`, which puts away what there is."""
     if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def ended() -> None:
+    """From now on Ctrl-C is ignored, if there is no thread to wait for: all is printed and kept, and the status known.
+
+    Python would end by SIGINT instead of that status, or with a traceback out of what it runs at its exit.
+    """
+    if signal.getsignal(signal.SIGINT) in (_end, _interrupt) and threading.active_count() == 1:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    raise Interrupted
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

@@ -183,6 +183,8 @@ def _best(words: Sequence[str]) -> int:
 
 
 def _explained(words: Sequence[str]) -> int:
+    from pdsim.cli.what_bounds import explain_one, explain_two
+
     begun()
     number, rest = _value("--request", words, "explain")
     if number and not number.isdecimal():
@@ -194,8 +196,6 @@ def _explained(words: Sequence[str]) -> int:
     if number and len(folders) > 1:
         raise ConfigError(f"--request {number} is of one run; name one folder")
     _refuse_sweeps("explain", folders)
-    from pdsim.cli.what_bounds import explain_one, explain_two
-
     if len(folders) > 1:
         explain_two(folders, fast=fast, json=json)
     else:
