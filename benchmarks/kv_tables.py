@@ -30,8 +30,11 @@ from pdsim.repository import data
 from pdsim.results.record import Result
 
 TABLES = data("kv_tables")
-H20 = ("sglang_mooncake_h20_qwen3_235b_tp8.csv", ("hw=2x8xh20", "model=qwen3-235b-a22b", "engine.prefill.send=0s"))
-H800 = ("vllm_mooncake_h800_qwen3_8b_tp8.csv", ("hw=2x8xh800", "model=qwen3-8b"))
+H20: tuple[str, tuple[str, ...]] = (
+    "sglang_mooncake_h20_qwen3_235b_tp8.csv",
+    ("hw=2x8xh20", "model=qwen3-235b-a22b", "engine.prefill.send=0s"),
+)
+H800: tuple[str, tuple[str, ...]] = ("vllm_mooncake_h800_qwen3_8b_tp8.csv", ("hw=2x8xh800", "model=qwen3-8b"))
 COMMON = ("backend=mooncake", "parallel=tp8", "scheduler.chunk=65536", "experiment=serve")
 PAGE = 16  # tokens of a vLLM block
 APART = 30_000  # milliseconds between two requests
