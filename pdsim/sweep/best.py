@@ -117,7 +117,7 @@ def table(ranked: Sequence[Ranked], title: str, count: int = 10) -> Table:
         "rank": "",
         "good/s/GPU": "requests that met the objective, a second and GPU",
         "SLO": "share of requests that met it",
-        **dict(zip(_short(ranked[0].choice), ranked[0].choice, strict=True)),
+        **dict(zip(collect.short(ranked[0].choice), ranked[0].choice, strict=True)),
         "GPUs": "of prefill and decode",
         "point": "its folder",
         f"TTFT {q}": "p99 needs 100 requests, or medians are shown",
@@ -176,17 +176,6 @@ def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
         if field.metadata[b"part"] == b"override" or field.name in ("hw", "backend", "target", "seed")
     ]
     return [key for key in keys if len({str(row[key]) for row in rows}) > 1]
-
-
-def _short(keys: Iterable[str]) -> list[str]:
-    """Return the shortest ends of dotted *keys* that tell them apart: ``prefill.tp`` and ``decode.tp``."""
-    parts = [key.split(".") for key in keys]
-    found = []
-    for own in parts:
-        lengths = range(1, len(own) + 1)
-        alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
-        found.append(".".join(own[-next(alone, len(own)) :]))
-    return found
 
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:

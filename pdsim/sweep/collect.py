@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from pdsim.sweep import ledger
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["POINTS", "points", "show", "table", "write"]
+__all__ = ["POINTS", "points", "short", "show", "table", "write"]
 
 POINTS = "points.parquet"
 
@@ -95,7 +95,8 @@ def table(folder: Path) -> Table:
         values = found[field.name].to_pylist()
         if part == b"metric":
             values = [value if proof else None for value, proof in zip(values, proven, strict=True)]
-        shown = field.name == "status" or _varies(values) or (part == b"metric" and len(values) == 1)
+        known = values if part != b"about" else [value for value in values if value is not None]
+        shown = field.name == "status" or _varies(known) or (part == b"metric" and len(values) == 1)
         if shown and field.name not in _UNSHOWN:
             first = b"override" if field.name in _CHOSEN else part
             parts[first].append((field.name, field.metadata[b"definition"].decode(), values))
@@ -179,16 +180,47 @@ def _varies(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values)
 
 
+def short(keys: Iterable[str]) -> list[str]:
+    """Return the shortest ends of dotted *keys* that tell them apart: ``prefill.tp`` and ``decode.tp``."""
+    parts = [key.split(".") for key in keys]
+    found = []
+    for own in parts:
+        lengths = range(1, len(own) + 1)
+        alone = (n for n in lengths if sum(other[-n:] == own[-n:] for other in parts) == 1)
+        found.append(".".join(own[-next(alone, len(own)) :]))
+    return found
+
+
+def _runnable(whole: Table) -> Table:
+    """Return *whole* without the points that cannot be run, if others are left, and with short names of what was swept.
+
+    Without those rows, columns that they alone filled are empty, and left out.
+    """
+    at = list(whole.columns).index("status")
+    rows = [row for row in whole.rows if row[at] != "infeasible"] or list(whole.rows)
+    kept = [n for n, name in enumerate(whole.columns) if n == at or any(row[n] not in (None, "") for row in rows)]
+    names = list(whole.columns)
+    titles = short(names)
+    columns = {titles[n]: whole.columns[names[n]] for n in kept}
+    return Table(whole.title, columns, [[row[n] for n in kept] for row in rows])
+
+
 def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
     """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
 
-    *verbose*, the table is followed by the definitions of its columns.
-
-    The JSON object has the path of the Parquet file and its rows as objects.
+    A terminal shows points that cannot be run as their number and the reason of one; *verbose*, all rows are shown,
+    and the definitions of the columns follow.  The JSON object has the path of the Parquet file and its
+    rows.
     """
     if json:
         found = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
         (sys.stdout if file is None else file).write(dumps(found, default=str) + "\n")
         return
-    terminal.show_table(table(folder), file, definitions=verbose)
+    whole = table(folder)
+    brief = whole if verbose or not (sys.stdout if file is None else file).isatty() else _runnable(whole)
+    terminal.show_table(brief, file, definitions=verbose)
+    if left := len(whole.rows) - len(brief.rows):
+        reason = next((row["error"] for row in points(folder).to_pylist() if row["status"] == "infeasible"), "")
+        such = f", such as: {reason.splitlines()[0]}" if reason else ""
+        terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
     terminal.show_lines(f"next: pdsim best {folder}", file=file)

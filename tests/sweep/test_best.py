@@ -6,7 +6,8 @@ import pytest
 
 from pdsim.cli.main import main
 from pdsim.errors import ConfigError
-from pdsim.sweep.best import Ranked, _short, chart, front, parse_slo, rank, table
+from pdsim.sweep.best import Ranked, chart, front, parse_slo, rank, table
+from pdsim.sweep.collect import short
 
 
 def ranked(point, speed, throughput, goodput=1.0, gpus=2, **choice):
@@ -91,4 +92,4 @@ def test_the_command_prints_ranks_and_the_front(swept, capsys):
 
 def test_headings_are_the_shortest_ends_that_tell_keys_apart():
     keys = ["parallel.prefill.tp", "parallel.decode.tp", "workload.load", "hw"]
-    assert _short(keys) == ["prefill.tp", "decode.tp", "load", "hw"]
+    assert short(keys) == ["prefill.tp", "decode.tp", "load", "hw"]

@@ -1,10 +1,12 @@
 """A sweep ends in one file and one table: one row a point, the refused and the failed ones included."""
 
+import io
+
 import pyarrow.parquet as pq
 import pytest
 
 from pdsim.errors import ConfigError
-from pdsim.sweep.collect import POINTS, points, table, write
+from pdsim.sweep.collect import POINTS, points, show, table, write
 from pdsim.sweep.ledger import LEDGER, Ledger
 
 DEFINITIONS = {"bw_gbs": "bytes over time"}
@@ -70,3 +72,25 @@ def test_a_ledger_that_was_changed_is_refused(tmp_path):
     (tmp_path / LEDGER).write_text("{}\n[1]\n")
     with pytest.raises(ConfigError, match=r"points\.jsonl is not what a sweep writes: 'point'; it was changed"):
         points(tmp_path)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_counts_the_points_that_cannot_be_run_and_a_pipe_has_their_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    nothing = dict.fromkeys(("experiment", "backend", "target", "seed", "gpus", "evidence"))
+    refused = [row(f"b{n}", n, "infeasible", error="8 GPUs needed", metrics={}, **nothing) for n in range(3, 6)]
+    write(tmp_path, [row("a1", 1), row("a2", 2, metrics={"bw_gbs": 5.0}), *refused], DEFINITIONS)
+    screen, pipe = Screen(), io.StringIO()
+    show(tmp_path, screen)
+    show(tmp_path, pipe)
+    lines = screen.getvalue().splitlines()
+    assert [line.split() for line in lines if " ok " in line] == [["1", "ok", "2.500"], ["2", "ok", "5.000"]]
+    assert f"3 more cannot be run (pdsim show -v {tmp_path}), such as: 8 GPUs needed" in lines
+    assert pipe.getvalue().count("infeasible") == 3
+    assert "hidden" not in screen.getvalue()
