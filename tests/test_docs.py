@@ -37,12 +37,14 @@ def commands(text: str):
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", reference.PARTS)
 def test_what_is_generated_is_current(part):
     page = ROOT / reference.PARTS[part][0]
     assert reference.rewritten(part) == page.read_text(encoding="utf-8"), "run: python -m benchmarks.reference"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [p for p in PAGES if shell(p, run=True)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_command_runs(page, tmp_path):
     """The blocks of a page run one after the other in one folder; those not run say why before they begin."""
@@ -51,11 +53,12 @@ def test_every_command_runs(page, tmp_path):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
     for text in shell(page, run=True):
         done = subprocess.run(
-            ["bash", "-euc", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+            ["bash", "-euc", text], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_that_are_not_run_have_a_reason_and_known_keys(page, tmp_path):
     (tmp_path / "mine").mkdir()  # the folder that pages name for a reader's own configuration
@@ -74,7 +77,7 @@ def compose(command: str, folder: Path):
     """Print the configuration of *command*, on the model, which fails for keys and options that there are not."""
     printed = [sys.executable if word == "python" else word for word in shlex.split(command)]
     words = [word for word in printed if not word.startswith("target=")]
-    done = subprocess.run([*words, "--cfg", "job"], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*words, "--cfg", "job"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 

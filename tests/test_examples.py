@@ -12,6 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BACKEND = EXAMPLES / "third_party_backend"
+pytestmark = pytest.mark.timeout(900)
 BOUNDED = "test_refusals or test_quiesced or test_records or test_close"
 
 
@@ -28,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
         environment = {**os.environ, "PYTHONPATH": str(target)}
         command = [sys.executable, "-P", "-m", *words]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=110, check=False, env=environment, cwd=folder
+            command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder
         )
 
     works = run("pdsim", "doctor").stdout

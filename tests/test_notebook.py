@@ -6,6 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.timeout(900)
 NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "pdsim.ipynb"
 
 
@@ -13,7 +14,7 @@ NOTEBOOK = Path(__file__).resolve().parent.parent / "examples" / "notebook" / "p
 def executed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebook")  # results are kept there
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
     return client.execute(), folder
 
 

@@ -57,7 +57,7 @@ class Ranked:
 
 
 def parse_slo(text: str) -> SloLimits:
-    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency or a wrong time.
+    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency and a wrong time.
 
     >>> str(parse_slo("ttft=2s,tpot=30ms"))
     'ttft <= 2 s, tpot <= 30 ms'
@@ -67,6 +67,8 @@ def parse_slo(text: str) -> SloLimits:
         name, _, value = part.strip().partition("=")
         if name not in _LATENCIES:
             raise ConfigError(f"--slo {text}: {name!r} has no limit; there are {', '.join(_LATENCIES)}, as ttft=2s")
+        if value.replace(".", "", 1).isdecimal():
+            raise ConfigError(f"--slo {text}: {name}={value} has no unit; did you mean {value}s or {value}ms?")
         try:
             limits[name] = parse_time(value)
         except ValueError as error:

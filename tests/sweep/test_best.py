@@ -40,17 +40,19 @@ def test_the_table_has_ten_rows_with_what_was_swept_first():
     ("text", "message"),
     [
         ("ttf=2s", "'ttf' has no limit; there are ttft, tpot, e2e"),
-        ("ttft=2", None),
+        ("ttft=2", "ttft=2 has no unit; did you mean 2s or 2ms?"),
+        ("ttft=0.5", "ttft=0.5 has no unit"),
         ("ttft=fast", "ttft: 'fast' is not a time"),
         ("ttft=0s", "ttft must be > 0"),
     ],
 )
-def test_an_slo_is_read_or_refused(text, message):
-    if message is None:
-        assert parse_slo(text).limits == {"ttft": 2.0}
-        return
+def test_an_slo_that_cannot_be_meant_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_slo(text)
+
+
+def test_an_slo_has_a_limit_for_each_latency_that_it_names():
+    assert parse_slo("ttft=2s,tpot=.03s").limits == {"ttft": 2.0, "tpot": 0.03}
 
 
 @pytest.fixture(scope="module")
