@@ -43,16 +43,15 @@ class Case:
 
 
 CASES = {
-    "main": Case("hw=8xh20", 1000.0, 105.0, speed=1.0),
-    "folded": Case("hw=8xh20 engine.variation=0", 1000.0, 54.0, speed=1.0),  # no rank draws: followers are equal
-    "light": Case("hw=8xh20", 0.1, 110.0, speed=0.03),  # about 0.7 of what its prefill can do
-    "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 250.0),
-    "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 96.0),
+    "main": Case("hw=8xh20", 1000.0, 54.0, speed=1.0),
+    "light": Case("hw=8xh20", 0.1, 57.0, speed=0.03),  # about 0.7 of what its prefill can do
+    "tp8": Case("hw=2x8xh20 parallel=tp8", 1000.0, 121.0),
+    "like": Case("hw=8xh20 model=llama-3.1-8b", 1000.0, 51.0),
     "tp4-tp2": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2", 1000.0, 88.0),
     "tp2-tp4": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2", 1000.0, 76.0),
     "tp4-tp2-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.decode.tp=2 kv.staging=true", 1000.0, 225.0),
     "tp2-tp4-staged": Case("hw=8xh20 model=llama-3.1-8b parallel.prefill.tp=2 kv.staging=true", 1000.0, 225.0),
-    "8x8": Case("hw=8x8xh200", 1000.0, 240.0),  # four instances of TP8 on either side
+    "8x8": Case("hw=8x8xh200", 1000.0, 66.0),  # four instances of TP8 on either side
 }
 """`main` and `light` are Llama 3.1 70B on four GPUs for prefill and four for decode; a prompt has 2 to 3 chunks."""
 
