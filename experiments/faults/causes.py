@@ -62,15 +62,18 @@ def outages(
 ) -> dict[str, Outage]:
     """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error.
 
-    A rank that is silent may be given up, and its instance with it.
+    A rank that is silent may be given up, and its instance with it.  One that is not, or is started again meanwhile,
+    can meet its peers from the end of its silence.
     """
-    gone = {instance_of(name) for name in dead}
+    gone, silences = {instance_of(name) for name in dead}, tuple(silences)
     starts = [*kill.items(), *((silence.rank, silence.start) for silence in silences)]
     found: dict[str, Outage] = {}
     for instance in dict.fromkeys(instance_of(name) for name, _ in starts):
         start = min(at for name, at in starts if instance_of(name) == instance)
         again = [at for name, at in restart.items() if instance_of(name) == instance]
-        end = float("inf") if instance in gone or not again else max(again) + RECONNECTED
+        heard = [each.end for each in silences if instance_of(each.rank) == instance]
+        back = max([*again, *heard], default=float("inf")) + RECONNECTED
+        end = float("inf") if instance in gone else back
         found[instance] = Outage(start, end)
     return found
 

@@ -13,6 +13,7 @@ from pdsim.kv.mapping import RankMap
 from pdsim.kv.messages import (
     Arrival,
     Arrived,
+    Ask,
     MessageError,
     Metadata,
     Quiet,
@@ -80,7 +81,7 @@ class KvReceiver:
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
         self._rooms: dict[int, _IncomingRoom] = {}
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)
-        self.ignored = 0  # arrivals of rooms that were forgotten before
+        self.ignored = 0  # arrivals and questions of rooms that were forgotten before
         self._buffer = rank.device.allocate(layout.size, policy.memory_pool)
         region = rank.endpoint.register(self._buffer, REGION)
         self._rows = metadata.HostRows(layout) if policy.metadata_on == "host" else self._buffer
@@ -118,6 +119,16 @@ class KvReceiver:
         """Take back what *rank* has borrowed, now that it is proven that it writes here no more."""
         if self.landing is not None:
             self.landing.sever(rank)
+
+    def ask(self, sender: str, message: Ask) -> None:
+        """Answer a question for a staging slot, unless its room is over: nobody would give that slot back.
+
+        Such a question was held up, and its writer has given the room up, or is gone and waits for no answer.
+        """
+        if message.room in self._over:
+            self.ignored += 1
+        elif self.landing is not None:
+            self.landing.ask(sender, message)
 
     def notice(self, notification: Notification) -> None:
         """Take note of a write that has arrived.  Raise a `MessageError` if its payload is not an `Arrival`."""

@@ -18,6 +18,7 @@ from experiments.faults.kinds import KINDS, RARE
 from experiments.faults.scenario import attempt, draw
 from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
+from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.results.record import Result
 from pdsim.serving.decode.worker import DecodeWorker
@@ -208,3 +209,27 @@ def test_a_room_that_only_prefill_calls_written_fails_with_its_prefill_instance(
 def test_what_a_leader_that_is_gone_has_asked_for_is_not_kept(seed: int):
     """D10: a rank that was back, and in no life yet, kept messages for ever that meant the life before."""
     assert not FaultTrial(seed).run().violations
+
+
+def test_a_question_for_a_slot_that_comes_after_its_room_is_over_gets_none():
+    """D11: one of 2,295 scenarios kept the slots of a room whose writer was silent, and given up, when it asked."""
+    trial = FaultTrial(101759, 6, 0.4, frozenset(KINDS) - {"late", "silences"})
+
+    def answers_any(self: KvReceiver, sender: str, message: Any) -> None:
+        assert self.landing is not None
+        self.landing.ask(sender, message)
+
+    with patched(((KvReceiver, "ask", answers_any),)):
+        assert [violation.invariant for violation in trial.run().violations] == ["I8"] * 4
+    assert not trial.run().violations
+
+
+def test_a_request_that_waits_for_a_slot_in_quarantine_fails_for_that():
+    """D12: one of 2,295 scenarios let a queue stall behind slots whose rooms had failed, with pages to spare."""
+    trial = FaultTrial(101560, 6, 0.4, frozenset(KINDS) - {"edges", "late", "silences"})
+    done = trial.run()
+    assert (done.violations, done.statuses) == ([], {"ok": 3, "TransferTimeout": 2, "OutOfMemory": 1})
+
+
+def test_an_instance_that_starts_again_while_it_is_silent_is_out_until_it_is_heard():
+    assert not FaultTrial(101959, 1, 0.4, frozenset(KINDS) - {"delays", "silences", "together"}).run().violations

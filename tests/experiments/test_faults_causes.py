@@ -129,6 +129,18 @@ def test_a_silent_rank_may_be_given_up_and_its_instance_with_it():
     assert not found.rank("decode0.0", "PeerLost: decode0 is given up", 2.1)
 
 
+def test_a_silent_rank_that_lives_is_back_after_its_silence():
+    faults = Faults(silences=(Silence("decode0.0", 1.0, 4.0),))
+    both = {"decode0.0": 2.0, "decode1.0": 2.0}
+    row = ("prefill0", 5.9, "decode0", 5.9, "PeerLost: no decode instance is left")
+    for how, end in (({}, 4.0), ({"kill": both, "restart": dict.fromkeys(both, 3.0)}, 4.0)):
+        found, _ = causes([row], faults=faults, **how)  # started again during the silence, it is not heard
+        assert outages(how.get("kill", {}), how.get("restart", {}), [], faults.silences)["decode0"].end == end + 2.0
+    assert not found.request(0, row[-1])  # decode1 is back
+    assert explained(row, kill=both, restart={"decode0.0": 3.0, "decode1.0": 4.0}, faults=faults)
+    assert not explained((*row[:3], 6.1, row[-1]), kill=both, restart=dict.fromkeys(both, 4.0), faults=faults)
+
+
 def test_a_reported_failure_is_that_of_a_room_whose_transfer_broke():
     row = ("prefill0", 1.0, "decode0", 4.0, "TransferFailed: the engine reports an error")
     assert not explained(row)

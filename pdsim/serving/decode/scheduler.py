@@ -277,15 +277,13 @@ class DecodeScheduler(BlockManager):
     def _admit(self) -> None:
         """Give pages to requests of the queue, in the order of the policy, until the next one finds none.
 
-        If nothing but pages in quarantine is in its way, it waits for `Deployment.deadline` seconds and then fails.
+        If nothing but pages, or slots, in quarantine are in its way, it waits for `Deployment.deadline` seconds and
+        then fails.
         """
-        while self._queue and not self._preempted and self.has_slot():
+        while self._queue and not self._preempted:
             index = self.policy.admit(self._queue)
             request = self._queue[index]
-            held = self.held(request)
-            others = len(self._rooms)
-            admitted = self._memory is None or self._memory.admits(request.input - self.shared(request), others)
-            rows = self._allocate(request, held) if admitted else None
+            held, rows = self._find_memory(request) if self.has_slot() else (0, None)
             if rows is None:
                 if not all(room.failed for room in self._rooms.values()):
                     self._blocked.clear()
@@ -293,7 +291,8 @@ class DecodeScheduler(BlockManager):
                 if not self._blocked.too_long():
                     return
                 del self._queue[index]
-                reason = f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine"
+                pages = f"{self.pages.used} of {self.pages.pages} pages"
+                reason = f"OutOfMemory: {pages if self.has_slot() else 'all slots for metadata'} are in quarantine"
                 self.send(ROUTER, Failed(request.room, reason))
                 self.unadmitted(request.room)
                 continue
@@ -304,6 +303,13 @@ class DecodeScheduler(BlockManager):
                 self.hits[request.room] = held * self.job.page_size
             self._timers.add(request.room)
             self.start(request, *rows, held)
+
+    def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
+        """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""
+        held, others = self.held(request), len(self._rooms)
+        if self._memory is not None and not self._memory.admits(request.input - self.shared(request), others):
+            return held, None
+        return held, self._allocate(request, held)
 
     def unadmitted(self, number: int) -> None:
         """See to what is left of a room that was given up before it had pages: nothing."""

@@ -117,8 +117,8 @@ class DecodeWorker(EngineProcess):
             self.receiver.store(message)
 
     def _ask(self, sender: str, message: Ask) -> None:
-        if message.to == self.life and self.receiver.landing is not None:
-            self.receiver.landing.ask(sender, message)
+        if message.to == self.life:
+            self.receiver.ask(sender, message)
 
     def _forget(self, _: str, message: Abort) -> None:
         self.receiver.forget(message.room)
