@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import NamedTuple
 
 from experiments.faults.kinds import KINDS
 from experiments.faults.scenario import Tried, attempt, draw
 from pdsim.kv.verify.invariants import Violation
 
-__all__ = ["FaultTrial", "shrunk"]
+__all__ = ["CRASH", "FaultTrial", "shrunk"]
+
+CRASH = "crash"
+"""Stands for an invariant where a scenario did not run to its end."""
 
 
 class FaultTrial(NamedTuple):
@@ -20,8 +24,13 @@ class FaultTrial(NamedTuple):
     without: frozenset[str] = frozenset()
 
     def run(self) -> Tried:
-        """Run it."""
-        return attempt(draw(self.seed, self.requests, self.intensity, self.without))
+        """Run it.  An exception of the model itself, rather than of one of its ranks, is a violation too: `CRASH`."""
+        try:
+            return attempt(draw(self.seed, self.requests, self.intensity, self.without))
+        except Exception as error:  # a campaign goes on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}, in {where.name}, line {where.lineno}"
+            return Tried(self.seed, [Violation(CRASH, 0.0, what)], {}, 0, "")
 
     def command(self) -> str:
         """Return what replays it."""

@@ -454,7 +454,7 @@ class Router(RankProcess):
             self.ignore()
 
     def _lose(self, instance: str, reason: str) -> None:
-        """Give *instance* up, and with it every request that still needs it."""
+        """Give *instance* up, and with it every request that still needs it, or its answer (`_recover`)."""
         self._moved = self.clock.now  # what depended on it goes on from here, and is given its time
         life, formed = self.registry.life(instance), instance in self.registry.side(instance).load
         until = self.registry.lose(instance)
@@ -464,7 +464,7 @@ class Router(RankProcess):
         if formed:
             # before the others hear of it: they are asked about rooms that they forget then
             for request in tuple(self._rooms.values()):
-                if request.decode == life or (request.prefill == life and not request.prefilled):
+                if request.decode == life or (request.prefill == life and (request.lost or not request.prefilled)):
                     self._recover(request, life, reason)
             for other in (self.registry.prefills if instance in self.job.decodes else self.registry.decodes).load:
                 self.send(self.job.ranks(other), Gone(life, reason))

@@ -233,3 +233,9 @@ def test_a_request_that_waits_for_a_slot_in_quarantine_fails_for_that():
 
 def test_an_instance_that_starts_again_while_it_is_silent_is_out_until_it_is_heard():
     assert not FaultTrial(101959, 1, 0.4, frozenset(KINDS) - {"delays", "silences", "together"}).run().violations
+
+
+def test_a_request_ends_when_the_instance_that_is_asked_about_it_is_lost_too():
+    """D13: one of 3,300 scenarios stalled: prefill had said that all was written, and was asked after decode's loss."""
+    done = FaultTrial(103262, 5, 0.4, frozenset(KINDS) - {"scatter", "silences", "together"}).run()
+    assert (done.violations, done.statuses) == ([], {"ok": 4, "PeerLost": 1})
