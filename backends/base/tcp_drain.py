@@ -4,18 +4,21 @@ When a process ends, the kernel goes on delivering what the process had sent, fr
 receiver's, and says end-of-file only after the last byte.  An engine that has seen that closes its own end.  So once no
 connection of this process has a dead end, nothing that dead processes had sent over TCP is left to be taken in.
 
-It is read from ``/proc`` (see proc_pid_net(5)), which shows both ends of a connection if they are on this host and in
-this network namespace.  An end that it does not show counts as dead: the answer errs towards yes.
+It is read from ``/proc`` (see proc_pid_net(5)), which shows both ends of a connection if they are on this host, in this
+network namespace or in that of another process that this one may look at.  An end that it does not show, or that could
+be one of several in namespaces with equal addresses, counts as dead: the answer errs towards yes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["half_open"]
 
+_SELF = Path("/proc/self")
 _ESTABLISHED = "01"
 _IDLE = {"03", "06", "07", "0A", "0C"}  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
 _NOBODY = "0"
@@ -29,11 +32,11 @@ class _Socket(NamedTuple):
     inode: str
 
 
-def _sockets() -> Iterator[_Socket]:
-    """Yield every TCP socket of this network namespace, as ``/proc/self/net/tcp`` and ``tcp6`` list them."""
+def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
+    """Yield every TCP socket of the network namespace of *process*, as its ``net/tcp`` and ``net/tcp6`` list them."""
     for table in ("tcp", "tcp6"):
         try:
-            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+            lines = (process / "net" / table).read_text().splitlines()[1:]
         except FileNotFoundError:  # a kernel without IPv6
             continue
         for line in lines:
@@ -46,10 +49,22 @@ def _plain(address: str) -> str:
     return address.removeprefix("0000000000000000FFFF0000")
 
 
+def _elsewhere() -> Iterator[_Socket]:
+    """Yield the TCP sockets of all other network namespaces that processes of this host are in."""
+    seen = {(_SELF / "ns" / "net").readlink()}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            namespace = (process / "ns" / "net").readlink()
+            if namespace not in seen:
+                found = list(_sockets(process))
+                seen.add(namespace)
+                yield from found
+
+
 def _mine() -> set[str]:
     """Return the inodes of this process's sockets."""
     found = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
+    for descriptor in (_SELF / "fd").iterdir():
         try:
             target = str(descriptor.readlink())
         except FileNotFoundError:  # closed meanwhile
@@ -62,15 +77,31 @@ def _mine() -> set[str]:
 def half_open() -> bool:
     """Return whether a connection of this process may hold bytes of a process that has ended.
 
-    Takes time in proportion to the number of sockets of the namespace.  True may be about a connection of anything in
-    this process, so ask again later.
+    Takes time in proportion to the number of sockets of the namespace, and of processes of the host if an end is in
+    another namespace.  True may be about a connection of anything in this process, so ask again later.
     """
     sockets, mine = list(_sockets()), _mine()
     ends = {(socket.local, socket.remote): socket for socket in sockets}
+    outside = []
     for socket in sockets:
         if socket.inode not in mine or socket.state in _IDLE:
             continue
         other = ends.get((socket.remote, socket.local))
-        if socket.state != _ESTABLISHED or other is None or other.inode == _NOBODY:
+        if socket.state != _ESTABLISHED or (other is not None and other.inode == _NOBODY):
             return True
-    return False
+        if other is None:
+            outside.append(socket)
+    return bool(outside) and not _all_alive(outside, list(_elsewhere()))
+
+
+def _all_alive(outside: Sequence[_Socket], elsewhere: Sequence[_Socket]) -> bool:
+    """Return whether some process has the other end of each of *outside* among the sockets *elsewhere*."""
+    ends: dict[tuple[str, str], list[str]] = {}
+    for socket in elsewhere:
+        ends.setdefault((socket.local, socket.remote), []).append(socket.inode)
+    for socket in outside:
+        others = ends.get((socket.remote, socket.local), [])
+        # the same addresses again, in namespaces of another job: whose end that is cannot be said
+        if len(others) != 1 or others[0] == _NOBODY or (socket.local, socket.remote) in ends:
+            return False
+    return True

@@ -159,6 +159,37 @@ def be_written(rank: Rank, by: str) -> Program:
     yield rank.channel.receive()
 
 
+def write_and_die(rank: Rank, to: str) -> Program:
+    """Write once, and end as by a kill when *to* says so."""
+    mine = rank.endpoint.register(rank.device.allocate(64), "source")
+    rank.channel.send(to, rank.endpoint.address())
+    peer = rank.endpoint.connect((yield rank.channel.receive()).payload)
+    yield rank.endpoint.write(peer, Batch(mine, peer.regions["sink"], [0], [0], [64]))
+    yield rank.channel.receive()
+    os._exit(1)
+
+
+def outlive(rank: Rank, writer: str, beside: str) -> Program:
+    """Have *writer* die, and wait for the proof that it writes no more, while *beside* stays connected."""
+    rank.endpoint.register(rank.device.allocate(64), "sink")
+    address = (yield rank.channel.receive()).payload
+    rank.channel.send(writer, rank.endpoint.address())
+    rank.endpoint.connect(address)
+    rank.channel.send(beside, b"here")
+    yield rank.channel.receive()
+    rank.channel.send(writer, b"die")
+    yield rank.endpoint.quiesced(writer)
+    rank.channel.send(beside, b"done")
+    return "proven"
+
+
+def stay(rank: Rank, by: str) -> Program:
+    """Answer *by*, and stay until it says more."""
+    yield rank.channel.receive()
+    rank.channel.send(by, b"here")
+    yield rank.channel.receive()
+
+
 def keep_lent_memory(rank: Rank, by: str) -> Program:
     """Withdraw and free memory that a peer still writes to; return what the device says before and after."""
     endpoint, device = rank.endpoint, rank.device

@@ -101,6 +101,16 @@ def test_what_is_under_way_survives_a_cut_and_a_stall(mooncake, kind):
     assert max(record.seen for record in records) > 0.3
 
 
+def test_a_rank_that_dies_is_proven_quiesced_on_another_node(any_engine):
+    """Other connections between the same nodes, whose ends are alive, are not taken for its."""
+    if any_engine.name == "nixl_shm":
+        pytest.skip("memory is shared within a node only")
+    ranks = [at(0, "a", programs.write_and_die, to="b"), at(1, "b", programs.outlive, writer="a", beside="c")]
+    target = Processes(any_engine, deadline=60, device_capacity=1 << 24, link=LINK, nodes=2)
+    outcome = target.run([*ranks, at(0, "c", programs.stay, by="b")])
+    assert (outcome.ranks["b"].error, outcome.ranks["b"].value) == ("", "proven")
+
+
 def test_a_link_says_how_many_packets_it_passed_on_too_late(mooncake):
     target = Processes(mooncake, deadline=60, device_capacity=1 << 24, link=LINK, nodes=2)
     ranks = at(0, "a", programs.write_many, to="b", count=10), at(1, "b", programs.be_written, by="a")
