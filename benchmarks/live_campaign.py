@@ -5,7 +5,7 @@
 Starts a prefill and a decode server of the engine with dummy weights (Qwen3-8B on 2 x H200 unless told otherwise),
 sends single requests of each prompt length to the idle pair, then each load, and ends the servers.  A load is a list of
 overrides, so that ``python -m pdsim run target=model WORDS`` predicts it; `LOADS` has their names.  KEY=VALUE goes to
-every configuration, as in ``live.connector=NixlPushConnector``.
+every configuration, as in ``live.connector=NixlPushConnector``.  `benchmarks.live_variants` runs several side by side.
 
 What it writes, at most eight files below 16 MiB each, anew after every load so that an interrupted campaign keeps what
 it has: ``about.json`` (provenance, command lines, what did not run and why), ``singles.json`` (rows, and what the
@@ -67,8 +67,30 @@ for _name, _words in LOADS.items():
         else ["workload.input_cv=0", "workload.output_cv=0"]
     )
 
+BLIND: dict[str, list[str]] = {
+    "fixed1k-30": ["workload=poisson", "workload.rate=10.5", "workload.input_mean=1024", "workload.output_mean=192"],
+    "fixed3k-55": ["workload=poisson", "workload.rate=7.2", "workload.input_mean=3072", "workload.output_mean=96"],
+    "fixed3k-75": ["workload=poisson", "workload.rate=9.3", "workload.input_mean=3072", "workload.output_mean=96"],
+    "short-90": ["workload=poisson", "workload.rate=22", "workload.input_mean=1536", "workload.output_mean=64"],
+    "mixed1k-45": [
+        "workload=poisson", "workload.rate=11", "workload.input_mean=1536", "workload.output_mean=160",
+        "workload.input_cv=1.2", "workload.output_cv=0.7",
+    ],
+    "mixed3k-70": [
+        "workload=poisson", "workload.rate=8.6", "workload.input_mean=3000", "workload.output_mean=96",
+        "workload.input_cv=0.8", "workload.output_cv=0.5",
+    ],
+    "gamma-50": ["workload=gamma", "workload.rate=9.2", "workload.input_mean=2048", "workload.output_mean=128"],
+    "long12k-40": ["workload=poisson", "workload.rate=1.1", "workload.input_mean=12288", "workload.output_mean=48"],
+    "answers-45": ["workload=poisson", "workload.rate=15", "workload.input_mean=384", "workload.output_mean=384"],
+}  # fmt: skip
+"""Loads that no parameter was fitted to: other rates, lengths and arrivals than those of `LOADS`."""
+for _name, _words in BLIND.items():
+    if not _name.startswith("mixed"):
+        _words += ["workload.input_cv=0", "workload.output_cv=0"]
+
 TRACE_SHARE = 0.5
-"""Of the prefill's capacity, `CAPACITY`, that the slice of the trace asks for."""
+"""Of the prefill's capacity, `CAPACITY`, that the slice of the trace asks for unless told otherwise."""
 
 CAPACITY = 36_000.0
 """Input tokens a second that one H200 prefills of Qwen3-8B, for the pace of the trace."""
@@ -213,10 +235,13 @@ def _run_loads(campaign: Campaign, pair: LiveDeployment, base: Sequence[str], lo
 SHOWN = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "e2e_p50_s", "handoff_p50_s")
 
 
-def trace_load(trace: Path, folder: Path, count: int, context: int, capacity: float) -> list[str]:
-    """Write the first *count* requests of *trace* that fit into *context*, and return the load that replays them.
+def trace_load(
+    trace: Path, folder: Path, count: int, context: int, capacity: float, share: float = TRACE_SHARE, skip: int = 0
+) -> list[str]:
+    """Write *count* requests of *trace* that fit into *context*, and return the load that replays them.
 
-    The pace is such that they ask for `TRACE_SHARE` of *capacity* input tokens a second.
+    The first *skip* that fit are left out.  The pace is such that they ask for *share* of *capacity* input tokens a
+    second.
     """
     kept: list[str] = []
     with trace.open(encoding="utf-8") as lines:
@@ -224,15 +249,19 @@ def trace_load(trace: Path, folder: Path, count: int, context: int, capacity: fl
             row = json.loads(line)
             if row["input_length"] + row["output_length"] <= context:
                 kept.append(line)
-            if len(kept) == count:
+            if len(kept) == skip + count:
                 break
+    kept = kept[skip:]
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "trace.jsonl").write_text("".join(kept), encoding="utf-8")
     rows = [json.loads(line) for line in kept]
+    if not rows:
+        raise ConfigError(f"{trace} has no more than {skip} requests that fit; lower --trace-skip")
     seconds = (rows[-1]["timestamp"] - rows[0]["timestamp"]) / 1e3
     if not seconds:
         raise ConfigError(f"the first {count} requests of {trace} arrive at one time; raise --trace-count")
     tokens = sum(row["input_length"] for row in rows)
-    speed = TRACE_SHARE * capacity * seconds / tokens
+    speed = share * capacity * seconds / tokens
     return ["workload=embedded", f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
 
 
@@ -255,13 +284,18 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=7, help="single requests of each length")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a generated load")
     parser.add_argument("--scale", type=float, default=1.0, help="rates of all loads are multiplied by it")
-    parser.add_argument("--loads", default=",".join(LOADS), help="names, or none")
+    parser.add_argument("--loads", default=",".join(LOADS), help="names, NAME@2 once more, or none")
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, of which a slice is the last load")
     parser.add_argument("--trace-count", type=int, default=60)
+    parser.add_argument("--trace-skip", type=int, default=0, help="requests of it that are left out first")
+    parser.add_argument("--trace-share", type=float, default=TRACE_SHARE, help="of the capacity that it asks for")
+    parser.add_argument(
+        "--turns", type=Path, help="measure when FOLDER/go exists, end the servers when FOLDER/end does"
+    )
     parser.add_argument("--limit", type=float, default=560.0, help="seconds in all")
     parser.add_argument("--processor", action="store_true", help="a tiny model on this machine's processor")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
-    return parser.parse_args(words)
+    return parser.parse_intermixed_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -291,24 +325,42 @@ def _measure(campaign: Campaign, asked: argparse.Namespace, base: Sequence[str])
     loads = dict(scaled(asked.loads, asked.seconds, asked.scale))
     if asked.trace:
         capacity = CAPACITY * asked.scale
-        loads["trace-50"] = trace_load(asked.trace, asked.output, asked.trace_count, config.model.context, capacity)
+        loads[f"trace-{100 * asked.trace_share:.0f}"] = trace_load(
+            asked.trace, asked.output, asked.trace_count, config.model.context, capacity, asked.trace_share,
+            asked.trace_skip,
+        )  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         try:
             with deployed(config, Path(work), lambda *_: None) as pair:
                 campaign.say("servers are ready")
                 campaign.about["ready_after"] = round(asked.limit - campaign.left, 1)
+                _await_turn(campaign, asked.turns, "ready", "go")
                 _run_singles(campaign, config, pair, asked.lengths, asked.repeat)
                 _run_loads(campaign, pair, base, loads)
+                _await_turn(campaign, asked.turns, "done", "end")
         finally:
             for log in Path(work).glob("*.log"):
                 text = log.read_bytes()
                 (asked.output / log.name).write_bytes(text[:2000] + text[2000:][-LOG:])
 
 
+def _await_turn(campaign: Campaign, turns: Path | None, reached: str, wanted: str) -> None:
+    """Leave the file *reached* in *turns* and wait for the file *wanted*, for as long as the campaign may take."""
+    if turns is None:
+        return
+    (turns / reached).touch()
+    while not (turns / wanted).exists() and campaign.left > 0:
+        time.sleep(0.1)
+    campaign.say(f"{reached}, {wanted}")
+
+
 def scaled(names: str, seconds: float, scale: float) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and words of each load that was asked for, for so many *seconds* at *scale* times its rate."""
+    """Yield name and words of each load that was asked for, for so many *seconds* at *scale* times its rate.
+
+    What follows an ``@`` in a name tells repeats of a load apart.
+    """
     for name in names.split(",") if names != "none" else ():
-        words = dict(word.split("=") for word in LOADS[name])
+        words = dict(word.split("=") for word in (LOADS | BLIND)[name.partition("@")[0]])
         rate = float(words["workload.rate"]) * scale
         words |= {"workload.rate": f"{rate:.4g}", "workload.count": str(max(4, round(rate * seconds)))}
         yield name, [f"{key}={value}" for key, value in words.items()]

@@ -93,14 +93,21 @@ def requests_of(folder: Path) -> list[dict[str, Any]]:
 def predict(engine: str, extra: Sequence[str], like: Path | None, fitted: Sequence[str]) -> dict[str, Any]:
     """Return what the model says of every load and of single requests, with the words that it was asked by."""
     base = [*GPUS[1:], *SYSTEMS[engine], *extra]
-    rows = predicted(compose(["hw=2xh200", *base]), parts_of(base, like))
+    return told(engine, base, parts_of(base, like), fitted)
+
+
+def told(engine: str, base: Sequence[str], parts: Parts, fitted: Sequence[str]) -> dict[str, Any]:
+    """Return what the model of *engine*, told *base*, says of *parts*, as `predict` does."""
+    rows = predicted(compose(["hw=2xh200", *base]), parts)
     loads = {
         name: {"metrics": {f"{metric}_s": value for metric, value in quantiles(own).items()}}
         for name, own in rows.items()
         if not name.startswith((SINGLE, WARMUP))
     }
     singles = {
-        name.removeprefix(SINGLE): {key: median(row[key] for row in own) for key in ("ttft", "tpot")}
+        name.removeprefix(SINGLE): {
+            key: median(row[key] for row in own) for key in ("ttft", "tpot", "handoff") if own[0].get(key) is not None
+        }
         for name, own in rows.items()
         if name.startswith(SINGLE)
     }

@@ -5,9 +5,10 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
+from backends.live.commands import launches
 from backends.live.deployment import deployed
-from benchmarks import live_campaign
-from benchmarks.live_campaign import ARGUMENTS, ENGINES, GPUS, LOADS, Campaign
+from benchmarks import live_campaign, live_variants
+from benchmarks.live_campaign import ARGUMENTS, BLIND, ENGINES, GPUS, LOADS, Campaign
 from pdsim.cli.run import compose
 from pdsim.serving.workload import load
 from tests.backends.live.test_client import NO_CACHE
@@ -33,6 +34,29 @@ def test_a_slice_of_a_trace_has_what_fits_at_half_the_capacity(tmp_path):
     requests = load(compose(["model=tiny", "hw=loopback", *words]).workload, 0, 8192)
     assert [request.input for request in requests] == [1000, 2000, 3000, 4000]
     assert sum(request.input for request in requests) / requests[-1].arrival == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(("plan", "name"), [(p, n) for p, plan in live_variants.PLANS.items() for n in plan])
+def test_every_variant_starts_servers_whose_pool_is_the_one_that_is_predicted(plan, name, tmp_path):
+    variant = live_variants.PLANS[plan][name]
+    line = live_variants.command(variant, tmp_path, 60.0, tmp_path / "trace", 0)
+    asked = live_campaign._options(line[3:])
+    own = [*ENGINES[variant.engine], *GPUS, *ARGUMENTS[variant.engine], f"live.engine={variant.engine}"]
+    config = compose([*own, *asked.words])
+    servers = launches(config, variant.engine, tmp_path)
+    model = config.model
+    token = 2 * model.dtype_bytes * model.layers * model.kv_heads * model.head_dim
+    amount = str(variant.pool if variant.engine == "vllm" else variant.pool // token)
+    assert [amount in server.command for server in servers] == [True, True]
+    assert variant.token == token
+    assert set(asked.loads.split(",")) <= set(BLIND)
+    assert len({server.port for server in servers}) == 2
+
+
+def test_a_change_is_the_ratio_of_what_both_have():
+    one = {"loads": {"a": {"metrics": {"x": 2.0, "y": None}}, "b": {"metrics": {"x": 1.0}}}}
+    other = {"loads": {"a": {"metrics": {"x": 3.0, "y": 1.0}}, "c": {"metrics": {"x": 1.0}}}}
+    assert live_variants.changed(one, other) == {"a": {"x": 1.5}}
 
 
 @pytest.mark.live

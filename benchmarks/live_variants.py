@@ -1,0 +1,290 @@
+"""Several pairs of real servers side by side on two GPUs, measured one after the other, and predicted before.
+
+    python -m benchmarks.live_variants run PLAN --output DIR [--limit SECONDS] [--site ENGINE=FOLDER ...]
+    python -m benchmarks.live_variants predict PLAN DIR       # before: a sealed file for each variant
+
+A start of servers takes 80 s, a load 20: the variants of a plan start together and share the memory, each with a pool
+of its own size, and are measured in turn by `benchmarks.live_campaign`, which writes into DIR/VARIANT.  Idle servers
+ask their sockets only, so the one that is measured has the GPUs to itself.  What does not start is left out.  A folder
+of ``--site`` has an ``env.sh`` to be read first; ``--hold FILE`` waits until FILE exists, for a copy to end.
+
+A variant is a list of words over those of its engine, and for the prediction what the model has to be told instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.live_campaign import CAPACITY, LENGTHS, SINGLE_OUTPUT, scaled, trace_load
+from benchmarks.live_validation import GPUS, SYSTEMS, told
+from experiments.validate_live.parts import single_requests
+from pdsim.cli.run import compose
+from pdsim.results.environment import commit
+from pdsim.serving.workload import Request
+from pdsim.serving.workload import load as drawn
+from pdsim.validation.verdicts import seal, unseal
+
+SEED = "seed=7"
+SECONDS = 14.0
+REPEAT = 3
+TRACE = {"count": 36, "share": 0.4, "skip": 400}
+ALL = "mixed3k-70,answers-45,mixed1k-45,fixed3k-55,fixed3k-75,short-90,gamma-50,long12k-40,fixed1k-30"
+TWO = "mixed3k-70,answers-45"
+PORTS = range(20100, 32000, 2000)
+"""Of the first server of each variant, below those that the kernel gives to clients."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One pair of servers.  *pool* is the memory for KV of each, in bytes; *model* are words of the prediction only."""
+
+    engine: str
+    site: str
+    pool: int
+    loads: str
+    lengths: str = "2048,8192,32768"
+    words: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()  # arguments of the decode server
+    trace: bool = False
+
+    @property
+    def token(self) -> int:
+        """Bytes of one token in the KV cache."""
+        return 131072 if LLAMA[0] in self.words else 147456
+
+    @property
+    def live(self) -> list[str]:
+        """Words of the servers alone: their memory, which is given and not shared out by what is free."""
+        if self.engine == "vllm":
+            memory, fraction = ["--kv-cache-memory-bytes", str(self.pool)], 0.16
+            sides = {"prefill": memory, "decode": [*memory, *self.decode]}
+        else:
+            memory, fraction = ["--max-total-tokens", str(self.pool // self.token)], 0.9
+            sides = {"prefill": ["--disable-cuda-graph", *memory], "decode": memory}
+        return [
+            *(f"live.{side}_arguments={_quoted(arguments)}" for side, arguments in sides.items()),
+            f"scheduler.memory_fraction={fraction}",
+        ]
+
+
+def _quoted(arguments: Sequence[str]) -> str:
+    return "[" + ",".join(f"'{one}'" for one in arguments) + "]"
+
+
+LLAMA = ("model=llama-3.1-8b", "model.context=40960")
+NO_THREAD = (
+    '{"kv_connector":"NixlConnector","kv_role":"kv_both",'
+    '"kv_connector_extra_config":{"progress_thread":false,"num_threads":0}}'
+)
+"""Of decode, which reads.  vLLM has no such option; `PATCH` gives it one."""
+
+PATCH = (
+    "s/nixl_agent_config(num_threads=num_threads, capture/nixl_agent_config(enable_prog_thread=vllm_config."
+    'kv_transfer_config.get_from_extra_config("progress_thread", True), num_threads=num_threads, capture/'
+)
+"""For `sed -i` on vLLM 0.22.1's nixl/worker.py."""
+EACH = ",".join(map(str, LENGTHS))
+PUSHED = ("engine.posting_holds=false", "backend.intra.read_descriptor=0s")
+"""Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for it."""
+
+PLANS: Mapping[str, Mapping[str, Variant]] = {
+    "vllm": {
+        "vllm": Variant("vllm", "vllm", 26_000_000_000, ALL, EACH, trace=True),
+        "vllm-chunk2k": Variant("vllm", "vllm", 11_000_000_000, f"{TWO},long12k-40", words=("scheduler.chunk=2048",)),
+        "vllm-llama": Variant("vllm", "vllm", 12_000_000_000, f"{TWO},mixed1k-45,fixed3k-55", words=LLAMA),
+        # 2.9 us a descriptor: 3.2 by 3,427 to 3,820 us, 1,024 descriptors of 16 KiB without and with it
+        "vllm-nothread": Variant(
+            "vllm", "vllm", 11_000_000_000, TWO, decode=("--kv-transfer-config", NO_THREAD),
+            model=("backend.intra.descriptor=2.87us",),
+        ),
+    },
+    "sglang": {
+        "sglang": Variant("sglang", "sglang", 176_000 * 147456, ALL, EACH, trace=True),
+        "sglang-llama": Variant("sglang", "sglang", 80_000 * 131072, f"{TWO},fixed3k-55", words=LLAMA),
+        "vllm26-pull": Variant("vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPullConnector",)),
+        "vllm26-push": Variant(
+            "vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPushConnector",), model=PUSHED
+        ),
+    },
+}  # fmt: skip
+"""Variants by name, in the order in which they are measured."""
+
+CHANGES = {
+    "chunk 8192 -> 2048": ("vllm", "vllm-chunk2k"),
+    "progress thread on -> off at decode": ("vllm", "vllm-nothread"),
+    "pull -> push": ("vllm26-pull", "vllm26-push"),
+}
+"""What a change gains: before and after, of which the loads that both have are compared."""
+
+
+def command(variant: Variant, folder: Path, limit: float, trace: Path, number: int) -> list[str]:
+    """Return the command line that measures *variant* into *folder* in its turn."""
+    return [
+        *(sys.executable, "-m", "benchmarks.live_campaign", "--engine", variant.engine, "--output", str(folder)),
+        *("--turns", str(folder / "turns"), "--limit", f"{limit:.0f}", "--seconds", f"{SECONDS:g}"),
+        *("--repeat", str(REPEAT), "--lengths", variant.lengths, "--loads", variant.loads),
+        *(("--trace", str(trace)) if variant.trace else ()),
+        *(word for key, value in TRACE.items() for word in (f"--trace-{key}", str(value)) if variant.trace),
+        *(SEED, f"live.port={PORTS[number]}", *variant.live, *variant.words),
+    ]
+
+
+def run(plan: Mapping[str, Variant], asked: argparse.Namespace) -> int:
+    """Start all variants of *plan*, measure one after the other, end them; return how many did not end well."""
+    began, sites = time.monotonic(), dict(word.split("=", 1) for word in asked.site)
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    def left() -> float:
+        return float(asked.limit - (time.monotonic() - began))
+
+    def reached(name: str, what: str) -> bool:
+        return (asked.output / name / "turns" / what).exists() or processes[name].poll() is not None
+
+    for number, (name, variant) in enumerate(plan.items()):
+        folder = asked.output / name
+        (folder / "turns").mkdir(parents=True, exist_ok=True)
+        line = shlex.join([*command(variant, folder, asked.limit, asked.trace, number), *asked.word])
+        if variant.site in sites:
+            own = f"export PYTHONPATH=; . {shlex.quote(sites[variant.site])}/env.sh"  # and nothing of another engine's
+            line = f"{own}; export PYTHONPATH=$PYTHONPATH:$LATER; exec {line}"
+        with (folder / "campaign.log").open("wb") as log:
+            environment = os.environ | {"LATER": asked.python_path}
+            processes[name] = subprocess.Popen(["bash", "-c", line], stdout=log, stderr=log, env=environment)
+    try:
+        _wait(
+            lambda: all(reached(name, "ready") for name in plan) and (not asked.hold or asked.hold.exists()),
+            asked.ready,
+        )
+        for name in plan:
+            if processes[name].poll() is not None or left() < 30:
+                say(f"{name}: not measured, status {processes[name].poll()}, {left():.0f} s are left")
+                continue
+            for other, before in plan.items():
+                if before.engine != variant.engine and reached(other, "done"):  # SGLang's loops never rest
+                    (asked.output / other / "turns" / "end").touch()
+            _wait(lambda: all(_rests(asked.output / one, processes[one]) for one in plan), 20.0)
+            say(f"{name}: its turn, {'ready' if reached(name, 'ready') else 'not ready'}")
+            (asked.output / name / "turns" / "go").touch()
+            _wait(lambda: reached(name, "done"), left())  # noqa: B023
+            say(f"{name}: {(asked.output / name / 'campaign.log').read_text(errors='replace')[-1500:]}")
+    finally:
+        for name, process in processes.items():
+            (asked.output / name / "turns" / "end").touch()
+            if not (asked.output / name / "turns" / "done").exists():
+                process.terminate()
+        for process in processes.values():
+            try:
+                process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    say(f"ended: { {name: process.poll() for name, process in processes.items()} }")
+    return sum(bool(process.poll()) for process in processes.values())
+
+
+def _rests(folder: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Return whether nothing of a variant is about to end: it has ended, or has not been told to."""
+    return process.poll() is not None or not (folder / "turns" / "end").exists()
+
+
+def _wait(done: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def predict(plan: Mapping[str, Variant], folder: Path, trace: Path) -> None:
+    """Write into *folder* what the model says of each variant of *plan*, and of the engines' by the other's model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, variant in plan.items():
+        base = [*GPUS[1:], *_system(variant.engine, variant), *variant.words, *variant.model]
+        _write(folder / f"expected-{name}.json", variant.engine, base, _parts(variant, trace, folder))
+        if variant.trace:
+            other = "sglang" if variant.engine == "vllm" else "vllm"
+            words = [*GPUS[1:], *_system(other, variant), *variant.words]
+            _write(folder / f"expected-{name}-as-{other}.json", other, words, _parts(variant, trace, folder))
+    (folder / "trace.jsonl").unlink(missing_ok=True)
+    found = {
+        change: changed(*(unseal((folder / f"expected-{name}.json").read_bytes(), name) for name in pair))
+        for change, pair in CHANGES.items()
+        if set(pair) <= set(plan)
+    }
+    path = folder / f"expected-changes-{next(iter(plan))}.json"
+    path.write_bytes(seal({"changes": found, "commit": commit()}))
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return by load and metric how many times as large a latency is *after*."""
+    return {
+        load: {
+            name: value / before["loads"][load]["metrics"][name]
+            for name, value in made["metrics"].items()
+            if value and before["loads"][load]["metrics"].get(name)
+        }
+        for load, made in after["loads"].items()
+        if load in before["loads"]
+    }
+
+
+def _system(engine: str, variant: Variant) -> list[str]:
+    pool = variant.pool
+    return [SEED, *(word for word in SYSTEMS[engine] if not word.startswith("kv.pool=")), f"kv.pool={pool}B"]
+
+
+def _write(path: Path, engine: str, base: Sequence[str], parts: Mapping[str, Sequence[Request]]) -> None:
+    words = [word for word in base if not word.startswith("live.")]
+    path.write_bytes(seal(told(engine, words, parts, ())))
+    print(f"sealed: {path}", flush=True)
+
+
+def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Request]]:
+    """Return the requests of *variant*, in its order."""
+    base = ["hw=2xh200", *GPUS[1:], SEED, *(word for word in variant.words if not word.startswith("live."))]
+    context = compose(base).model.context
+    found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, REPEAT, context)
+    loads = dict(scaled(variant.loads, SECONDS, 1.0))
+    if variant.trace:
+        slices = trace_load(trace, folder, TRACE["count"], context, CAPACITY, TRACE["share"], TRACE["skip"])
+        loads[f"trace-{100 * TRACE['share']:.0f}"] = slices
+    for name, words in loads.items():
+        config = compose([*base, *words])
+        found[name] = drawn(config.workload, config.seed, config.model.context)
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what *words* say; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("run", "predict"))
+    parser.add_argument("plan", choices=sorted(PLANS))
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--trace", type=Path, required=True, help="the conversation trace")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds in all")
+    parser.add_argument("--ready", type=float, default=200.0, help="seconds after which those that are ready begin")
+    parser.add_argument("--hold", type=Path, help="a file without which nothing is measured before --ready")
+    parser.add_argument("--site", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--python-path", default="", help="folders that come after those of a site")
+    parser.add_argument("--word", action="append", default=[], help="for every campaign, as in --word=--processor")
+    asked = parser.parse_args(words)
+    plan = PLANS[asked.plan]
+    if asked.what == "run":
+        return run(plan, asked)
+    predict(plan, asked.folder, asked.trace)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
