@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.live_campaign import CAPACITY, LENGTHS, SINGLE_OUTPUT, scaled, trace_load
-from benchmarks.live_validation import GPUS, SYSTEMS, told
+from benchmarks.live_campaign import CAPACITY, GPUS, LENGTHS, SINGLE_OUTPUT, scaled, trace_load
+from benchmarks.live_validation import SYSTEMS, told
 from experiments.validate_live.parts import single_requests
 from pdsim.cli.run import compose
 from pdsim.results.environment import commit
@@ -36,7 +36,8 @@ from pdsim.validation.verdicts import seal, unseal
 SEED = "seed=7"
 SECONDS = 14.0
 REPEAT = 3
-TRACE = {"count": 36, "share": 0.4, "skip": 400}
+COUNT, SHARE, SKIP = 36, 0.4, 400
+"""Of the slice of the trace: its requests, the share of the capacity that they ask for, and those left out before."""
 ALL = "mixed3k-70,answers-45,mixed1k-45,fixed3k-55,fixed3k-75,short-90,gamma-50,long12k-40,fixed1k-30"
 TWO = "mixed3k-70,answers-45"
 PORTS = range(20100, 32000, 2000)
@@ -134,7 +135,7 @@ def command(variant: Variant, folder: Path, limit: float, trace: Path, number: i
         *("--turns", str(folder / "turns"), "--limit", f"{limit:.0f}", "--seconds", f"{SECONDS:g}"),
         *("--repeat", str(REPEAT), "--lengths", variant.lengths, "--loads", variant.loads),
         *(("--trace", str(trace)) if variant.trace else ()),
-        *(word for key, value in TRACE.items() for word in (f"--trace-{key}", str(value)) if variant.trace),
+        *("--trace-count", str(COUNT), "--trace-share", str(SHARE), "--trace-skip", str(SKIP)),
         *(SEED, f"live.port={PORTS[number]}", *variant.live, *variant.words),
     ]
 
@@ -256,8 +257,8 @@ def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Reques
     found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, REPEAT, context)
     loads = dict(scaled(variant.loads, SECONDS, 1.0))
     if variant.trace:
-        slices = trace_load(trace, folder, TRACE["count"], context, CAPACITY, TRACE["share"], TRACE["skip"])
-        loads[f"trace-{100 * TRACE['share']:.0f}"] = slices
+        slices = trace_load(trace, folder, COUNT, context, CAPACITY, SHARE, SKIP)
+        loads[f"trace-{100 * SHARE:.0f}"] = slices
     for name, words in loads.items():
         config = compose([*base, *words])
         found[name] = drawn(config.workload, config.seed, config.model.context)
