@@ -26,6 +26,7 @@ import experiments.serve
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.repository import data
 from pdsim.results.record import Result
 
@@ -62,7 +63,7 @@ def configuration(words: Sequence[str], tokens: Sequence[int], folder: Path) -> 
 
 def served(config: Config) -> Result:
     """Return the run of *config*."""
-    return experiments.serve.run(config, Model(config.hw, config.backend), lambda _share, _text: None)
+    return experiments.serve.run(config, Model(config.hw, config.backend), silent)
 
 
 def phases(result: Result) -> Floats:

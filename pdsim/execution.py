@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.errors import ConfigError
+from pdsim.progress import Meter, ShowProgress
 from pdsim.results import terminal
 from pdsim.results.evidence import extrapolations, host_spread
 from pdsim.results.record import Result
 from pdsim.results.store import Run
-from pdsim.units import format_time
 
 if TYPE_CHECKING:
     from pdsim.kv.verify.laws import LawChecker
@@ -38,12 +38,13 @@ def execute(
     quiet: bool = False,
     name: str = "",
     durable: bool = True,
+    progress: ShowProgress | None = None,
 ) -> tuple[Result, Path]:
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
     *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
-    nothing is shown meanwhile; *name* is that of the folder, by default one with the date in it; *durable* is that of
-    `pdsim.results.store.Run`.
+    nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with the
+    date in it; *durable* is that of `pdsim.results.store.Run`.
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
 
@@ -56,8 +57,8 @@ def execute(
     fresh = not Path(config.output).exists()
     kept = Run(config, command=["pdsim", "run", *words], overrides=words, name=name, durable=durable)
     try:
-        with kept, terminal.Progress(f"{experiment} on {config.hw.name}") as bar:
-            meter = _Meter(None if quiet else bar)
+        with kept, _shown(config, quiet=quiet, progress=progress) as show:
+            meter = Meter(show)
             own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
             checker = _checker(config)
             with _target(config, meter, kept.folder, checker) as target:
@@ -82,14 +83,26 @@ def execute(
         raise
 
 
-def simulated(config: Config, progress: Callable[[float, str], None] | None = None) -> Result:
+@contextmanager
+def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Iterator[ShowProgress | None]:
+    """Yield what shows how far the run is: *progress* itself or, unless it is to be *quiet*, a bar of its own."""
+    if quiet or progress is not None:
+        yield progress
+        return
+    experiment = config.experiment.name
+    measures = config.target != "model" or experiment in _OWN_FILES
+    with terminal.Progress(f"{experiment} on {config.hw.name}", at_once=measures) as bar:
+        yield bar
+
+
+def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
     """Run the experiment of *config* on the model, whatever its target, and return the result without keeping it.
 
     Raise a `ConfigError` if the experiment refuses *config*.
     """
     from pdsim.fabric.job import Model
 
-    model = replace(config, target="model")
+    model, meter = replace(config, target="model"), Meter(progress)
     target = Model(
         model.hw,
         model.backend,
@@ -97,38 +110,15 @@ def simulated(config: Config, progress: Callable[[float, str], None] | None = No
         seed=model.seed,
         collective=model.collective,
         jitter=model.jitter,
+        progress=meter.simulated,
     )
     measure: Callable[..., Result] = plugins.resolve(plugins.EXPERIMENTS, model.experiment.name).run
-    return measure(model, target, progress or _Meter(None))
+    return measure(model, target, meter)
 
 
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):  # another run may have begun to use it
         folder.rmdir()
-
-
-class _Meter:
-    """Shows how far the experiment says it is, and between two such words the time on the virtual clock.
-
-    Called with a share from 0 to 1 and a line by the experiment, and with the time by the model's clock, through `at`.
-    """
-
-    def __init__(self, bar: terminal.Progress | None) -> None:
-        self._bar = bar
-        self._share = 0.0
-        self._text = ""
-
-    def __call__(self, fraction: float, text: str = "") -> None:
-        self._share, self._text = fraction, text
-        self._show(text)
-
-    def at(self, now: float) -> None:
-        """Show the virtual time *now*."""
-        self._show(f"{self._text} ({format_time(now)} simulated)")
-
-    def _show(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar(self._share, text)
 
 
 def _checker(config: Config) -> LawChecker | None:
@@ -152,7 +142,7 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 
 @contextmanager
-def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | None = None) -> Iterator[Any]:
+def _target(config: Config, meter: Meter, folder: Path, observer: LawChecker | None = None) -> Iterator[Any]:
     """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
 
     Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
@@ -166,7 +156,7 @@ def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | 
             config.backend,
             memory=config.memory,
             seed=config.seed,
-            progress=meter.at,
+            progress=meter.simulated,
             observer=observer,
             collective=config.collective,
             jitter=config.jitter,
@@ -210,4 +200,5 @@ def _target(config: Config, meter: _Meter, folder: Path, observer: LawChecker | 
         collective=collective,
         link=config.hw.link,
         nodes=config.hw.nodes,
+        progress=meter.measured,
     )

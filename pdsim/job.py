@@ -52,11 +52,19 @@ class Rank:
     observer: Any = None  # on the model, `pdsim.fabric.faults.Observer` if the job is watched
     groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
     sampler: Gauge | None = None  # on the model, if samples are kept
+    counted: tuple[Callable[[], int], int] | None = None  # what `counts` was given
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
         """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""
         if self.sampler is not None:
             self.sampler(kind, name, read)
+
+    def counts(self, read: Callable[[], int], of: int) -> None:
+        """Have ``read()``, how many of *of* pieces of the job's work are done, shown to who waits for the job.
+
+        Asked for now and then, at moments that differ from target to target; it changes nothing of the job.
+        """
+        self.counted = read, of
 
     def group(self, names: Sequence[str]) -> Group:
         """Return the group of the ranks *names*, this one among them; for the same names the same group.

@@ -18,6 +18,7 @@ from pdsim.config import Config, sources
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.hardware import EVIDENCE
+from pdsim.progress import silent
 from pdsim.repository import data
 from tests.support.composed import composed
 
@@ -215,7 +216,7 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
         if refused:
             assert f"backend={backend}" in refused
             continue
-        result = transfer.run(config, Model(config.hw, engine), lambda fraction, text: None)
+        result = transfer.run(config, Model(config.hw, engine), silent)
         assert not result.failures
         assert [record.nbytes for record in result.transfers] == [4 * 65536] * 2
         works.add(backend)
@@ -226,9 +227,7 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
 def modelled(config: Config, blocks: int, size: int) -> float:
     """Return the seconds that one transfer takes: between two GPUs of one node or, if there are more, of two nodes."""
     point = replace(TRANSFER, blocks=(blocks,), size=(size,), repeat=1, placement=("spread",))
-    result = transfer.run(
-        replace(config, experiment=point), Model(config.hw, config.backend), lambda fraction, text: None
-    )
+    result = transfer.run(replace(config, experiment=point), Model(config.hw, config.backend), silent)
     (record,) = result.transfers
     return record.completed - record.submitted
 

@@ -73,6 +73,7 @@ class Processes:
     *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
     a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
     which then are network namespaces of this machine with addresses of their own; without one, all are this machine.
+    *progress* is called now and then with the seconds since the start and what a rank has counted.
 
     One object may run several jobs; *lateness* collects what the packet forwarder reports of each.  Raise a
     `ValueError` for times and capacities that are not positive.
@@ -91,6 +92,7 @@ class Processes:
         link: NetworkLink | None = None,
         nodes: int = 1,
         silence: float = SILENCE,
+        progress: Callable[[float, int, int], None] = lambda *_: None,
     ) -> None:
         positive("Processes", deadline=deadline, startup=startup, silence=silence)
         positive("Processes", device_capacity=device_capacity, gpu_capacity=gpu_capacity)
@@ -105,6 +107,7 @@ class Processes:
         self.gpu_capacity = gpu_capacity
         self.link = link
         self.nodes = nodes
+        self.progress = progress
         self.lateness: list[Lateness] = []  # of the packet forwarder, in each job so far
 
     @property
@@ -131,7 +134,7 @@ class Processes:
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
         processors, keys = shares(ranks), job_keys(names)
-        with _stoppable(), self._network() as network, _ProcessJob(self.startup, self.silence) as job:
+        with _stoppable(), self._network() as network, _ProcessJob(self.startup, self.silence, self.progress) as job:
             for spec in ranks:
                 start = self._describe(spec, keys[spec.name], network, processors.get(spec.name, []))
                 job.start(start, self._spawn(spec, network))
@@ -307,9 +310,10 @@ class _ProcessJob:
     for each rank, `until_ready`, `go`, `until_done` and `outcome`.
     """
 
-    def __init__(self, startup: float, silence: float) -> None:
+    def __init__(self, startup: float, silence: float, progress: Callable[[float, int, int], None]) -> None:
         self._startup = startup
         self._silence = silence
+        self._progress = progress
         self._children: list[_Child] = []
         self._origin = 0.0  # of the job's time, on the monotonic clock
         self._restarts = False
@@ -435,6 +439,8 @@ class _ProcessJob:
                 self._rejoin(child, message.uri)
             elif isinstance(message, supervision.WorkerFailed):
                 child.error = f"{message.kind}: {message.message}"
+            elif isinstance(message, supervision.Alive) and message.of:
+                self._progress(time.monotonic() - self._origin, message.done, message.of)
         for child in self._children:
             if child.ended and child.done is None and not child.seconds:
                 child.seconds = time.monotonic() - self._origin

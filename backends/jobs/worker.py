@@ -41,6 +41,9 @@ SPIN_ON_GPU = 2e-3
 
 A nap takes tens of microseconds, as long as a small copy."""
 
+COUNTED = 1.0
+"""Seconds between two counts of a rank's work: a message of 20 us then, which few transfers meet."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -60,21 +63,25 @@ class Records:
 
 
 class Pulse:
-    """Tells the supervisor on *connection* every *interval* seconds that the clock of this rank goes.
+    """Tells the supervisor on *connection* every *interval* seconds that the clock of *rank* goes.
 
-    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.
+    It beats from the clock's own events, so silence means that the clock does not go, whatever the process does.  A
+    rank that counts its work (`pdsim.job.Rank.counts`) is asked every `COUNTED` seconds.
     """
 
-    def __init__(self, connection: socket.socket, clock: WallClock, interval: float) -> None:
+    def __init__(self, connection: socket.socket, rank: Rank, clock: WallClock, interval: float) -> None:
         self._connection = connection
+        self._rank = rank
         self._clock = clock
         self._interval = interval
-        self._beat(None)
+        self._clock.call_at(self._clock.now + min(interval, COUNTED), self._beat, None)
 
     def _beat(self, _: object) -> None:
+        read, of = self._rank.counted or (int, 0)
         with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
-            supervision.send(self._connection, supervision.Alive(), wait=False)
-        self._clock.call_at(self._clock.now + self._interval, self._beat, None)
+            supervision.send(self._connection, supervision.Alive(read(), of), wait=False)
+        pause = min(self._interval, COUNTED) if of else self._interval
+        self._clock.call_at(self._clock.now + pause, self._beat, None)
 
 
 class Moves:
@@ -140,7 +147,7 @@ def main() -> None:
     gc.freeze()  # what the libraries have made lives as long as this process: no collection need look at it again
     if go.restarts:
         clock.watch(Moves(connection, clock, lambda uris: _open(rank, uris)))
-    Pulse(connection, clock, go.alive)
+    Pulse(connection, rank, clock, go.alive)
     supervision.send(connection, _run(clock, rank, records, program, start))
     try:
         if rank.groups is not None:

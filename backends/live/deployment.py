@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from backends.live.metrics import MetricSample, Page
 from backends.live.routes import Direct, LiveServer, RequestRoute, RequestRow, SglangPair, VllmPair
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.progress import ShowProgress
 from pdsim.serving.workload import Request
 
 __all__ = ["LiveDeployment", "Served", "deployed", "engine_of", "problems"]
@@ -113,7 +114,7 @@ def installed(engine: str, python: str = "") -> str:
 
 
 @contextmanager
-def deployed(config: Config, folder: Path, progress: Callable[[float, str], None]) -> Iterator[LiveDeployment]:
+def deployed(config: Config, folder: Path, progress: ShowProgress) -> Iterator[LiveDeployment]:
     """Yield the deployment of *config*; servers that are launched for it, with logs in *folder*, end afterwards.
 
     Raise a `BackendUnavailable` if a launched server does not come up.  Servers that somebody else runs are left
@@ -161,9 +162,7 @@ class LiveDeployment:
     folder: Path
     bootstrap: Mapping[str, int] = field(default_factory=dict)
 
-    def serve(
-        self, requests: Sequence[Request], progress: Callable[[float, str], None], *, policy: str = "least_tokens"
-    ) -> Served:
+    def serve(self, requests: Sequence[Request], progress: ShowProgress, *, policy: str = "least_tokens") -> Served:
         """Send *requests*, in order of arrival, and return what became of each.
 
         *policy*, ``"least_tokens"`` or ``"round_robin"``, chooses among servers of one role.  Raise a
@@ -175,7 +174,7 @@ class LiveDeployment:
         """Return the servers of *role*."""
         return [server for name, server in self.servers if name == role]
 
-    async def _serve(self, requests: Sequence[Request], progress: Callable[[float, str], None], policy: str) -> Served:
+    async def _serve(self, requests: Sequence[Request], progress: ShowProgress, policy: str) -> Served:
         """Ask who the servers are, warm them up, and replay *requests* while their metrics are sampled."""
         from backends.live.client import Http, Limits, replay, session
         from backends.live.metrics import Sampler

@@ -5,7 +5,7 @@ The points of one number of ranks are one job, so that real ranks meet once; tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,6 +14,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
 from pdsim.job import Outcome, Place, RankSpec, Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size, format_size
 
@@ -100,7 +101,7 @@ def check(config: Config) -> Iterator[str]:
         )
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything.
 
     The outcome is that of all jobs, each rank, link and pool named with its job.  A job that fails leaves rows with
@@ -114,7 +115,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     outcomes: dict[str, Outcome] = {}
     for number, points in enumerate(jobs):
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
-        progress(number / len(jobs), name)
+        progress(number / len(jobs), name, (number + 1) / len(jobs))
         outcomes[name] = target.run(_specs(config, options, points))
         found += rows(points, options.row, outcomes[name])
     progress(1.0, "")

@@ -19,6 +19,7 @@ from experiments.serve import Options as ServeOptions
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.workload import Request, draw
 
@@ -96,7 +97,7 @@ class _Chain:
         return found
 
 
-def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     """Search every deployment that fits and return the best, all of them, and the Pareto front.
 
     Raise a `ConfigError` if none fits.

@@ -6,7 +6,7 @@ be is skipped, with the reason.  Beside them stands the same workload on as many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
+from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import ServingEngine
 
@@ -77,7 +78,7 @@ class _Combination(NamedTuple):
         return [self.backend, self.engine, "staged" if self.staging else "as it is", self.metadata]
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Serve the workload of *config* in all combinations and rank them by their median TTFT.
 
     Raise a `ConfigError` if there is none that can be run.
@@ -88,9 +89,9 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     skipped: list[list[str]] = []
     notes: Sequence[str] = ()
     for number, one in enumerate(every):
-        progress(number / len(every), ", ".join(one.named))
+        shown = within(progress, number / len(every), (number + 1) / len(every), ", ".join(one.named))
         try:
-            found = _served(config, target, options, one)
+            found = _served(config, target, options, one, shown)
         except (ConfigError, ValueError) as error:
             skipped.append([*one.named, str(error)])
             continue
@@ -124,12 +125,12 @@ def _combinations(options: Options) -> Iterator[_Combination]:
             yield _Combination("none: colocated", engine, False, "-")
 
 
-def _served(config: Config, target: Target, options: Options, one: _Combination) -> Result:
+def _served(config: Config, target: Target, options: Options, one: _Combination, progress: ShowProgress) -> Result:
     """Return what serving as *one* says.  Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing."""
     engine = options.engines[one.engine]
     if one.backend not in options.backends:
         colocated = ServeOptions(router=options.router, deployment="colocated")
-        return serve(replace(config, engine=engine, experiment=colocated), target, _quiet)
+        return serve(replace(config, engine=engine, experiment=colocated), target, progress)
     chosen = options.backends[one.backend]
     if engine.handoff == "pull" and (one.staging or one.metadata != "policy"):
         raise ConfigError("pulled KV has no staging and moves no metadata; compare it as it is")
@@ -148,7 +149,7 @@ def _served(config: Config, target: Target, options: Options, one: _Combination)
         kv=replace(config.kv, staging=one.staging),
         experiment=ServeOptions(router=options.router),
     )
-    found = serve(own, target.using(backend), _quiet)
+    found = serve(own, target.using(backend), progress)
     failed = {status for status in found.requests["status"] if status != "ok"}
     if failed and "ok" not in found.requests["status"]:
         raise ConfigError(f"no request was served: {min(failed)}")
@@ -174,7 +175,3 @@ def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
 def _values(result: Result) -> list[Any]:
     values = {metric.name: metric.value for metric in result.summary}
     return [values.get(name) for name in COLUMNS]
-
-
-def _quiet(_: float, __: str) -> None:
-    """Tell nobody."""

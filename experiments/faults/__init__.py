@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.guards import not_negative
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 
 __all__ = ["Options", "run", "tries"]
@@ -59,7 +60,7 @@ class Options(ExperimentOptions):
                 raise ValueError(f"experiment.without names {kind!r}; there are {', '.join(KINDS)}")
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:  # noqa: ARG001
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001
     """Run the scenarios and return what was violated.  Raise a `ConfigError` on real engines."""
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")

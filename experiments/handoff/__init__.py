@@ -6,7 +6,7 @@ which the shapes follow one another, `warmup` requests of each and then `repeat`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from experiments.handoff.tables import HandoffRow, HandoffShape, metrics, rows, 
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.deployment import ROUTER, index_of
@@ -120,7 +121,7 @@ def check(config: Config) -> Iterator[str]:
             yield f"{way.label}: {error}"
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over in every way and return the times.
 
     Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
@@ -133,7 +134,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     found: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
-        progress(number / len(options.ways()), way.label)
+        progress(number / len(options.ways()), way.label, (number + 1) / len(options.ways()))
         outcomes[way.label] = _attempt(target, specs(config, options, way), first=not outcomes)
         found += rows(_shapes(options, way), _warm(options), options.requests(), outcomes[way.label])
     progress(1.0, "")

@@ -7,7 +7,7 @@ committed in ``data/reports/<seed>.csv``, into which `experiments.reports.report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from experiments.reports.report_points import ReportPoint, committed
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
+from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Workload
 from pdsim.transfer import TransferRecord
@@ -67,7 +68,7 @@ class Claim:
 class ReportRun:
     """Runs the *variants* of a seed one after the other on *target* and keeps what they found."""
 
-    def __init__(self, config: Config, target: Target, progress: Callable[[float, str], None], variants: int) -> None:
+    def __init__(self, config: Config, target: Target, progress: ShowProgress, variants: int) -> None:
         self.config = config
         self.target = target
         self.points: list[ReportPoint] = []
@@ -89,7 +90,7 @@ class ReportRun:
         result: Result = measure(
             own,
             target or self.target,
-            lambda share, text: self._progress((done + share) / self._variants, f"{label} {text}"),
+            within(self._progress, done / self._variants, (done + 1) / self._variants, label),
         )
         self._results[label] = result
         return result

@@ -22,6 +22,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.fabric.job import Model
 from pdsim.hardware import Machine
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.repository import data
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, ServingEngine, Side, Workload
@@ -256,7 +257,7 @@ FIGURES = (
 """What is compared.  A report has several figures where it has several points."""
 
 
-def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     """Simulate all figures, or those of `Options.only`, and return the table."""
     rows = list(simulated(config, progress))
     reached = sum(row.verdict == "reached" for row in rows)
@@ -269,7 +270,7 @@ def run(config: Config, _: Target, progress: Callable[[float, str], None]) -> Re
     )
 
 
-def simulated(config: Config, progress: Callable[[float, str], None]) -> Iterator[FigureRow]:
+def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
     """Yield what the model says of each figure."""
     options = Options.of(config)
     chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]

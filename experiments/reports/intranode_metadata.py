@@ -6,13 +6,13 @@ after, they lie on the GPU and go with the last batch of KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from experiments.reports import prompt_bursts as shared
 from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.settings import Parallel, Side
 
@@ -39,7 +39,7 @@ class Options(shared.Options):
     prompts: tuple[int, ...] = (1, 8, 64)  # that arrive at once, served by instances of the first of `tp`
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
     options = Options.of(config)
     served = options.prompts if options.placement == "packed" else ()

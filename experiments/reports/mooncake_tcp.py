@@ -6,7 +6,6 @@ because it has no RDMA, there is no before: what is left to see is that handoffs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.costs import Engine
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.settings import Parallel, Side
 from pdsim.units import Seconds
@@ -70,7 +70,7 @@ class Transport(NamedTuple):
     target: Target
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over and serve over RDMA, where the machine's backend uses it, and over TCP.
 
     Raise what `experiments.handoff` and `experiments.serve` raise.

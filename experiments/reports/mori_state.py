@@ -6,7 +6,7 @@ looks at their statuses between two forwards.  The engine is the configured one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from experiments.reports.claims import Claim, ReportRun, as_rows, burst, value
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
 from pdsim.kv.policy import Policy
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result, Table
 from pdsim.serving.settings import Hybrid, Llm, Parallel, Side
 from pdsim.units import Seconds
@@ -54,7 +55,7 @@ class Options(ExperimentOptions):
             raise ValueError(f"experiment.concurrency must be of numbers >= 1, got {self.concurrency}")
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Compare what posts, which way metadata goes, and handoffs with state and between unlike ranks.
 
     Raise what `experiments.serve` and `experiments.handoff` raise.

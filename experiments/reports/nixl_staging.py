@@ -8,7 +8,6 @@ all heads.  Expert parallelism moves no KV: `pdsim.serving` does not model it, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from experiments.reports import prompt_bursts as shared
@@ -16,6 +15,7 @@ from experiments.reports.claims import Claim, ReportRun, as_rows
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.settings import Parallel, Side
@@ -62,7 +62,7 @@ class Options(shared.Options):
                 raise ValueError(f"experiment.tp must be of pairs of unlike sides such as 4to1, got {text!r}")
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over and serve in slices, then staged, and return what became of `CLAIMS`.
 
     What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.

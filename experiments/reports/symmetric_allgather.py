@@ -7,7 +7,7 @@ the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
 from pdsim.job import Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size
 
@@ -68,7 +69,7 @@ class Options(ExperimentOptions):
         )
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Gather in plain memory, in a reserved symmetric pool and in one that grows; return what became of `CLAIMS`.
 
     More ranks than GPUs are left out, and a note says so.  Raise a `ConfigError` if none is left.

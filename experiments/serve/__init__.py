@@ -7,7 +7,7 @@ experiments (handoff, capacity, faults, validate) use the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from pdsim.kv.contents import EVERY
 from pdsim.kv.layout import KvShape
 from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
@@ -70,7 +71,7 @@ class Options(ExperimentOptions):
                 raise ValueError(f"experiment.{name} must be >= 0, got {getattr(self, name)}")
 
 
-def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
 
     *target* is a `pdsim.job.Target`, or a `backends.live.deployment.LiveDeployment` where ``config.target`` is live.
@@ -93,7 +94,7 @@ def run(config: Config, target: Any, progress: Callable[[float, str], None]) -> 
     requests = scaled(config.workload, what, drawn.requests, config.seed)
     first = [*_first(config.workload, offered_load(what, requests)), *drawn.notes]
     check_fits(what, requests)
-    progress(0.0, f"serving {len(requests)} requests")
+    progress(0.0, f"serving {len(requests)} requests", 1.0)
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
     found = result(config, what, requests, outcome)

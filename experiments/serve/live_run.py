@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from experiments.serve import tables as report
 from pdsim.config import Config
 from pdsim.job import Outcome, RankResult
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 from pdsim.results.statistics import distribution, percentile
 from pdsim.serving.workload import Request
@@ -50,7 +51,7 @@ def run(
     deployment: LiveDeployment,
     requests: Sequence[Request],
     policy: str,
-    progress: Callable[[float, str], None],
+    progress: ShowProgress,
 ) -> Result:
     """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
     return result(config, requests, deployment.serve(requests, progress, policy=policy))

@@ -6,7 +6,7 @@ takes its point with it; those after it are run in a second job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from experiments.transfer.tables import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
+from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size
 
@@ -151,7 +152,7 @@ def _memory(config: Config, options: Options, points: Sequence[TransferPoint]) -
     )
 
 
-def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every point and return its rows, as listed.
 
     Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
@@ -167,7 +168,7 @@ def run(config: Config, target: Target, progress: Callable[[float, str], None]) 
     rows: dict[TransferPoint, TransferRow] = {}
     outcomes: list[Outcome] = []
     while left and len(outcomes) < JOBS:
-        progress(len(rows) / len(listed), f"{len(left)} points")
+        progress(len(rows) / len(listed), f"{len(left)} points", 1.0)
         outcomes.append(_attempt(target, _specs(config, options, left), first=not outcomes))
         found = _rows(left, outcomes[-1], options)
         rows |= {row.point: row for row in found}

@@ -83,6 +83,8 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
     buffer = rank.device.allocate(region_bytes(rank.name, points))
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
+    if rank.name == min(rank.name, *rank.peers):  # one is enough
+        rank.counts(lambda: len(done), len(points))
     try:
         addresses = yield from party.meet("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}

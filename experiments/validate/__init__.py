@@ -8,20 +8,20 @@ elsewhere: ``predict=only`` writes them, and the run that is given their file as
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.validate.design import CLASSES, Design, DesignPart, parts
-from experiments.validate.predict import adopt, ahead, check_same, expect, now
-from experiments.validate.sealed import EXPECTED, MEASURED, design_of, keep, read, take
-from experiments.validate.values import mean, values
+from experiments.validate.measured import measure
+from experiments.validate.predict import adopt, ahead, check_same, expect
+from experiments.validate.sealed import EXPECTED, MEASURED, design_of, read, take
 from pdsim.config import Config
-from pdsim.errors import ConfigError, TransferError
+from pdsim.errors import ConfigError
 from pdsim.guards import not_negative, positive
 from pdsim.job import Target
+from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result
 from pdsim.transfer import TransferRecord
 from pdsim.units import Seconds, Size
@@ -35,14 +35,14 @@ from pdsim.validation.verdicts import (
     compare,
     foretold,
     metrics,
-    seal,
     tables,
 )
 
 __all__ = ["Bounds", "Options", "bounds", "run"]
 
 TABLE = "validation.parquet"
-Progress = Callable[[float, str], None]
+PREDICTING = 0.05
+"""Share of the progress that predictions are: they take a minute, measuring many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Options(Design):
             raise ValueError(f"experiment.ranks must be >= 2, or 0 for a rank a GPU, got {self.ranks}")
 
 
-def run(config: Config, target: Target, progress: Progress, folder: Path) -> Result:
+def run(config: Config, target: Target, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
     Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
@@ -107,15 +107,15 @@ def run(config: Config, target: Target, progress: Progress, folder: Path) -> Res
     notes: list[str] = []
     failures: list[str] = []
     records: list[TransferRecord] = []
-    progress(0.0, "predicting")
     if options.stored:
-        _take(config, options, folder)
+        _take(config, options, folder, progress)
     elif options.predict == "only":
-        expect(config, _design(config, parts(config, options, folder, notes), notes), folder)
+        expect(config, _design(config, parts(config, options, folder, notes), notes), folder, progress)
         return _foretold(folder, notes)
     else:
-        design = _expected(config, options, folder, notes)
-        failures += _measure(config, design, options.jobs, target, folder, progress, records)
+        design = _expected(config, options, folder, notes, within(progress, 0.0, PREDICTING))
+        measuring = within(progress, PREDICTING, 1.0)
+        failures += measure(config, design, options.sized(config.hw.gpus).jobs, target, folder, measuring, records)
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
 
@@ -134,7 +134,7 @@ def _small(each: Compared, large: float) -> Compared:
     return replace(each, predicted=replace(value, group=f"small {value.group}"))
 
 
-def _take(config: Config, options: Options, folder: Path) -> None:
+def _take(config: Config, options: Options, folder: Path, progress: ShowProgress) -> None:
     """Take what is stored to *folder*, and predict it if that was not done, or is to be done anew."""
     source = Path(options.stored)
     take(source, folder)
@@ -143,10 +143,12 @@ def _take(config: Config, options: Options, folder: Path) -> None:
         return
     if made:
         check_same(config, read(source / EXPECTED), source / EXPECTED)
-    expect(config, design_of(source, folder), folder)
+    expect(config, design_of(source, folder), folder, progress)
 
 
-def _expected(config: Config, options: Options, folder: Path, notes: list[str]) -> list[DesignPart]:
+def _expected(
+    config: Config, options: Options, folder: Path, notes: list[str], progress: ShowProgress
+) -> list[DesignPart]:
     """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
     if config.target != "real":
         raise ConfigError(
@@ -156,7 +158,7 @@ def _expected(config: Config, options: Options, folder: Path, notes: list[str]) 
     if options.expected:
         return _design(config, adopt(config, Path(options.expected), folder), notes)
     design = _design(config, parts(config, options, folder, notes), notes)
-    expect(config, design, folder)
+    expect(config, design, folder, progress)
     return design
 
 
@@ -172,54 +174,6 @@ def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> li
     if not found:
         raise ConfigError("nothing can be run: " + "; ".join(notes or ["experiment.classes is empty"]))
     return found
-
-
-def _measure(
-    config: Config,
-    design: Sequence[DesignPart],
-    jobs: int,
-    target: Target,
-    folder: Path,
-    progress: Progress,
-    records: list[TransferRecord],
-) -> list[str]:
-    """Run *design* for real, write what was measured, add to *records*, and return what failed.
-
-    The file is written anew after each part, so that a run that is ended early leaves what it had.
-    """
-    found: list[Value] = []
-    failures: list[str] = []
-    took: list[dict[str, Any]] = []
-    began, expectations = now(), read(folder / EXPECTED)["sha256"]
-    for number, part in enumerate(design):
-        progress((number + 1) / (len(design) + 1), part.experiment)
-        start = time.monotonic()
-        results = _jobs(config, part, jobs, target, failures)
-        found += mean([values(part.experiment, result) for result in results])
-        failures += [f"{part.experiment}: {failure}" for result in results for failure in result.failures]
-        records += [record for result in results for record in result.transfers]
-        took.append({"experiment": part.experiment, "jobs": len(results), "seconds": time.monotonic() - start})
-        content = {
-            "began": began,
-            "expectations": expectations,
-            "engines": sorted({record.engine for record in records}),
-            "took": list(took),
-            "measured": [asdict(value) for value in found],
-        }
-        keep(folder / MEASURED, seal(content))
-    return failures
-
-
-def _jobs(config: Config, part: DesignPart, jobs: int, target: Target, failures: list[str]) -> list[Result]:
-    """Run *part* in as many jobs as its kind is, and return what came of it; an error is one of *failures*."""
-    results: list[Result] = []
-    for job in range(part.jobs(jobs)):
-        seed = config.seed + (job if part.experiment != "serve" else 0)  # which has the same requests each time
-        try:
-            results.append(part.run(replace(config, seed=seed), target))
-        except (ConfigError, TransferError) as error:
-            failures.append(f"{part.experiment}: {type(error).__name__}: {error}")
-    return results
 
 
 # --- the comparison -------------------------------------------------------------------------------------------------

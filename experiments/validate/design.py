@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
 from experiments.transfer.points import TransferPoint, read, write
@@ -18,6 +18,7 @@ from experiments.transfer.rank_places import names, places, shortage
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
+from pdsim.progress import ShowProgress, silent
 from pdsim.results.record import Result
 from pdsim.units import Size
 
@@ -44,7 +45,7 @@ class Design(ExperimentOptions):
     classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
     size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)  # bytes of a block, none on a calibration's grid
     blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)  # of a pair; fewer than 20 points have no 95th percentile
-    limit: Size = 1 << 29  # bytes of a transfer, most
+    limit: Size = 0  # bytes of a transfer, most; 0 is 512 MiB between GPUs, and 64 MiB on hosts
     patterns: tuple[str, ...] = (  # of contention; those with more ranks than there are GPUs are left out
         "pairs:2",
         "pairs:4",
@@ -63,7 +64,7 @@ class Design(ExperimentOptions):
     )
     contended: tuple[Size, ...] = (98304, 6291456, 50331648)  # block sizes of those
     contended_blocks: tuple[int, ...] = (1, 37)  # blocks of those
-    tokens: tuple[int, ...] = (512, 2048, 8192)  # of handoffs
+    tokens: tuple[int, ...] = ()  # of handoffs; empty is 512, 2048, 8192 between GPUs, and 128, 512 on hosts
     tp: tuple[str, ...] = ()  # ranks of prefill and of decode, as 4to2; empty: chosen by the number of ranks
     slices: int = 1 << 19  # descriptors from a rank to another of a sliced handoff, most
     short: tuple[int, ...] = (128, 1024)  # tokens of handoffs whose metadata goes either way
@@ -71,9 +72,22 @@ class Design(ExperimentOptions):
     ranks: int = 0  # of a pattern, a handoff or an all-gather, most; 0 is one for each GPU, and 4 on hosts
     points: str = ""  # a CSV file of more points
     repeat: int = 20  # measured transfers of each point in each job
-    volume: Size = 4 << 30  # bytes of a flow after which fewer repeats do
+    volume: Size = 0  # bytes of a flow after which fewer repeats do; 0 is 4 GiB between GPUs, and 256 MiB on hosts
     placement: tuple[str, ...] = ("packed",)  # as `experiment.placement` of experiment=transfer
-    jobs: int = 9  # how often ranks are started anew, whose mean counts; a third of it for handoffs and serve
+    jobs: int = 0  # ranks are started anew, the mean counts; a third for handoffs and serve; 0 is 9, and 3 on hosts
+
+    def sized(self, gpus: int) -> Self:
+        """Return the design with what was left out chosen for a machine of *gpus* GPUs: without any, for minutes.
+
+        Hosts move bytes at a hundredth of the rate of GPUs: what takes these five minutes would take hours.
+        """
+        return replace(
+            self,
+            limit=self.limit or (1 << 29 if gpus else 1 << 26),
+            tokens=self.tokens or ((512, 2048, 8192) if gpus else (128, 512)),
+            volume=self.volume or (4 << 30 if gpus else 1 << 28),
+            jobs=self.jobs or (9 if gpus else 3),
+        )
 
 
 class DesignPart(NamedTuple):
@@ -102,15 +116,11 @@ class DesignPart(NamedTuple):
         check = getattr(plugins.resolve(plugins.EXPERIMENTS, self.experiment), "check", None)
         return list(check(self.config(config))) if check else []
 
-    def run(self, config: Config, target: Target) -> Result:
-        """Run it on *target*."""
+    def run(self, config: Config, target: Target, progress: ShowProgress = silent) -> Result:
+        """Run it on *target*, and show *progress* how far it is."""
         measure = plugins.resolve(plugins.EXPERIMENTS, self.experiment).run
-        result: Result = measure(self.config(config), target, _silent)
+        result: Result = measure(self.config(config), target, progress)
         return result
-
-
-def _silent(fraction: float, text: str) -> None:
-    """Show nothing: the bar is about all parts."""
 
 
 def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[DesignPart]:
@@ -121,6 +131,7 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
     The order is transfers, handoffs, metadata, all-gathers, serve: what is quick comes first.
     """
     gpus = config.hw.gpus * config.hw.nodes
+    design = design.sized(gpus)
     ranks = design.ranks or gpus or HOSTED
     if points := _points(config, design, ranks, notes):
         write(folder / POINTS, points)

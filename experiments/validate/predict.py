@@ -14,9 +14,10 @@ from experiments.validate.values import values
 from pdsim.config import Config, Launch
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
+from pdsim.progress import ShowProgress, silent
 from pdsim.results.environment import commit
 from pdsim.results.store import plain
-from pdsim.validation.intervals import predicted
+from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.verdicts import Value, seal
 
 __all__ = ["adopt", "ahead", "check_same", "expect", "now"]
@@ -25,15 +26,23 @@ SYSTEM = ("model", "parallel", "workload", "kv", "policy", "scheduler", "compute
 """What has to be the same when what is predicted is measured: a label says how many tokens, not of which model."""
 
 
-def expect(config: Config, design: Sequence[DesignPart], folder: Path) -> None:
-    """Write what the model says of *design*, and see it safely on disk.
+def expect(config: Config, design: Sequence[DesignPart], folder: Path, progress: ShowProgress = silent) -> None:
+    """Write what the model says of *design*, and see it safely on disk; *progress* is shown the simulations.
 
     Predictions come with 95 % intervals where the calibration has some (`pdsim.validation.intervals`).  The file is
     sealed and synchronised to the disk before this returns.
     """
+    seconds: list[float] = []  # that a job of each part takes, on the model, and then of its variants
+    count = len(design) * (1 + 2 * len(list(variants(config))))
+
+    def simulated(one: DesignPart, of: Config) -> list[Value]:
+        progress(len(seconds) / count, f"predicting {one.experiment}, simulation {len(seconds) + 1} of {count}")
+        result = one.run(*_modelled(of))
+        seconds.append(result.outcome.seconds if result.outcome is not None else 0.0)
+        return values(one.experiment, result)
 
     def predict(of: Config) -> list[Value]:
-        return [value for part in design for value in values(part.experiment, part.run(*_modelled(of)))]
+        return [value for one in design for value in simulated(one, of)]
 
     known = [asdict(value) for value in predicted(config, predict)]
     expected = [{key: item for key, item in value.items() if item not in (None, ())} for value in known]
@@ -46,6 +55,7 @@ def expect(config: Config, design: Sequence[DesignPart], folder: Path) -> None:
         "seed": config.seed,
         "system": _system(config),
         "design": [written(part) for part in design],
+        "seconds": seconds[: len(design)],
         "expected": expected,
     }
     keep(folder / EXPECTED, seal(content))

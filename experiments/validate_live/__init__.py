@@ -9,7 +9,7 @@ predictions of every part and the requests of each, written with its hash before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from experiments.validate.sealed import EXPECTED, MEASURED, keep, read
 from experiments.validate_live.parts import WARMUP, Parts, predicted, single_requests
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
+from pdsim.progress import ShowProgress
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
 from pdsim.results.store import as_written
@@ -40,7 +41,6 @@ REQUESTS, OBSERVED = "requests.parquet", "observed"
 _CONTENTS = 1_000_000
 """First block number of prompts, beyond those that traces have."""
 
-Progress = Callable[[float, str], None]
 Quantiles = Mapping[str, Mapping[str, float]]
 
 
@@ -76,7 +76,7 @@ class Options(ExperimentOptions):
             raise ValueError(f"experiment.expected must be left out with experiment.stored, got {self.expected!r}")
 
 
-def run(config: Config, target: Any, progress: Progress, folder: Path) -> Result:
+def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
     *target* is a `backends.live.deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
@@ -113,7 +113,7 @@ def _parts(config: Config, options: Options) -> Parts:
     return found
 
 
-def _expect(config: Config, parts: Parts, folder: Path, progress: Progress) -> None:
+def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) -> None:
     """Write what the model of today says of *parts*, with its hash."""
     rows = predicted(replace(config, target="model"), parts, progress)
     content = {
@@ -143,7 +143,7 @@ def _adopt(config: Config, options: Options, folder: Path) -> None:
     keep(folder / EXPECTED, source.read_bytes())
 
 
-def _take(config: Config, options: Options, folder: Path, progress: Progress) -> None:
+def _take(config: Config, options: Options, folder: Path, progress: ShowProgress) -> None:
     """Take what is stored to *folder*, and predict it anew if that is asked for."""
     source = Path(options.stored)
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
@@ -160,7 +160,7 @@ def _take(config: Config, options: Options, folder: Path, progress: Progress) ->
         _expect(config, parts, folder, progress)
 
 
-def _take_run(config: Config, source: Path, folder: Path, progress: Progress) -> None:
+def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress) -> None:
     """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
     import pyarrow.parquet as pq
 
@@ -174,7 +174,9 @@ def _take_run(config: Config, source: Path, folder: Path, progress: Progress) ->
     keep(folder / MEASURED, seal(content))
 
 
-def _measure(config: Config, options: Options, target: LiveDeployment, folder: Path, progress: Progress) -> list[str]:
+def _measure(
+    config: Config, options: Options, target: LiveDeployment, folder: Path, progress: ShowProgress
+) -> list[str]:
     """Send the requests of every part to *target*, write what became of each, and return what failed.
 
     The file is written anew after each part, so that a run that is ended early leaves what it had.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.serve import Options, check_fits, job, result, specs
 from pdsim.config import Config
 from pdsim.fabric.job import Model
+from pdsim.progress import ShowProgress
 from pdsim.serving.workload import Request
 from pdsim.validation.load_errors import SINGLE
 
@@ -46,7 +47,7 @@ def in_turn(parts: Parts) -> list[Request]:
 
 
 def predicted(
-    config: Config, parts: Parts, progress: Callable[[float, str], None] = lambda *_: None
+    config: Config, parts: Parts, progress: ShowProgress = lambda *_: None
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each of *parts* on the model of *config*, that serves one after the other.
 

@@ -20,6 +20,7 @@ from pdsim.calibration.samples import Samples
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.guards import near
+from pdsim.progress import within
 from pdsim.results import store, terminal
 from pdsim.units import parse_size
 
@@ -152,7 +153,11 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     own = [f"experiment.points={listed}", "experiment.order=shuffled"]
     defaults = ["experiment.warmup=10", "experiment.verify=false"]
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
-    runs = [measure(compose([*chosen, f"seed={config.seed + job}"]), chosen) for job in range(asked.jobs)]
+    runs = []
+    with terminal.Progress(f"calibrate {_where(config)}", at_once=True) as bar:
+        for job in range(asked.jobs):
+            shown = within(bar, job / asked.jobs, (job + 1) / asked.jobs, f"job {job + 1} of {asked.jobs},")
+            runs.append(measure(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))
     rows = points.from_transfers([result.transfers for result, _ in runs], [cell.label for cell in left])
     folders = ", ".join(folder.name for _, folder in runs)
     kind = "measured" if config.target == "real" else "assumed"  # of the model, it says what the model was told

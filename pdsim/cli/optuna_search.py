@@ -14,6 +14,7 @@ from typing import Any
 
 from pdsim.errors import ConfigError
 from pdsim.guards import instead
+from pdsim.progress import ShowProgress
 from pdsim.sweep import driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point
@@ -58,7 +59,7 @@ def search(
     intervals: Mapping[str, tuple[float, float]],
     compose: Callable[[Mapping[str, str]], Point],
     executor: Executor,
-    progress: Callable[[float, str], None],
+    progress: ShowProgress,
 ) -> list[dict[str, Any]]:
     """Run the points that Optuna asks for, keep them in the folder *found_in*, and return their rows, each once.
 
@@ -93,9 +94,11 @@ def search(
     return list(rows.values())
 
 
-def _within(progress: Callable[[float, str], None], done: int, trials: int) -> Callable[[float, str], None]:
+def _within(progress: ShowProgress, done: int, trials: int) -> ShowProgress:
     """Return what shows the progress of a batch as that of the search, of which *done* points are over."""
-    return lambda _share, text: progress(done / trials, f"{done} of {trials} trials; {text.rpartition('; ')[2]}")
+    return lambda _share, text="", _until=None: progress(
+        done / trials, f"{done} of {trials} trials; {text.rpartition('; ')[2]}"
+    )
 
 
 def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[float, float]]) -> dict[str, str]:

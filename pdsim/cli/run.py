@@ -17,6 +17,7 @@ from pdsim.cli.compose import compose, composed
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.execution import execute
+from pdsim.progress import ShowProgress
 from pdsim.results import store, terminal
 from pdsim.results.record import Result
 
@@ -42,10 +43,16 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False, verbos
     return 1 if result.failures else 0
 
 
-def measure(config: Config, words: Sequence[str], *, quiet: bool = False) -> tuple[Result, Path]:
-    """Run *config*, which *words* were composed to, keep its result, and return it and its folder."""
+def measure(
+    config: Config, words: Sequence[str], *, quiet: bool = False, progress: ShowProgress | None = None
+) -> tuple[Result, Path]:
+    """Run *config*, which *words* were composed to, keep its result, and return it and its folder.
+
+    *quiet* and *progress* are those of `pdsim.execution.execute`.
+    """
     plain = [word.lstrip("+") for word in words]
-    return execute(config, plain, notes=checks.notes(config, overrides.set_keys(plain)), quiet=quiet)
+    notes = checks.notes(config, overrides.set_keys(plain))
+    return execute(config, plain, notes=notes, quiet=quiet, progress=progress)
 
 
 def _show(config: Config) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from pdsim.cli.overrides import CommandLine
 from pdsim.cli.run import only_json
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
+from pdsim.progress import ShowProgress, silent
 from pdsim.results import terminal
 from pdsim.sweep import collect, driver
 from pdsim.sweep.executors import Executor
@@ -55,8 +56,8 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
             out.write(f"going on with {folder}\n")
             out.flush()
         try:
-            with terminal.Progress("sweep") as bar:
-                shown = _silent if quiet or json else bar
+            with terminal.Progress("sweep", at_once=True) as bar:
+                shown = silent if quiet or json else bar
                 if asked.search is None:
                     rows = driver.sweep(folder, found, executor, shown)
                 else:
@@ -67,10 +68,6 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
             with suppress(SystemExit):
                 collect.show(folder, out, json=json)
     return 0 if all(row["status"] in ("ok", "infeasible") for row in rows) else 1
-
-
-def _silent(share: float, text: str) -> None:
-    """Show nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +197,7 @@ def _first(asked: Asked) -> list[Point]:
         return [_Composer(asked.line, space.fixed, space.keys).point(choice)]
 
 
-def _searched(
-    asked: Asked, folder: Path, executor: Executor, progress: Callable[[float, str], None]
-) -> list[dict[str, Any]]:
+def _searched(asked: Asked, folder: Path, executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
     assert asked.search is not None
     space = _space(asked)
     with compose.initialized(asked.line):

@@ -61,7 +61,8 @@ class Model:
     there.
     With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants or
     up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
-    ``progress(now)`` is called now and then with the virtual time, *observer* told what happens.
+    ``progress(now, done, of)`` is called now and then with the virtual time and what a rank has counted
+    (`pdsim.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
 
     With *fold*, ranks that say that they are alike run once (`pdsim.fabric.fold`) where that is exact: with
     ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody killed.
@@ -72,7 +73,7 @@ class Model:
     engine: Engine
     memory: str = "timing"
     seed: int = 0
-    progress: Callable[[float], None] | None = None
+    progress: Callable[[float, int, int], None] | None = None
     faults: Faults | None = None
     limit: float = inf
     observer: Observer | None = None
@@ -180,6 +181,7 @@ class _ModelJob:
         self._columns = self._fabric.columns
         absent = self._columns.originals
         self._live: dict[str, _Member] = {}
+        self._ranks: dict[str, Rank] = {}
         for spec in specs:
             if spec.name in absent:
                 self._stand_in(spec, self._specs[absent[spec.name]][0])
@@ -253,7 +255,12 @@ class _ModelJob:
         except EmptySchedule:
             self._deadlock()
         if self._model.progress is not None:
-            self._model.progress(self._clock.now)
+            self._model.progress(self._clock.now, *self._counted())
+
+    def _counted(self) -> tuple[int, int]:
+        """Return how much of the job's work is done, and of how much: of the first rank that counts, 0 of 0 if none."""
+        read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
+        return read(), of
 
     def _member(self, spec: RankSpec) -> _Member:
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
@@ -315,6 +322,7 @@ class _ModelJob:
             rank.sampler = self._sampling.gauge
         if (groups := self._groups) is not None:
             rank.groups = lambda names: self._group(groups, names, member)
+        self._ranks[name] = rank
         process = member.clock.process(_main(function, rank, _plain(dict(spec.arguments))))
         process.callbacks.append(lambda event: self._on_end(name, event))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from json import dumps
@@ -18,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pdsim.results import brief, store
 from pdsim.results.evidence import Evidence
 from pdsim.results.record import Table
+from pdsim.units import format_time
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +31,9 @@ _STYLES = {"failed": "red", "warning": "yellow", "SLO missed": "yellow", "SLO me
 """Of lines of `pdsim.results.brief`, by how they begin."""
 _USE = ["name", "utilisation"]
 """Columns of tables of links and memories, of which those that are alike are one row."""
+
+_SOME, _LITTLE = 3.0, 0.01
+"""Seconds and the share of the work from which on the time left is told."""
 
 _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so that grep and cut work
 
@@ -238,32 +243,76 @@ class Progress:
     """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
 
     Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are the
-    seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.
+    seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.  With *at_once*,
+    for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s, also while
+    nothing calls: a thread writes what was said last.
     """
 
-    def __init__(self, description: str, file: IO[str] | None = None, after: float = 1.0, every: float = 10.0) -> None:
+    def __init__(
+        self,
+        description: str,
+        file: IO[str] | None = None,
+        after: float = 1.0,
+        every: float = 10.0,
+        *,
+        at_once: bool = False,
+    ) -> None:
         self._file = sys.stderr if file is None else file
         self._description = description
         self._terminal = self._file.isatty()
-        self._pause = 0.1 if self._terminal else every
-        self._next = time.monotonic() + (after if self._terminal else every)
+        self._began = time.monotonic()
+        self._pause = 0.1 if self._terminal else min(2.0, every) if at_once else every
+        self._every = every
+        self._next = self._began + (after if self._terminal else 0.0 if at_once else every)
+        self._first: float | None = None  # the share when it was first called: what an earlier run has done
+        self._last: tuple[float, str] | None = None
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True) if at_once else None
         self._bar: Any = None
         self._task: TaskID | None = None
 
-    def __call__(self, fraction: float, text: str = "") -> None:
-        """Show that *fraction* is done."""
+    def __call__(self, share: float, text: str = "", until: float | None = None) -> None:  # noqa: ARG002
+        """Show that *share* is done; *until* is that of `pdsim.progress.ShowProgress`."""
+        with self._lock:
+            self._last = min(max(share, 0.0), 1.0), text
+            if self._first is None:
+                self._first = self._last[0]
+                if self._thread is not None:
+                    self._thread.start()
+            self._show()
+
+    def _show(self) -> None:
         now = time.monotonic()
-        if now < self._next:
+        if self._last is None or now < self._next:
             return
+        share, text = self._last
+        what = f"{self._description} {text}".rstrip()
         self._next = now + self._pause
-        done, what = min(max(fraction, 0.0), 1.0), f"{self._description} {text}"
-        if not self._terminal:
-            self._file.write(f"{what}: {done:.0%}\n")
-            self._file.flush()
+        if self._terminal:
+            if self._bar is None:
+                self._start()
+            self._bar.update(self._task, completed=share, description=what)
             return
-        if self._bar is None:
-            self._start()
-        self._bar.update(self._task, completed=done, description=what)
+        self._pause = min(2.0 * self._pause, self._every)
+        self._file.write(f"{what}: {share:.0%}{self._left(now, share)}\n")
+        self._file.flush()
+
+    def _left(self, now: float, share: float) -> str:
+        """Return how long it has taken and, once that says something, how long it will still take."""
+        spent, done = now - self._began, share - (self._first or 0.0)
+        if spent < 1.0:
+            return ""
+        took = f", {format_time(round(spent))} so far"
+        if spent < _SOME or done < _LITTLE or share >= 1.0:
+            return took
+        return f"{took}, about {format_time(max(1.0, round(spent * (1.0 - share) / done)))} left"
+
+    def _repeat(self) -> None:
+        while not self._over.wait(max(0.05, self._next - time.monotonic())):
+            with self._lock:
+                if not self._over.is_set():
+                    self._show()
 
     def _start(self) -> None:
         from rich.console import Console
@@ -277,10 +326,14 @@ class Progress:
         self._task = self._bar.add_task(self._description, total=1.0)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Take the bar off the terminal; nothing is written after that."""
+        self._over.set()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
 
     def __enter__(self) -> Progress:
         return self

@@ -63,9 +63,8 @@ def program(
 
     *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are the
     hashes of each prompt's blocks, where prefixes are cached.  *after* is, of each, the number of the request whose
-    end its user waits for, -1 for none; its arrival is then counted from there.  The value has
-    ``start``, the time at which the first could have arrived, and for each request in order a row in ``rows``: prefill
-    instance, decode instance, bytes, status, and the times of `Finished` or None.
+    end its user waits for, -1 for none; its arrival is then counted from there.  The value has ``start``, when the
+    first could have arrived, and ``rows``: prefill, decode, bytes, status, and the times of `Finished` or None.
     """
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
@@ -148,6 +147,7 @@ class Router(RankProcess):
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere, or a write of one
         self._generated = 0, 0  # requests that have all their tokens, and how many those were
+        rank.counts(lambda: self._generated[0], len(self.requests))
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[KvMessage], Handler] = {

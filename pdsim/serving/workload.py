@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import ConfigError
+from pdsim.progress import ShowProgress
 from pdsim.serving import traces
 from pdsim.serving.requests import HASHED, Request, stream
 from pdsim.serving.sessions import lengths, sessions
@@ -42,7 +43,7 @@ def load(
     workload: Workload,
     seed: int,
     context: int,
-    progress: Callable[[float, str], None] = lambda *_: None,
+    progress: ShowProgress = lambda *_: None,
 ) -> list[Request]:
     """Return the requests of `draw`."""
     return draw(workload, seed, context, progress).requests
@@ -52,7 +53,7 @@ def draw(
     workload: Workload,
     seed: int,
     context: int,
-    progress: Callable[[float, str], None] = lambda *_: None,
+    progress: ShowProgress = lambda *_: None,
 ) -> Drawn:
     """Return the requests of *workload*, of which *progress* is told how many have been drawn.
 
@@ -83,7 +84,7 @@ def draw(
 
 
 def _all(
-    workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]
+    workload: Workload, seed: int, context: int, progress: ShowProgress
 ) -> tuple[Iterator[Request], tuple[str, ...]]:
     """Return the requests of *workload* before any are chosen, and how their arrivals were changed."""
     if workload.trace is None and workload.arrivals == "sessions":
@@ -170,7 +171,7 @@ def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[R
 # --- generated ------------------------------------------------------------------------------------------------------
 
 
-def _generate(workload: Workload, seed: int, context: int, progress: Callable[[float, str], None]) -> list[Request]:
+def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> list[Request]:
     """Return requests with drawn arrivals and lengths, none with more tokens than *context*.
 
     Outputs are drawn first and kept; what exceeds the context is taken from the input.

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pdsim.progress import ShowProgress
 from pdsim.results import store
 from pdsim.sweep import collect, ledger
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.ledger import FINAL, Ledger
 from pdsim.sweep.measure import measure, refused
 from pdsim.sweep.points import Point
-from pdsim.units import format_time
 
 __all__ = ["sweep"]
 
 
-def sweep(
-    folder: Path, points: Sequence[Point], executor: Executor, progress: Callable[[float, str], None]
-) -> list[dict[str, Any]]:
+def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
     """Run those of *points* that *folder* has no final row of, and return the rows of all, in order.
 
     Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has the
     rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to, or if
     another process runs this sweep.
 
-    *progress* is called after each point with the share that is done, 0 to 1, and a line about rate and remaining
-    time.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on *folder* at a
-    time.
+    *progress* is called at once and after each point with the share that is done, 0 to 1, and a line about the rate and
+    the best point.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on
+    *folder* at a time.
     """
     store.make(folder.parent, "output=")
     store.make(folder, "output=")
@@ -43,9 +41,7 @@ def sweep(
             collect.write(folder, [book.rows[each.name] for each in points if each.name in book.rows], book.definitions)
 
 
-def _run(
-    folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: Callable[[float, str], None]
-) -> None:
+def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: ShowProgress) -> None:
     """Record the points that were refused, then run those without a final row and append each row as it comes.
 
     The generator of the executor is closed whatever happens, which ends the processes or jobs under way.
@@ -57,14 +53,13 @@ def _run(
     begun, before = time.monotonic(), len(points) - len(left)
     if not left:
         return
+    progress(before / len(points), f"{before} of {len(points)} points, {len(left)} begin")
     found = executor.run(measure, [point.within(str(folder)) for point in left])
     try:
         for done, row in enumerate(found, 1):
             _keep(book, row)
             rate = done / max(time.monotonic() - begun, 1e-9)
-            text = (
-                f"{before + done} of {len(points)} points, {rate:.3g}/s, {format_time((len(left) - done) / rate)} left"
-            )
+            text = f"{before + done} of {len(points)} points, {rate:.3g}/s"
             progress(
                 (before + done) / len(points),
                 text + _best(book.rows[each.name] for each in points if each.name in book.rows),

@@ -6,7 +6,7 @@ are of the model, whatever the run's target was, and nothing of them is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.execution import simulated
+from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Result
 from pdsim.results.statistics import mean, percentile
 
@@ -141,29 +142,28 @@ def figures(result: Result, request: int | None = None) -> Figures:
     )
 
 
-Progress = Callable[[float, str], None]
-
-
 def try_reliefs(
-    config: Config, causes: Iterable[str], progress: Progress, request: int | None = None
+    config: Config, causes: Iterable[str], progress: ShowProgress, request: int | None = None
 ) -> dict[str, Figures | str]:
     """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved; or why there are none.
 
     Raise a `ConfigError` if *config* itself cannot be simulated.
     """
     chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
-    progress(0.0, "as it was")
-    found: dict[str, Figures | str] = {"": figures(simulated(config), request)}
+    one = 1 / (len(chosen) + 1)
+    base = simulated(config, within(progress, 0.0, one, "as it was,"))
+    found: dict[str, Figures | str] = {"": figures(base, request)}
     for number, relief in enumerate(chosen, 1):
-        progress(number / (len(chosen) + 1), f"{relief.cause}: {relief.how}")
+        shown = within(progress, number * one, (number + 1) * one, f"{relief.cause}: {relief.how},")
         other = relieved(config, relief)
-        found[relief.cause] = "nothing of it is in this configuration" if other is None else _tried(other, request)
+        nothing = "nothing of it is in this configuration"
+        found[relief.cause] = nothing if other is None else _tried(other, shown, request)
     return found
 
 
-def _tried(config: Config, request: int | None = None) -> Figures | str:
+def _tried(config: Config, progress: ShowProgress, request: int | None = None) -> Figures | str:
     try:
-        return figures(simulated(config), request)
+        return figures(simulated(config, progress), request)
     except (ConfigError, ValueError) as error:
         return f"cannot be run: {' '.join(str(error).split())}"
 
@@ -183,7 +183,7 @@ def exchanged(first: Config, second: Config) -> dict[str, Config]:
     return found
 
 
-def try_exchanges(configs: Sequence[Config], progress: Progress) -> dict[str, Figures | str]:
+def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
     """Return the figures of the two *configs*, under ``"A"`` and ``"B"``, and of A with each group of B that differs.
 
     Raise a `ConfigError` if one of the two cannot be simulated.
@@ -191,10 +191,10 @@ def try_exchanges(configs: Sequence[Config], progress: Progress) -> dict[str, Fi
     first, second = configs
     others = exchanged(first, second)
     found: dict[str, Figures | str] = {}
+    one = 1 / (len(others) + 2)
     for number, (name, config) in enumerate((("A", first), ("B", second))):
-        progress(number / (len(others) + 2), f"{name} as it was")
-        found[name] = figures(simulated(config))
+        shown = within(progress, number * one, (number + 1) * one, f"{name} as it was,")
+        found[name] = figures(simulated(config, shown))
     for number, (group, config) in enumerate(others.items(), 2):
-        progress(number / (len(others) + 2), f"A with {group} of B")
-        found[group] = _tried(config)
+        found[group] = _tried(config, within(progress, number * one, (number + 1) * one, f"A with {group} of B,"))
     return found

@@ -22,6 +22,12 @@ def sleep(rank: Rank, seconds: float) -> Program:
     return "slept"
 
 
+def count(rank: Rank, seconds: float) -> Program:
+    """Say that a part of the work is done, and do nothing."""
+    rank.counts(lambda: 3, 7)
+    yield rank.clock.timeout(seconds)
+
+
 def hang(rank: Rank) -> Program:
     """Keep the clock from going on."""
     yield rank.clock.timeout(0.1)

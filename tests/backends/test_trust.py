@@ -21,6 +21,7 @@ from backends.jobs.launcher import Processes
 from experiments import serve
 from pdsim.cli.run import compose
 from pdsim.job import Outcome, RankResult
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.results.store import summary
 from pdsim.serving.deployment import ROUTER
@@ -63,7 +64,7 @@ def run(engine: str, started: Started, *words: str, silence: float = 300.0) -> R
     make_target(engine)
     config = compose(["hw=loopback", f"backend={engine}", "target=real", *words])
     target = Processes(config.backend, device_capacity=1 << 28, spawn=started.spawn, silence=silence, deadline=100.0)
-    return serve.run(config, target, lambda fraction, text: None)
+    return serve.run(config, target, silent)
 
 
 @contextmanager
@@ -175,6 +176,15 @@ def test_a_killed_router_gives_one_line_for_each_request(engine: str):
 def test_a_rank_that_computes_for_long_is_not_silent_for_the_limit(mooncake: Any):
     outcome = Processes(mooncake, deadline=60, silence=2.0).run([spec("a", programs.sleep, seconds=5.0)])
     assert outcome.ranks["a"].value == "slept"
+
+
+@pytest.mark.mooncake
+def test_what_a_rank_counts_is_said_while_it_runs(mooncake: Any):
+    said: list[tuple[float, int, int]] = []
+    target = Processes(mooncake, deadline=60, progress=lambda *found: said.append(found))
+    target.run([spec("a", programs.count, seconds=1.5)])
+    assert said
+    assert {found[1:] for found in said} == {(3, 7)}
 
 
 @pytest.mark.mooncake

@@ -12,6 +12,7 @@ from experiments.allgather import Options, check, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support.configs import ENGINE, MACHINE, make_config
 from tests.support.engines import COLLECTIVE
@@ -29,7 +30,7 @@ def configured(memory: str = "timing", **options: Any) -> Config:
 def measure(memory: str = "timing", **options: Any) -> Result:
     config = configured(memory, **options)
     model = Model(EIGHT, ENGINE, memory=memory, collective=config.collective)
-    return run(config, model, lambda fraction, text: None)
+    return run(config, model, silent)
 
 
 def rows(result: Result) -> list[dict[str, Any]]:

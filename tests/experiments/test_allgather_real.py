@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.allgather import run
+from pdsim.progress import silent
 from tests.experiments.test_allgather import LIBRARY, configured, rows
 from tests.support.configs import LOOPBACK
 from tests.support.engines import gathering_target
@@ -19,7 +20,7 @@ def test_pieces_and_tokens_arrive_and_a_pool_grows_as_on_the_model():
     config = replace(configured(**options), target="real", hw=LOOPBACK)
     _, target = gathering_target("gloo")
     target.collective = replace(LIBRARY, timeout=60.0)
-    real = run(config, target, lambda fraction, text: None)
+    real = run(config, target, silent)
     assert not real.failures
     found = rows(real)
     assert {row["status"] for row in found} == {"ok"}

@@ -13,6 +13,7 @@ from experiments.capacity.tables import front
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo
 from pdsim.serving.workload import load
@@ -103,7 +104,7 @@ def search(config: Config, **options: Any) -> Result:
         "requests": 100, "final_requests": 150, "finalists": 1, "processes": 1,
     }  # fmt: skip
     own = served(model=GQA, kv=ROOMY, experiment=Options(**experiment | options), workload=GENERATED, slo=config.slo)
-    return run(own, Model(own.hw, own.backend), lambda fraction, text: None)
+    return run(own, Model(own.hw, own.backend), silent)
 
 
 def test_the_answer_does_not_depend_on_the_number_of_processes():

@@ -12,6 +12,7 @@ from experiments.serve import Options as ServeOptions
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, ServingEngine, Side
 from tests.support.composed import composed
@@ -36,7 +37,7 @@ CHOICES = {
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
     config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=Options(**{**CHOICES, **options}))
-    result = run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    result = run(config, Model(config.hw, config.backend), silent)
     return result, result.tables[0].rows
 
 

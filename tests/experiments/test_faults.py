@@ -20,6 +20,7 @@ from experiments.faults.shrink import FaultTrial, shrunk
 from pdsim.errors import ConfigError
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.decode.worker import DecodeWorker
 from pdsim.serving.prefill import scheduler as prefill
@@ -36,7 +37,7 @@ SINCE = frozenset(KINDS) - {
 
 def explore(**options: Any) -> Result:
     config = make_config(Path("unused"), experiment=Options(**{"scenarios": 4, "workers": 1} | options))
-    return run(config, None, lambda fraction, text: None)  # type: ignore[arg-type]  # scenarios bring their own
+    return run(config, None, silent)  # type: ignore[arg-type]  # scenarios bring their own
 
 
 def values(result: Result) -> dict[str, Any]:

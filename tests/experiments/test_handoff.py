@@ -15,6 +15,7 @@ from pdsim.fabric.job import Model
 from pdsim.hardware import Copies
 from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
@@ -33,7 +34,7 @@ def configured(**options: Any) -> Config:
 
 
 def measure(config: Config, target: Target | None = None) -> Result:
-    return run(config, target or Model(config.hw, config.backend, memory="tracked"), lambda fraction, text: None)
+    return run(config, target or Model(config.hw, config.backend, memory="tracked"), silent)
 
 
 def rows(result: Result, table: int = 0) -> list[dict[str, Any]]:
@@ -78,7 +79,7 @@ def test_contents_that_are_compared_take_no_time_on_the_model():
     assert EIGHT.gpu is not None
     dear = replace(EIGHT, gpu=replace(EIGHT.gpu, copies=Copies(call=1e-6, descriptor=50e-9)))
     tracked, timed, cheap = (
-        rows(run(replace(configured(), memory=memory), Model(hw, ENGINE, memory), lambda fraction, text: None))
+        rows(run(replace(configured(), memory=memory), Model(hw, ENGINE, memory), silent))
         for hw, memory in ((dear, "tracked"), (dear, "timing"), (EIGHT, "timing"))
     )
     assert timed == tracked

@@ -11,6 +11,7 @@ import pytest
 from experiments.serve import Options, job, run, specs
 from pdsim.config import Config
 from pdsim.job import Outcome
+from pdsim.progress import silent
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.experiments.test_serve_layouts import HYBRID, SMALL
@@ -47,7 +48,7 @@ def configured(name: str, model: Llm, prefill: Side, decode: Side, engine_: Serv
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)])
 def test_what_is_read_is_what_was_computed(name: str, prefill: int, decode: int):
     config = configured(name, HYBRID, Side(tp=prefill), Side(tp=decode))
-    result = run(config, make_target(name), lambda fraction, text: None)
+    result = run(config, make_target(name), silent)
     assert result.failures == []  # contents compared
     assert {record.operation for record in result.transfers} == {"read"}
     model_run = serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))

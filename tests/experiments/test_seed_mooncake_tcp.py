@@ -11,6 +11,7 @@ import pytest
 from experiments.reports.mooncake_tcp import Options, run
 from experiments.serve import Options as Serving
 from experiments.serve import job
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support import seeding
 from tests.support.composed import composed
@@ -57,7 +58,7 @@ def test_where_there_is_no_rdma_there_is_no_before_and_every_handoff_succeeds(hw
 def test_real_bytes_arrive_over_the_alias():
     config = composed("experiment=seed_mooncake_tcp", "hw=loopback")
     own = replace(config, target="real", experiment=replace(config.experiment, **SMALL | {"tokens": (64,)}))
-    result = run(own, make_target("mooncake_tcp"), lambda share, text: None)
+    result = run(own, make_target("mooncake_tcp"), silent)
     (row,) = points(result, "serves", "loopback mooncake_tcp", "real")
     assert (row["before"], row["after"]) == (2, 2)  # contents compared
     assert result.failures == []

@@ -11,6 +11,7 @@ import pytest
 from experiments.reports.claims import as_rows
 from experiments.reports.mori_state import Options, run
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support.composed import composed
 
@@ -24,7 +25,7 @@ def seeded(*words: str, memory: str = "timing") -> Result:
         config, memory=memory, experiment=replace(config.experiment, **SMALL, served=composed("model=tiny").model)
     )
     model = Model(config.hw, config.backend, memory=memory)
-    return run(config, model, lambda share, text: None)
+    return run(config, model, silent)
 
 
 def effects(result: Result, machine: str = "2x8xmi300x mori") -> dict[tuple[str, str], Any]:
@@ -56,7 +57,7 @@ def test_state_and_slices_arrive_intact_and_cost_time():
     base = composed("experiment=seed_mori_state", "hw=loopback")
     own = replace(base.experiment, **SMALL | config)
     tracked = replace(base, memory="tracked", experiment=own)
-    result = run(tracked, Model(base.hw, base.backend, memory="tracked"), lambda share, text: None)
+    result = run(tracked, Model(base.hw, base.backend, memory="tracked"), silent)
     assert result.failures == []
     found = effects(result, "loopback mooncake_tcp").items()
     assert {claim: effect for (claim, _), effect in found if claim in ("state", "slices")} == {"state": 1, "slices": 1}

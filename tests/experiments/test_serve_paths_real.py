@@ -10,6 +10,7 @@ import pytest
 from experiments.serve import Options, run
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side
 from tests.support.configs import LOOPBACK, make_config
@@ -37,7 +38,7 @@ def served(name: str, prefill: int, decode: int, kv: Kv = SLICED, policy: Policy
         scheduler=Scheduler(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
-    result = run(config, make_target(name), lambda fraction, text: None)
+    result = run(config, make_target(name), silent)
     assert result.failures == []
     assert set(result.requests["status"]) == {"ok"}
     return result

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.serve import Options, run
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
@@ -47,7 +48,7 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
         scheduler=Scheduler(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
-    result = run(config, make_target(name), lambda fraction, text: None)
+    result = run(config, make_target(name), silent)
     assert result.failures == []
     assert set(result.requests["status"]) == {"ok"}
     model_run = serve(replace(config, target="model", hw=EIGHT, backend=ENGINE))
@@ -69,7 +70,7 @@ def test_users_leave_as_the_workload_says(name):
         kv=Kv(page_size=16, pool=1 << 20),
         scheduler=Scheduler(chunk=64, decode_batch=4),
     )
-    result = run(config, make_target(name), lambda fraction, text: None)
+    result = run(config, make_target(name), silent)
     assert result.failures == []
     patience = result.requests["patience"]
     assert patience == serve(replace(config, target="model", hw=EIGHT, backend=ENGINE)).requests["patience"]

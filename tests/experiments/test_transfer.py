@@ -16,6 +16,7 @@ from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
 from pdsim.fabric.job import Model
 from pdsim.hardware import Machine, Nic
 from pdsim.job import Outcome, RankSpec
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support.configs import ENGINE, MACHINE, make_config
 
@@ -29,7 +30,7 @@ def configured(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> C
 
 def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Result:
     config = configured(hw, memory, **options)
-    return run(config, Model(hw, ENGINE, memory=memory), lambda fraction, text: None)
+    return run(config, Model(hw, ENGINE, memory=memory), silent)
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -87,7 +88,7 @@ def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
     found = {}
     for placement in ("packed", "spread"):
         config = replace(configured(hw, placement=(placement,), size=(1 << 20,)), backend=engine)
-        found[placement] = values(run(config, Model(hw, engine), lambda fraction, text: None))["bw_gbs"]
+        found[placement] = values(run(config, Model(hw, engine), silent))["bw_gbs"]
     assert found["packed"] > 5 > 1 > found["spread"] > 0.9
 
 
@@ -145,7 +146,7 @@ class Disturbed(Model):
 
 def test_bytes_that_nobody_sent_are_found():
     config = configured(memory="tracked", layout="scattered", concurrency=(2,))
-    result = run(config, Disturbed(EIGHT, ENGINE, memory="tracked"), lambda fraction, text: None)
+    result = run(config, Disturbed(EIGHT, ENGINE, memory="tracked"), silent)
     (row,) = rows(result)
     assert (row["verified"], row["status"]) == ("0/2", "corrupt")
     assert result.failures == ["pair 4x4096 c2 scattered: 2 slots hold other bytes than were sent"]
@@ -184,7 +185,7 @@ MANY = {"blocks": (1, 2, 4), "size": (100_000,), "repeat": 1000}
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
 def test_a_lost_rank_costs_its_own_row_only(victim):
     target = losing(victim=victim)
-    result = run(configured(memory="tracked", **MANY), target, lambda fraction, text: None)
+    result = run(configured(memory="tracked", **MANY), target, silent)
     assert [row["status"] for row in rows(result)] == ["ok", "PeerLost", "ok"]
     assert [row["verified"] for row in rows(result)] == ["1/1", "-", "1/1"]
     assert any(failure.startswith(f"{victim}: Killed") for failure in result.failures)
@@ -194,13 +195,13 @@ def test_a_lost_rank_costs_its_own_row_only(victim):
 
 
 def test_after_a_second_loss_what_is_left_is_not_run():
-    result = run(configured(memory="tracked", **MANY), losing(at=(0.01, 0.01)), lambda fraction, text: None)
+    result = run(configured(memory="tracked", **MANY), losing(at=(0.01, 0.01)), silent)
     assert [row["status"] for row in rows(result)] == ["PeerLost", "PeerLost", "not run"]
     assert result.failures[-1].startswith("1 points were not run: a rank was lost in 2 jobs")
 
 
 def test_what_had_succeeded_before_the_loss_is_kept():
-    result = run(configured(memory="tracked", **MANY), losing(), lambda fraction, text: None)
+    result = run(configured(memory="tracked", **MANY), losing(), silent)
     of_the_lost = [record for record in result.transfers if record.label == "pair 2x100000 c1"]
     assert {record.status for record in of_the_lost} == {"ok", "PeerLost"}
     assert rows(result)[1]["B/W GB/s"] > 0
@@ -220,7 +221,7 @@ class Failing(Model):
 
 def test_a_job_that_cannot_be_started_costs_a_row():
     target = type("Target", (Failing,), {})(EIGHT, ENGINE)
-    result = run(configured(blocks=(1, 2, 4)), target, lambda fraction, text: None)
+    result = run(configured(blocks=(1, 2, 4)), target, silent)
     assert [row["status"] for row in rows(result)] == ["TransferFailed", "ok", "ok"]
     assert result.failures[0] == "job: TransferFailed: rank1 was not ready within 60 s"
 
@@ -231,7 +232,7 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
             raise BackendUnavailable("no such library")
 
     with pytest.raises(BackendUnavailable):
-        run(configured(), Unavailable(EIGHT, ENGINE), lambda fraction, text: None)
+        run(configured(), Unavailable(EIGHT, ENGINE), silent)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from experiments.transfer.rank_places import flows
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.experiments.test_transfer import EIGHT, ENGINE, configured, measure, rows, values
 
@@ -75,7 +76,7 @@ class Counting(Model):
 def test_all_points_are_one_job():
     target = type("Target", (Counting,), {})(EIGHT, ENGINE)
     config = configured(patterns=("pair", "alltoall"), blocks=(1, 2), size=(4096, 1 << 20))
-    assert len(rows(run(config, target, lambda fraction, text: None))) == 8
+    assert len(rows(run(config, target, silent))) == 8
     assert target.jobs == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from experiments.transfer import Options, run
 from pdsim.config import Config
 from pdsim.job import Outcome, RankSpec, Target
+from pdsim.progress import silent
 from tests.experiments.test_transfer import rows
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
@@ -32,7 +33,7 @@ def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
 @pytest.mark.parametrize(("operation", "layout"), [("write", "contiguous"), ("read", "scattered")])
 def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
     options = {"patterns": ("alltoall",), "concurrency": (2,), "operation": operation, "layout": layout}
-    result = run(configured(name, **options), make_target(name), lambda fraction, text: None)
+    result = run(configured(name, **options), make_target(name), silent)
     assert [(row["verified"], row["status"]) for row in rows(result)] == [("12/12", "ok")]
     assert len(result.transfers) == 6 * 20
     assert all(r.submitted <= r.prepared <= r.posted <= r.completed <= r.seen for r in result.transfers)
@@ -56,6 +57,6 @@ def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
     config = configured(name, **many)
     target = Killing(make_target(name), victim)
-    result = run(config, target, lambda fraction, text: None)
+    result = run(config, target, silent)
     assert [row["status"] for row in rows(result)] == ["PeerLost"]
     assert any(failure.startswith(f"{victim}: ") for failure in result.failures)

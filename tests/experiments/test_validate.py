@@ -17,6 +17,7 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv
 from pdsim.validation.verdicts import unseal
@@ -61,7 +62,7 @@ def slower(folder: Path, call: float = 10e-6) -> Slower:
 def validate(folder: Path, call: float = 10e-6, **options: Any) -> tuple[Result, Slower]:
     folder.mkdir(exist_ok=True)
     target = slower(folder, call)
-    return run(configured(**options), target, lambda fraction, text: None, folder), target
+    return run(configured(**options), target, silent, folder), target
 
 
 def classes(result: Result) -> dict[str, list[Any]]:
@@ -92,6 +93,22 @@ def test_what_takes_long_is_measured_in_a_third_of_the_jobs_and_the_same_request
     ]
     per_job = {value["label"]: value["per_job"] for value in measured["measured"] if value["group"] == "serve"}
     assert [first == other for first, other in per_job.values()] == [True] * 3
+
+
+def test_progress_names_the_part_and_which_job_of_how_many(tmp_path: Path):
+    said: list[tuple[float, str]] = []
+    run(
+        configured(jobs=3, classes=("pair", "serve")),
+        slower(tmp_path),
+        lambda share, text="", _=None: said.append((share, text)),
+        tmp_path,
+    )
+    texts = [text for _, text in said]
+    assert texts[0] == "predicting transfer, simulation 1 of 2"
+    jobs = ["transfer, job 1 of 3,", "transfer, job 2 of 3,", "transfer, job 3 of 3,", "serve, job 1 of 1,"]
+    assert list(dict.fromkeys(" ".join(text.split()[:5]) for text in texts[2:])) == jobs
+    assert [share for share, _ in said] == sorted(share for share, _ in said)
+    assert said[-1][0] == 1.0
 
 
 def test_predictions_are_on_disk_before_the_first_job_runs(tmp_path: Path):
@@ -126,7 +143,7 @@ def test_what_was_kept_can_be_compared_again_without_an_engine(tmp_path: Path):
     first, _ = validate(tmp_path / "a")
     (tmp_path / "b").mkdir()
     config = replace(configured(stored=str(tmp_path / "a")), target="model")
-    again = run(config, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+    again = run(config, slower(tmp_path / "b"), silent, tmp_path / "b")
     assert again.tables == first.tables
     assert not any("after these measurements" in note for note in again.notes)
 
@@ -137,7 +154,7 @@ def test_a_better_model_is_tried_on_what_was_kept_and_that_is_said(tmp_path: Pat
     config = replace(configured(stored=str(tmp_path / "a"), predict="now"), target="model")
     assert ENGINE.intra is not None
     better = replace(config, backend=replace(ENGINE, intra=replace(ENGINE.intra, call=10e-6)))
-    again = run(better, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+    again = run(better, slower(tmp_path / "b"), silent, tmp_path / "b")
     assert {round(row[3], 6) for row in again.tables[0].rows} == {0}
     assert "the predictions were made after these measurements" in again.notes
 
@@ -151,7 +168,7 @@ def test_predictions_that_were_changed_are_refused(tmp_path: Path):
     (tmp_path / "b").mkdir()
     config = replace(configured(stored=str(tmp_path / "a")), target="model")
     with pytest.raises(ConfigError, match="was changed after it was written"):
-        run(config, slower(tmp_path / "b"), lambda fraction, text: None, tmp_path / "b")
+        run(config, slower(tmp_path / "b"), silent, tmp_path / "b")
 
 
 def test_points_from_a_file_are_validated_too(tmp_path: Path):
@@ -165,7 +182,7 @@ def test_a_pattern_with_more_ranks_than_gpus_is_left_out(tmp_path: Path):
     two = replace(
         configured(classes=("contention",), patterns=("bidirectional", "cross:2x2")), hw=replace(EIGHT, gpus=2)
     )
-    result = run(two, slower(tmp_path), lambda fraction, text: None, tmp_path)
+    result = run(two, slower(tmp_path), silent, tmp_path)
     assert set(classes(result)) == {"bidirectional", "bidirectional, total rate"}
 
 
@@ -179,7 +196,7 @@ def test_the_hash_in_the_measurements_is_that_of_the_predictions(tmp_path: Path)
 
 def test_a_model_alone_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"set target=real, or experiment\.stored=FOLDER"):
-        run(replace(configured(), target="model"), slower(tmp_path), lambda fraction, text: None, tmp_path)
+        run(replace(configured(), target="model"), slower(tmp_path), silent, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +225,10 @@ def test_a_stored_transfer_run_is_compared_with_predictions_made_afterwards(tmp_
 
     real = replace(configured(), experiment=transfer.Options(patterns=("pair",), size=(4096,), repeat=4))
     with Run(replace(real, output=str(tmp_path))) as kept:
-        source = kept.finish(transfer.run(real, slower(tmp_path), lambda fraction, text: None))
+        source = kept.finish(transfer.run(real, slower(tmp_path), silent))
     (tmp_path / "b").mkdir()
     config = replace(configured(stored=str(source)), target="model")
-    result = run(config, slower(tmp_path), lambda fraction, text: None, tmp_path / "b")
+    result = run(config, slower(tmp_path), silent, tmp_path / "b")
     assert list(classes(result)) == ["pair"]
     assert classes(result)["pair"][2] < 0
     assert "the predictions were made after these measurements" in result.notes

@@ -119,8 +119,22 @@ def test_hosts_take_part_with_as_many_ranks_as_are_asked_for(tmp_path: Path):
     assert of(found, "allgather")[0]["ranks"] == (2, 4, 8)
 
 
+def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(tmp_path: Path):
+    for words, largest, tokens, jobs in (
+        (("hw=loopback", "backend=nixl_shm"), 1 << 26, (128, 512), 3),
+        (("hw=2xh200", "backend=nvlink"), 1 << 29, (512, 2048, 8192), 9),
+    ):
+        found, _ = designed(tmp_path, *words)
+        sizes = [point.blocks * point.size for point in read(tmp_path / "points.csv")]
+        assert largest / 2 < max(sizes) <= largest
+        assert of(found, "handoff")[0]["tokens"] == tokens
+        assert Options().sized(composed(*words).hw.gpus).jobs == jobs
+
+
 def test_points_that_do_not_fit_into_memory_are_left_out_and_the_others_run(tmp_path: Path):
-    found, notes = designed(tmp_path, "hw=loopback", "backend=nixl_shm", "experiment.ranks=8")
+    found, notes = designed(
+        tmp_path, "hw=loopback", "backend=nixl_shm", "experiment.ranks=8", "experiment.limit=512MiB"
+    )
     assert of(found, "transfer")
     points, gathers = [note for note in notes if "do not fit into memory" in note]
     assert "alltoall:8 37x6291456 c1" in points  # 222 MiB x 14 x 8 ranks, of 4 GiB

@@ -289,7 +289,7 @@ class TestReport:
 
     def test_progress_is_called_now_and_then(self):
         calls = []
-        model = Model(machine(), engine(), progress=calls.append)
+        model = Model(machine(), engine(), progress=lambda now, *_: calls.append(now))
         outcome = run((source, {"count": STRIDE // 2}), sink, model=model)
         assert len(calls) == outcome.events // STRIDE + 1
         assert calls == sorted(calls)

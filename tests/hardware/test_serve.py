@@ -13,6 +13,7 @@ from backends.jobs.launcher import Processes
 from experiments.serve import Options, run
 from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
 from tests.experiments.test_serve_paths_real import FEW
@@ -54,7 +55,7 @@ def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = 
         scheduler=Scheduler(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
-    result = run(config, OnGpus(Processes(config.backend, deadline=90)), lambda fraction, text: None)
+    result = run(config, OnGpus(Processes(config.backend, deadline=90)), silent)
     assert result.failures == []
     assert set(result.requests["status"]) == {"ok"}
     return result

@@ -11,6 +11,7 @@ from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.machine import PATIENCE
 from experiments.serve import Options, run
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
 from pdsim.testing.guest import target
 from tests.experiments.test_serve_layouts import STATE
@@ -41,7 +42,7 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         scheduler=Scheduler(chunk=512, decode_batch=2),
         compute=Compute(scale=0.1),
     )
-    result = run(config, target(rdma_engines, config.backend), lambda fraction, text: None)
+    result = run(config, target(rdma_engines, config.backend), silent)
     assert result.failures == []
     assert result.requests["status"] == ["ok"]
     assert result.requests["path"] == ["staged"]

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import pty
-import time
 from dataclasses import replace
 
 import pytest
@@ -127,44 +124,6 @@ def test_a_table_without_rows_is_a_table():
     file = io.StringIO()
     report.show_table(Table("Points", {"a": "first"}, []), file)
     assert file.getvalue().split() == ["Points", "a", "a:", "first"]
-
-
-# --- progress -------------------------------------------------------------------------------------------------------
-
-
-def drawn(after: float) -> bytes:
-    """Return what a bar writes to a terminal that is shown three steps."""
-    master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as terminal:
-        with report.Progress("serving", terminal, after=after) as bar:
-            for step in range(3):
-                bar(step / 2, "rank0")
-                time.sleep(0.11)  # a bar is drawn ten times a second at most
-        terminal.write("end")
-        terminal.flush()
-        text = os.read(master, 65536)
-    os.close(master)
-    return text
-
-
-def test_a_terminal_gets_a_bar():
-    text = drawn(after=0.0)
-    assert b"serving rank0" in text
-    assert b"100%" in text
-
-
-def test_what_is_done_within_a_second_has_no_bar():
-    assert drawn(after=60.0) == b"end"
-
-
-def test_what_is_not_a_terminal_gets_lines_now_and_then_and_no_bar():
-    file = io.StringIO()
-    with report.Progress("serving", file, after=0.0, every=0.1) as bar:
-        bar(0.25, "too early")
-        time.sleep(0.11)
-        bar(0.5, "half")
-        bar(0.75, "too soon after that")
-    assert file.getvalue() == "serving half: 50%\n"
 
 
 def test_a_number_that_a_table_shows_is_printed_once(config):

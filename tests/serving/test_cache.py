@@ -14,6 +14,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
 from pdsim.kv.layout import AUX_BYTES
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.prefix_cache import hit_share, page_keys
 from pdsim.serving.settings import Cache, Kv, Llm, Scheduler, ServingEngine, Workload
@@ -42,7 +43,7 @@ def trace(folder: Path, prompts: list[tuple[float, int, int, list[int]]]) -> Wor
 
 def served(folder: Path, prompts: list[tuple[float, int, int, list[int]]], cache: Cache, **changes: Any) -> Any:
     config = configure(trace(folder, prompts), cache, **changes)
-    result = run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    result = run(config, Model(config.hw, config.backend), silent)
     assert not result.failures
     return config, result, rows(result)
 
@@ -140,7 +141,7 @@ def test_without_hashes_and_without_a_cache_nothing_changes(tmp_path: Path):
 
 
 def serve(config: Config) -> Result:
-    return run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    return run(config, Model(config.hw, config.backend), silent)
 
 
 def test_what_cannot_be_cached_is_refused(tmp_path: Path):

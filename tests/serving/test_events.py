@@ -9,6 +9,7 @@ import pytest
 from experiments.serve import run
 from pdsim.fabric.job import Model
 from pdsim.kv.policy import Policy
+from pdsim.progress import silent
 from pdsim.serving.settings import Scheduler, Side, Workload
 from tests.support.configs import ENGINE
 from tests.support.serving import GQA, POOL, configured
@@ -33,7 +34,7 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = Fa
         scheduler=Scheduler(chunk=CHUNK, decode_batch=8),
     )
     model = Model(config.hw, config.backend, seed=config.seed, fold=fold)
-    outcome = run(config, model, lambda fraction, text: None).outcome
+    outcome = run(config, model, silent).outcome
     assert outcome is not None
     return outcome.events
 

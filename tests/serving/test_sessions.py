@@ -12,6 +12,7 @@ import pytest
 from experiments.serve import Options, job, run, specs
 from pdsim.errors import ConfigError
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.serving.policies import HighestPriority
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import Request
@@ -29,7 +30,7 @@ MODEL = replace(LLM, context=1 << 17)
 def serve(workload: Workload, options: dict[str, Any] | None = None, **changes: Any) -> Any:
     settings = {"workload": workload, "hw": QUIET, "model": MODEL, "kv": Kv(page_size=16, pool=1 << 24), **changes}
     config = configured(options=options or {}, **settings)
-    return run(config, Model(config.hw, config.backend), lambda fraction, text: None)
+    return run(config, Model(config.hw, config.backend), silent)
 
 
 @pytest.mark.parametrize("options", [{}, {"deployment": "colocated"}], ids=["disaggregated", "colocated"])

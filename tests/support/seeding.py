@@ -8,6 +8,7 @@ from experiments.reports.claims import as_rows
 from pdsim import plugins
 from pdsim.config import Config
 from pdsim.fabric.job import Model
+from pdsim.progress import silent
 from pdsim.results.record import Result
 
 __all__ = ["measure", "points"]
@@ -17,7 +18,7 @@ def measure(config: Config) -> Result:
     """Return what the seed that *config* names finds on the model."""
     model = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
     seed = plugins.resolve(plugins.EXPERIMENTS, config.experiment.name)
-    result: Result = seed.run(config, model, lambda share, text: None)
+    result: Result = seed.run(config, model, silent)
     return result
 
 

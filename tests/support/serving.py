@@ -11,6 +11,7 @@ from experiments.serve import Options, run
 from pdsim.config import Config
 from pdsim.fabric.job import Model
 from pdsim.job import Outcome, RankSpec
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side, Workload
 from tests.support.configs import EIGHT, LLM, make_config
@@ -57,7 +58,7 @@ class Killing:
 
 def serve(config: Config, kill: Mapping[str, float] = {}) -> Result:
     """Run *config* on the model; ranks end by force when *kill* says."""
-    return run(config, Killing(config, kill), lambda fraction, text: None)
+    return run(config, Killing(config, kill), silent)
 
 
 def values(result: Result) -> dict[str, Any]:
