@@ -14,7 +14,7 @@ from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable
 from pdsim.guards import one_of
 
-__all__ = ["DEVICES", "Library", "Variant", "declared"]
+__all__ = ["DEVICES", "EngineLibrary", "Variant", "declared"]
 
 DEVICES = ("gpu", "rdma", "shm", "cma")
 """What a variant may need, as `backends.diagnosis.devices` names it: GPUs, RDMA devices, shared memory, cross-memory
@@ -22,7 +22,7 @@ attach."""
 
 
 @dataclass(frozen=True)
-class Library:
+class EngineLibrary:
     """What an engine's library is called and how it is installed.
 
     It is probed in a process of its own, for native libraries do not always fail politely.
@@ -44,7 +44,7 @@ class Variant:
     """
 
     backend: str  # as `conf/backend` names it
-    requires: Library | None = None  # None: its package is all it needs
+    requires: EngineLibrary | None = None  # None: its package is all it needs
     device: str = ""  # one of `DEVICES`, without which it does not work
     memory: tuple[str, ...] = ("host",)  # which buffers it moves: "host", "gpu"
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from backends.capabilities import Library
+from backends.capabilities import EngineLibrary
 
 __all__ = ["Diagnosis", "devices", "error_of", "gpu_count", "installed"]
 
@@ -40,7 +40,7 @@ def gpu_count() -> int:
     return len(_nvidia().splitlines())
 
 
-def installed(library: Library) -> str:
+def installed(library: EngineLibrary) -> str:
     """Return the distribution that provides *library* here, and its version, or nothing."""
     for distribution in library.distributions:
         try:

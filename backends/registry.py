@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from backends.capabilities import Library, Variant
+from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import Diagnosis, devices, error_of, installed
 from pdsim import plugins
 from pdsim.costs import Engine
@@ -141,7 +141,7 @@ def check(engine: Engine) -> Iterator[str]:
         yield from rule(engine)
 
 
-def _libraries(ways: Iterable[Variant]) -> list[Library]:
+def _libraries(ways: Iterable[Variant]) -> list[EngineLibrary]:
     return list(dict.fromkeys(way.requires for way in ways if way.requires is not None))
 
 

@@ -133,11 +133,11 @@ def address() -> bytes:
 def _endpoints() -> tuple[Any, Any]:
     from pdsim.clock import Clock
     from pdsim.config.typed import build
-    from pdsim.fabric.endpoint import SimEndpoint
     from pdsim.fabric.flows.network import Network
-    from pdsim.fabric.job import _Records
     from pdsim.fabric.memory import DeviceMemory, SimDevice
+    from pdsim.fabric.model import _Records
     from pdsim.fabric.shared import Fabric
+    from pdsim.fabric.sim_endpoint import SimEndpoint
     from pdsim.fabric.topology import Topology
     from pdsim.hardware import Machine
     from pdsim.job import Place

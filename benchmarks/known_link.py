@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import LinkChange
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import experiments.serve
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.repository import data
 from pdsim.results.record import Result

@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backends.live.deployment import LiveDeployment, Served, deployed
+from backends.live.live_deployment import LiveDeployment, Served, deployed
 from experiments.serve.live_run import result
 from pdsim.cli.run import compose
 from pdsim.config import Config

@@ -33,7 +33,7 @@ from benchmarks.faults_real import table as faults_real
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import kept
 from pdsim import plugins
-from pdsim.config import Config
+from pdsim.config import Config, ExperimentOptions
 from pdsim.kv.policy import Policy
 from pdsim.kv.verify.invariants import INVARIANTS
 from pdsim.kv.verify.laws import LAWS
@@ -60,7 +60,7 @@ def configuration() -> Iterator[str]:
     for name in plugins.names(plugins.EXPERIMENTS):
         if name.startswith("seed_"):
             continue  # docs/reports.md
-        options = plugins.resolve(plugins.EXPERIMENTS, name).Options
+        options = ExperimentOptions.class_for({"name": name})
         yield from (f"### `experiment={name}`", "", *HEAD, *_options(options, "experiment"), "")
 
 

@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 
 from experiments.serve import run
 from pdsim.config import Config, loading
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.record import Result
 
 LENGTHS = "workload=poisson workload.input_mean=12000 workload.output_mean=340"

@@ -17,7 +17,7 @@ import numpy as np
 
 from pdsim.clock import Clock
 from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program

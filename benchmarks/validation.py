@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.validate import Options, bounds
+from experiments.validate import ValidateOptions, bounds
 from experiments.validate.sealed import EXPECTED, MEASURED, read
 from pdsim.results.record import Table
 from pdsim.validation.verdicts import Class, Value, by_class, compare, foretold
@@ -36,7 +36,7 @@ def reached(folders: Sequence[Path]) -> Iterator[str]:
     rows: dict[str, dict[int, Class]] = {}
     for number, (expected, measured) in enumerate(pairs):
         both = compare([Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]])
-        for each in by_class(both, bounds(Options()), expected["seed"]):
+        for each in by_class(both, bounds(ValidateOptions()), expected["seed"]):
             rows.setdefault(each.name, {})[number] = each
     names = [f"`{expected['backend']}` on {expected['hw']}" for expected, _ in pairs]
     columns = {"class": "", "bound %": ""} | dict.fromkeys(names, "")

@@ -100,7 +100,7 @@ def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
 
     Raise a `ConfigError` if the experiment refuses *config*.
     """
-    from pdsim.fabric.job import Model
+    from pdsim.fabric.model import Model
 
     model, meter = replace(config, target="model"), Meter(progress)
     target = Model(
@@ -149,7 +149,7 @@ def _target(config: Config, meter: Meter, folder: Path, observer: LawChecker | N
     threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of them.
     """
     if config.target == "model":
-        from pdsim.fabric.job import Model
+        from pdsim.fabric.model import Model
 
         yield Model(
             config.hw,
@@ -165,7 +165,7 @@ def _target(config: Config, meter: Meter, folder: Path, observer: LawChecker | N
         )
         return
     if config.target == "live":
-        from backends.live.deployment import deployed
+        from backends.live.live_deployment import deployed
 
         with deployed(config, folder, meter) as deployment:
             yield deployment

@@ -1,6 +1,6 @@
 """A job: the ranks that are started, what each of them is given, and how they ended.
 
-A `Target` runs a job, on the model (`pdsim.fabric.job`) or on real engines (`backends.jobs.launcher`); the programs
+A `Target` runs a job, on the model (`pdsim.fabric.model`) or on real engines (`backends.jobs.launcher`); the programs
 of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
 """
 
@@ -144,8 +144,8 @@ class Outcome:
 class Target(Protocol):
     """Runs a job: on the model, or on a real engine with one process per rank.
 
-    What implements it: `pdsim.fabric.job.Model` in this process, `backends.jobs.launcher.Processes` with an OS process
-    for each rank.  A target may run several jobs, one after the other.
+    What implements it: `pdsim.fabric.model.Model` in this process, `backends.jobs.launcher.Processes` with an OS
+    process for each rank.  A target may run several jobs, one after the other.
     """
 
     def run(

@@ -14,9 +14,9 @@ from pdsim.calibration import samples as points
 from pdsim.calibration.files import link_of
 from pdsim.cli import checks
 from pdsim.cli.overrides import describe, groups, options
-from pdsim.config import Config, sources
+from pdsim.config import Config, ExperimentOptions, sources
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import EVIDENCE
 from pdsim.progress import silent
 from pdsim.repository import data
@@ -26,7 +26,7 @@ FILES = sorted(Path(conf.__file__).parent.rglob("*.yaml"))
 REFERRED = {"states"}  # other groups that the file of an experiment names
 POINTS_ONLY = ("calibration", "executor")  # the one is of a pair, the other of a sweep
 CHOICES = [(group, option) for group in groups() for option in options(group) if group not in POINTS_ONLY]
-TRANSFER = transfer.Options(patterns=("pair",), size=(65536,), blocks=(4,), repeat=2, warmup=0)
+TRANSFER = transfer.TransferOptions(patterns=("pair",), size=(65536,), blocks=(4,), repeat=2, warmup=0)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -124,7 +124,7 @@ def test_every_number_has_a_source_of_a_known_kind_and_every_source_a_number(gro
 
 @pytest.mark.parametrize("name", plugins.names(plugins.EXPERIMENTS))
 def test_the_defaults_of_an_experiment_are_those_of_its_options_alone(name):
-    options = plugins.resolve(plugins.EXPERIMENTS, name).Options
+    options = ExperimentOptions.class_for({"name": name})
     file = OmegaConf.load(Path(conf.__file__).parent / "experiment" / f"{name}.yaml")
     required = {each.name for each in fields(options) if each.default is each.default_factory is MISSING}
     assert set(file.get("experiment", file)) - {"name", "defaults"} <= required

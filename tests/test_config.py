@@ -175,7 +175,7 @@ def test_the_options_of_an_experiment_are_its_own():
 
 def test_the_options_of_an_experiment_are_typed_and_completed():
     experiment = load(changed(CONFIG, "experiment.size", ["64KiB", "1MiB"])).experiment
-    assert experiment == transfer.Options(size=(65536, 1048576))
+    assert experiment == transfer.TransferOptions(size=(65536, 1048576))
 
 
 def test_the_defaults_are_those_of_the_dataclasses():

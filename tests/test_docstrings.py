@@ -14,10 +14,10 @@ MODULES = (
     *("backends.live.formats", "backends.live.metrics"),
     *("pdsim.serving.decode.steps", "pdsim.serving.deployment", "pdsim.serving.policies", "pdsim.serving.prefix_cache"),
     *("pdsim.serving.requests", "pdsim.serving.traces", "pdsim.serving.workload"),
-    *("experiments.allgather.tables", "experiments.transfer.points", "experiments.transfer.rank_places"),
+    *("experiments.allgather.gather_rows", "experiments.transfer.transfer_points", "experiments.transfer.rank_places"),
     *("pdsim.validation.intervals", "pdsim.validation.verdicts"),
     *("pdsim.kv.allgather", "pdsim.kv.layout", "pdsim.kv.pages", "pdsim.kv.prefix_pages"),
-    *("pdsim.kv.reading", "pdsim.kv.staging.ring"),
+    *("pdsim.kv.reader", "pdsim.kv.staging.ring"),
     *("pdsim.kv.mapping", "pdsim.kv.plan", "pdsim.kv.state", "pdsim.kv.status"),
 )
 

@@ -30,10 +30,10 @@ PRIVATE = {
 """Uses of private names of other packages, by module."""
 
 CEILINGS = {
-    "private names of others": 134,
-    "class names more than once": 6,
-    "module names more than once": 19,
-    "files under 40 lines": 19,
+    "private names of others": 133,
+    "class names more than once": 0,
+    "module names more than once": 0,
+    "files under 40 lines": 14,
     "classes over 25 methods": 6,
 }
 """Highest values of figures of `python -m benchmarks.house`.  Lower them when they fall."""

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from backends.base.authentication import Keys
-from backends.base.channel import Inbox, dial
 from backends.base.process_identity import myself
+from backends.base.zmq_channel import Inbox, dial
 from pdsim.clock import WallClock
 from pdsim.errors import MessageError, PeerLost
 

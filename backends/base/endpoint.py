@@ -25,12 +25,12 @@ from simpy.events import Event
 
 from backends.base.authentication import Keys
 from backends.base.control import Control, PeerLine, fields
-from backends.base.deadlines import TransferDeadlines
 from backends.base.device import RealBuffer, RealDevice
+from backends.base.endpoint_state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.hooks import EngineHooks
 from backends.base.process_identity import is_dead, when_dead
-from backends.base.state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.tcp_drain import half_open
+from backends.base.transfer_deadlines import TransferDeadlines
 from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal, return_regions, withdrawn
 from pdsim.clock import Mailbox, WallClock
 from pdsim.costs import Engine

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from backends.base.control import Control, PeerLine, fields
 from backends.base.device import RealBuffer, RealDevice
-from backends.base.state import PeerState
+from backends.base.endpoint_state import PeerState
 
 __all__ = ["MEET", "RETURN", "WELCOME", "WITHDRAW", "Withdrawal", "return_regions", "withdrawn"]
 

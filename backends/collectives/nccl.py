@@ -142,7 +142,7 @@ class _OnGpu(Library):
         stream, base, device = self._stream, int(whole.data_ptr()), self._device
 
         def cut(offset: int, part: int, give_back: Callable[[], None]) -> Any:
-            from backends.cuda.device import CudaBuffer
+            from backends.cuda.cuda_device import CudaBuffer
 
             with torch.cuda.stream(stream):
                 whole[offset : offset + part].zero_()

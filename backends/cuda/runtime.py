@@ -1,4 +1,4 @@
-"""CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.device` need.
+"""CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.cuda_device` need.
 
 PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece, and has no call for a
 batch of copies; so memory, streams, events and copies are asked for here, from the library that PyTorch uses too.

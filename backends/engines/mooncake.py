@@ -41,10 +41,10 @@ from typing import Any
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, PeerState, PostedTransfer
-from backends.capabilities import Library, Variant, declared
-from backends.cuda.device import CudaBuffer, CudaDevice
+from backends.capabilities import EngineLibrary, Variant, declared
+from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.jobs.affinity import keep_for
 from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable, ConfigError, RegistrationError
@@ -73,12 +73,12 @@ class _Session:
     waiting: deque[PostedTransfer] = field(default_factory=deque)  # for these to end
 
 
-MOONCAKE = Library(
+MOONCAKE = EngineLibrary(
     "import mooncake.engine",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine"),
     "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
 )
-MOONCAKE_CUDA = Library(
+MOONCAKE_CUDA = EngineLibrary(
     "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
     MOONCAKE.distributions,
     "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "

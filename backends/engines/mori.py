@@ -36,9 +36,9 @@ from simpy.events import Event
 
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import prepare
-from backends.base.state import Entry, PeerState, PostedTransfer
-from backends.capabilities import Library, Variant
+from backends.capabilities import EngineLibrary, Variant
 from backends.engines.rocm import missing
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 
@@ -55,7 +55,7 @@ BEAT = 0.02
 """Seconds between two looks at transfers to lost peers, and at the engine's list of failures."""
 
 
-MORI = Library(
+MORI = EngineLibrary(
     "from backends.engines.rocm import missing; (found := '; '.join(missing())) and exit(found); import mori.io",
     ("amd-mori", "amd-mori-nightly"),
     "pip install 'pdsim[mori]' on a machine with Python 3.12, glibc >= 2.38, ROCm 7 and an RDMA device",

@@ -43,10 +43,10 @@ from simpy.events import Event
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import captured_stderr, installed, prepare
-from backends.base.state import Entry, PeerState, PostedTransfer
-from backends.capabilities import Library, Variant, declared
-from backends.cuda.device import CudaDevice
+from backends.capabilities import EngineLibrary, Variant, declared
+from backends.cuda.cuda_device import CudaDevice
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -60,14 +60,14 @@ _Int64s = npt.NDArray[np.int64]
 _ACTIVE, _IDLE = b"active", b"idle"
 _LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
 _NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
-NIXL = Library("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Transports(Variant):
     """How UCX is told what to go over, and what it may then report."""
 
-    requires: Library | None = NIXL
+    requires: EngineLibrary | None = NIXL
     environment: Mapping[str, str]
     defaults: Mapping[str, str]  # of the environment, which may be set otherwise
     error_handling: str  # of UCX: "peer" or "none"

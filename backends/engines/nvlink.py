@@ -24,10 +24,10 @@ import msgspec
 from backends.base.control import PeerLine
 from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
+from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.process_identity import myself
-from backends.base.state import Entry, PeerState, PostedTransfer
-from backends.capabilities import Library, Variant
-from backends.cuda.device import CudaBuffer, CudaDevice
+from backends.capabilities import EngineLibrary, Variant
+from backends.cuda.cuda_device import CudaBuffer, CudaDevice
 from backends.cuda.gather import Gather
 from pdsim.errors import ConfigError, RegistrationError, TransferFailed
 from pdsim.guards import one_of
@@ -35,7 +35,7 @@ from pdsim.guards import one_of
 __all__ = ["NvlinkEndpoint"]
 
 
-CUDA = Library("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
+CUDA = EngineLibrary("from backends.cuda.runtime import cudart; cudart()", ("torch",), "pip install 'pdsim[gpu]'")
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):

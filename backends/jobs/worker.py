@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from backends.base.channel import ZmqChannel
 from backends.base.device import RealDevice
 from backends.base.host import HostDevice
-from backends.collectives.group import RealGroups
+from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.libraries import library
+from backends.collectives.real_group import RealGroups
 from backends.emulation.link import namespaces
 from backends.jobs import supervision
 from backends.jobs.affinity import QuickProcessor
@@ -240,7 +240,7 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
     """Return the memory of the rank's place."""
     if start.gpu is None:
         return HostDevice(clock, start.capacity)
-    from backends.cuda.device import CudaDevice
+    from backends.cuda.cuda_device import CudaDevice
 
     return CudaDevice(clock, start.gpu, start.capacity)
 

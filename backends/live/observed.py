@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backends.live.deployment import Served
+from backends.live.live_deployment import Served
 from backends.live.routes import RequestRow
 from pdsim.errors import ConfigError
 from pdsim.serving.workload import Request
@@ -77,7 +77,7 @@ def trace(found: list[Observed]) -> str:
 
 
 def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
-    """Return the requests and what became of them, as `backends.live.deployment.LiveDeployment.serve` does."""
+    """Return the requests and what became of them, as `backends.live.live_deployment.LiveDeployment.serve` does."""
     start = found[0].arrival
     requests = [Request(one.arrival - start, one.input, max(1, one.output), None) for one in found]
     rows = [

@@ -118,7 +118,7 @@ def _job(plan: Plan) -> tuple[Processes, list[RankSpec]]:
         assert config.hw.link is not None
         link = replace(config.hw.link, rate=60e6, changes=tuple(plan.changes))
         config = replace(config, hw=replace(config.hw, link=link))
-    what = serve.job(config, serve.Options.of(config))
+    what = serve.job(config, serve.ServeOptions.of(config))
     router, *others = serve.specs(config, what, plan.requests)
     program = "experiments.faults.programs:router"
     arguments = {"calm": plan.calm, "linger": LINGER, "expected": plan.expected, "patience": RECOVERY}

@@ -16,7 +16,7 @@ from benchmarks.probe.measuring import provenance
 from benchmarks.probe.plan import GATHERS, GPU, PATTERNS, PLACES, VARIANTS, Point, Variant, points
 from pdsim.cli.run import compose
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from experiments.allgather.tables import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
+from experiments.allgather.gather_rows import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
@@ -18,11 +18,11 @@ from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size, format_size
 
-__all__ = ["Options", "check", "run"]
+__all__ = ["AllgatherOptions", "check", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class AllgatherOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured.
 
     Every combination of *ranks*, *pools* and *size* is a point with equal pieces, every one of *ranks*, *pools* and
@@ -82,7 +82,7 @@ def check(config: Config) -> Iterator[str]:
 
     Memory is checked for the point that needs most of it: a source, a target and the reserved pool on one rank.
     """
-    options, hw = Options.of(config), config.hw
+    options, hw = AllgatherOptions.of(config), config.hw
     gpus = hw.gpus * hw.nodes
     if config.collective is None:
         yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
@@ -109,7 +109,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
-    options = Options.of(config)
+    options = AllgatherOptions.of(config)
     jobs = options.jobs()
     found: list[GatherRow] = []
     outcomes: dict[str, Outcome] = {}
@@ -134,7 +134,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     )
 
 
-def _specs(config: Config, options: Options, points: list[GatherPoint]) -> list[RankSpec]:
+def _specs(config: Config, options: AllgatherOptions, points: list[GatherPoint]) -> list[RankSpec]:
     """Return the ranks of one job, one for each GPU, and what they measure."""
     assert config.collective is not None
     names = [f"rank{index}" for index in range(points[0].ranks)]
@@ -148,13 +148,13 @@ def _specs(config: Config, options: Options, points: list[GatherPoint]) -> list[
         "warmup": options.warmup,
         "verify": options.verify,
     }
-    program = "experiments.allgather.program:measure"
+    program = "experiments.allgather.timed_gathers:measure"
     gpus = config.hw.gpus
     places = [Place(index // gpus, index % gpus) if gpus else Place() for index in range(len(names))]
     return [RankSpec(name, program, where, arguments) for name, where in zip(names, places, strict=True)]
 
 
-def _notes(config: Config, options: Options) -> list[str]:
+def _notes(config: Config, options: AllgatherOptions) -> list[str]:
     if options.verify and config.target == "model" and config.memory == "timing":
         return ["no contents were verified: the model keeps sizes only; set memory=tracked to check them"]
     return []

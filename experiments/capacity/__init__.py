@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from experiments.capacity import tables
+from experiments.capacity import ranking
 from experiments.capacity.deployments import Shape, configured, feasible
 from experiments.capacity.search import Capacity, Search, capacity
-from experiments.serve import Options as ServeOptions
+from experiments.serve import ServeOptions
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.job import Target
@@ -23,14 +23,14 @@ from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.workload import Request, draw
 
-__all__ = ["TARGETS", "Options", "run"]
+__all__ = ["TARGETS", "CapacityOptions", "run"]
 
 TARGETS = ("model",)
 """Where the experiment can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class CapacityOptions(ExperimentOptions):
     """What is compared and how finely.
 
     Raise a `ValueError` that names the key for values out of range.  More *requests* narrow the interval of each
@@ -79,7 +79,7 @@ class _Chain:
     """Deployments of one parallelism, in order: each search begins where the one before ended."""
 
     config: Config
-    options: Options
+    options: CapacityOptions
     shapes: tuple[Shape, ...]
     requests: tuple[Request, ...]
     search: Search
@@ -105,7 +105,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     First every shape is searched coarsely, in chains of one parallelism; then the best *finalists* again, with more
     requests and half the tolerance.  The result does not depend on the number of processes.
     """
-    options = Options.of(config)
+    options = CapacityOptions.of(config)
     workload = replace(config.workload, load=0.0)
     most = max(options.requests, options.final_requests)
     drawn = draw(replace(workload, count=min(most, workload.count or most)), config.seed, config.model.context)
@@ -131,14 +131,14 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
         finer = replace(search, tolerance=search.tolerance / 2, confident=True)
         finals = [
             _Chain(config, options, (shape,), requests, finer, best.load)
-            for shape, _, best in tables.ranked(found, gpus)[: options.finalists]
+            for shape, _, best in ranking.ranked(found, gpus)[: options.finalists]
         ]
         for chain, capacities in zip(finals, mapped(_Chain.capacities, finals), strict=True):
             found |= dict(zip(chain.shapes, capacities, strict=True))
             progress(1.0, f"{chain.shapes[0]} searched again")
     return Result(
-        summary=tables.metrics(found, refused, gpus),
-        tables=tables.tables(found, refused, gpus, config, search),
+        summary=ranking.metrics(found, refused, gpus),
+        tables=ranking.tables(found, refused, gpus, config, search),
         notes=list(drawn.notes),
     )
 

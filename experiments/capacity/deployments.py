@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from experiments.serve import Options as ServeOptions
-from experiments.serve import check_fits, job, specs
+from experiments.serve import ServeOptions, check_fits, job, specs
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.serving.settings import Parallel

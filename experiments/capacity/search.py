@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from experiments.serve import Options as ServeOptions
-from experiments.serve import check_fits, job, result, specs
+from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.batch_means import half_width
 from pdsim.results.statistics import percentile
 from pdsim.serving.load import offered_load, scaled

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from experiments.serve import Options as ServeOptions
+from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
 from pdsim.costs import Engine, EngineModel
@@ -22,7 +22,7 @@ from pdsim.progress import ShowProgress, within
 from pdsim.results.record import Metric, Result, Table
 from pdsim.serving.settings import ServingEngine
 
-__all__ = ["TARGETS", "Options", "TransferEngine", "run"]
+__all__ = ["TARGETS", "CompareEnginesOptions", "TransferEngine", "run"]
 
 TARGETS = ("model",)
 """Where the experiment can run."""
@@ -46,7 +46,7 @@ class TransferEngine(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class CompareEnginesOptions(ExperimentOptions):
     """What is compared."""
 
     name: str = "compare_engines"
@@ -83,7 +83,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     Raise a `ConfigError` if there is none that can be run.
     """
-    options = Options.of(config)
+    options = CompareEnginesOptions.of(config)
     every = list(_combinations(options))
     rows: list[list[Any]] = []
     skipped: list[list[str]] = []
@@ -117,7 +117,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     )
 
 
-def _combinations(options: Options) -> Iterator[_Combination]:
+def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
     for parts in product(options.backends, options.engines, options.staging, options.metadata):
         yield _Combination(*parts)
     if options.colocated:
@@ -125,7 +125,9 @@ def _combinations(options: Options) -> Iterator[_Combination]:
             yield _Combination("none: colocated", engine, False, "-")
 
 
-def _served(config: Config, target: Target, options: Options, one: _Combination, progress: ShowProgress) -> Result:
+def _served(
+    config: Config, target: Target, options: CompareEnginesOptions, one: _Combination, progress: ShowProgress
+) -> Result:
     """Return what serving as *one* says.  Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing."""
     engine = options.engines[one.engine]
     if one.backend not in options.backends:

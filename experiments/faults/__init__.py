@@ -28,14 +28,14 @@ from pdsim.job import Target
 from pdsim.progress import ShowProgress
 from pdsim.results.record import Metric, Result, Table
 
-__all__ = ["Options", "run", "tries"]
+__all__ = ["FaultsOptions", "run", "tries"]
 
 _BATCH = 25
 """Scenarios that a process is given at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class FaultsOptions(ExperimentOptions):
     """What is explored."""
 
     name: str = "faults"
@@ -64,7 +64,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     """Run the scenarios and return what was violated.  Raise a `ConfigError` on real engines."""
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
-    options = Options.of(config)
+    options = FaultsOptions.of(config)
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.scenarios)
     trials = [FaultTrial(seed, options.requests, options.intensity, frozenset(options.without)) for seed in seeds]
     alike = {"requests": options.requests, "intensity": options.intensity, "without": sorted(options.without)}

@@ -11,8 +11,8 @@ from typing import Any
 
 from pdsim.job import Rank
 from pdsim.kv.messages import Submit
-from pdsim.serving.decode.scheduler import DecodeScheduler
-from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.decode.decode_scheduler import DecodeScheduler
+from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment, instance_of
 from pdsim.serving.router import RoutedRequest, Router
 from pdsim.transfer import Program

@@ -27,13 +27,13 @@ from experiments.faults.kinds import KINDS, RARE
 from pdsim.config import Config
 from pdsim.costs import Engine, EngineModel
 from pdsim.fabric.faults import Faults, Slow, Squeeze
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.job import RankSpec
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.verify.invariants import InvariantChecker, Violation
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of
-from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, Scheduler, Side
+from pdsim.serving.settings import Compute, Hybrid, Kv, Llm, Parallel, SchedulerLimits, Side
 from pdsim.serving.workload import Request, stream
 
 __all__ = ["KINDS", "Scenario", "Tried", "attempt", "draw"]
@@ -122,7 +122,7 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     if "nodes" in kinds:
         config = two_nodes(config)
     asks = config.parallel.prefill.dp > 1 and stream(seed, "faults.query").random() < 0.5
-    job = serve.job(config, serve.Options(deadline=DEADLINE, dp_rank="query" if asks else "room"))
+    job = serve.job(config, serve.ServeOptions(deadline=DEADLINE, dp_rank="query" if asks else "room"))
     if "policies" in kinds:
         job = replace(job, handoff=other_policy(stream(seed, "faults.policies")))
     job = _squeezed(job, geometry, fixed="policies" in kinds)
@@ -214,13 +214,13 @@ def _config(seed: int, random: np.random.Generator) -> Config:
     model = _MODELS[random.integers(len(_MODELS))]
     return Config(
         target="model",
-        experiment=serve.Options(),
+        experiment=serve.ServeOptions(),
         hw=_MACHINE,
         backend=_ENGINE,
         model=model,
         parallel=Parallel(prefill=prefill, decode=decode),
         kv=Kv(page_size=int(random.choice((1, 2, 4, 8))), pool=1 << 16, all_cp_ranks=bool(random.integers(2))),
-        scheduler=Scheduler(
+        scheduler=SchedulerLimits(
             chunk=int(random.choice((6, 16, 64))), prefill_batch=4, decode_batch=int(random.integers(2, 9))
         ),
         compute=Compute(overhead=1e-3, allreduce_latency=1e-6),

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from experiments import serve
-from experiments.handoff.tables import HandoffRow, HandoffShape, metrics, rows, tables
+from experiments.handoff.handoff_rows import HandoffRow, HandoffShape, metrics, rows, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -24,7 +24,7 @@ from pdsim.serving.settings import Parallel, Side
 from pdsim.serving.workload import Request
 from pdsim.units import Seconds
 
-__all__ = ["Options", "Way", "check", "run"]
+__all__ = ["HandoffOptions", "Way", "check", "run"]
 
 PATHS = ("sliced", "staged")
 METADATA: dict[str, dict[str, str]] = {
@@ -37,7 +37,7 @@ the last batch of KV; in host memory, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class HandoffOptions(ExperimentOptions):
     """What is handed over and how.
 
     Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not ``NtoM``, or counts below
@@ -104,7 +104,7 @@ class Way(NamedTuple):
 
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: a model that cannot be divided, too few GPUs, pools that are too small, no staged path."""
-    options = Options.of(config)
+    options = HandoffOptions.of(config)
     longest = max(options.tokens)
     if longest + 1 > config.model.context:
         yield (
@@ -130,7 +130,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    options = Options.of(config)
+    options = HandoffOptions.of(config)
     found: list[HandoffRow] = []
     outcomes: dict[str, Outcome] = {}
     for number, way in enumerate(options.ways()):
@@ -158,10 +158,10 @@ def _attempt(target: Target, ranks: Sequence[RankSpec], first: bool) -> Outcome:
         return Outcome({ROUTER: RankResult(ROUTER, error=f"{type(error).__name__}: {error}")}, seconds=0.0)
 
 
-def specs(config: Config, options: Options, way: Way) -> list[RankSpec]:
+def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
     """Return the ranks that hand over as *way* says.  Raise a `ConfigError` or a `ValueError` if there can be none."""
     own = _as(config, options, way)
-    what = serve.job(own, serve.Options(deadline=options.deadline))
+    what = serve.job(own, serve.ServeOptions(deadline=options.deadline))
     serve.check_fits(what, options.requests())
     if options.placement == "packed":
         return _with_router(serve.specs(own, what, options.requests()))
@@ -183,7 +183,7 @@ def _side(rank: str, gpus: int) -> Place:
     return Place(0, first + index_of(rank) % count)
 
 
-def _as(config: Config, options: Options, way: Way) -> Config:
+def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
     """Return the configuration of one job.
 
     The pool holds the longest request twice, unless the configuration says otherwise; forwards take no time.
@@ -207,11 +207,11 @@ def _as(config: Config, options: Options, way: Way) -> Config:
     )
 
 
-def _warm(options: Options) -> int:
+def _warm(options: HandoffOptions) -> int:
     return len(options.tokens) * options.warmup
 
 
-def _shapes(options: Options, way: Way) -> list[HandoffShape]:
+def _shapes(options: HandoffOptions, way: Way) -> list[HandoffShape]:
     return [HandoffShape(way.label, tokens) for tokens in dict.fromkeys(options.tokens)]
 
 
@@ -230,7 +230,7 @@ def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
     return Outcome(of_all("ranks"), seconds, of_all("links"), of_all("pools"), int(events))
 
 
-def _notes(config: Config, options: Options) -> list[str]:
+def _notes(config: Config, options: HandoffOptions) -> list[str]:
     if config.target == "model" and config.memory == "timing":
         return ["no bytes were compared: the model keeps sizes only; set memory=tracked to check contents"]
     return [f"contents of the first {_warm(options)} requests of each job, its warm-up, were compared"]

@@ -16,25 +16,25 @@ from typing import Any, NamedTuple
 
 from experiments.compare_engines import TransferEngine
 from experiments.reports.claims import burst
-from experiments.serve import Options as ServeOptions
+from experiments.serve import ServeOptions
 from experiments.serve import run as serve
 from pdsim.config import Config, ExperimentOptions
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Machine
 from pdsim.job import Target
 from pdsim.progress import ShowProgress
 from pdsim.repository import data
 from pdsim.results.record import Metric, Result, Table
-from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, ServingEngine, Side, Workload
+from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Side, Workload
 
 __all__ = [
     "CLOSE",
     "FIGURES",
     "TARGETS",
     "FigureRow",
-    "Options",
     "Parts",
     "ReportFigure",
+    "ReportFiguresOptions",
     "keep",
     "kept",
     "run",
@@ -53,7 +53,7 @@ HELPS = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class ReportFiguresOptions(ExperimentOptions):
     """What figures are made of: `conf/experiment/report_figures.yaml`."""
 
     name: str = "report_figures"
@@ -67,7 +67,7 @@ class Options(ExperimentOptions):
 class Parts:
     """Serves what a figure asks for, with the machines, models and engines of *options* in place of those of *base*."""
 
-    def __init__(self, base: Config, options: Options) -> None:
+    def __init__(self, base: Config, options: ReportFiguresOptions) -> None:
         self.base = replace(base, experiment=ServeOptions(), calibration=None)
         self.options = options
 
@@ -138,7 +138,7 @@ def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, An
         parallel=parallel,
         workload=burst(1, 10240),
         kv=Kv(page_size=64, pool=4 << 30),
-        scheduler=Scheduler(chunk=16384),
+        scheduler=SchedulerLimits(chunk=16384),
     )
 
 
@@ -258,7 +258,7 @@ FIGURES = (
 
 
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
-    """Simulate all figures, or those of `Options.only`, and return the table."""
+    """Simulate all figures, or those of `ReportFiguresOptions.only`, and return the table."""
     rows = list(simulated(config, progress))
     reached = sum(row.verdict == "reached" for row in rows)
     return Result(
@@ -272,7 +272,7 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
 
 def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
     """Yield what the model says of each figure."""
-    options = Options.of(config)
+    options = ReportFiguresOptions.of(config)
     chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
     parts = Parts(config, options)
     for number, figure in enumerate(chosen):

@@ -16,7 +16,7 @@ from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.serving.settings import Parallel, Side
 
-__all__ = ["CLAIMS", "VARIANTS", "Options", "run"]
+__all__ = ["CLAIMS", "VARIANTS", "IntranodeMetadataOptions", "run"]
 
 HANDOFF = Claim("handoff", "a handoff takes less time", "us")
 TTFT = Claim("ttft", "the mean TTFT of prompts that arrive at once falls", "ms")
@@ -28,7 +28,7 @@ VARIANTS = {"tcp": ("control", "host"), "nvlink": ("batch", "device")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(shared.Options):
+class IntranodeMetadataOptions(shared.PromptBurstOptions):
     """What is handed over."""
 
     name: str = "seed_intranode_metadata"
@@ -41,7 +41,7 @@ class Options(shared.Options):
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over and serve with metadata over TCP, then over NVLink, and return what became of `CLAIMS`."""
-    options = Options.of(config)
+    options = IntranodeMetadataOptions.of(config)
     served = options.prompts if options.placement == "packed" else ()
     trial = ReportRun(config, target, progress, 2 + 2 * len(served))
     trial.notes += (
@@ -62,7 +62,7 @@ def _as(config: Config, variant: str) -> Config:
     return replace(config, policy=replace(config.policy, metadata=way, metadata_memory=memory))
 
 
-def _handoffs(trial: ReportRun, options: Options) -> None:
+def _handoffs(trial: ReportRun, options: IntranodeMetadataOptions) -> None:
     """Compare handoffs by themselves."""
     tcp, nvlink = (
         as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs") for variant in VARIANTS

@@ -20,7 +20,7 @@ from pdsim.results.record import Result
 from pdsim.serving.settings import Parallel, Side
 from pdsim.units import Seconds
 
-__all__ = ["CLAIMS", "Options", "Tcp", "run"]
+__all__ = ["CLAIMS", "MooncakeTcpOptions", "Tcp", "run"]
 
 SERVES = Claim("serves", "without RDMA: handoffs asked for, and those that succeeded over TCP", "handoffs", "same")
 BYTES = Claim("bytes", "no code of its own: the same bytes over either", "bytes", "same", 1.0001)
@@ -38,7 +38,7 @@ class Tcp(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class MooncakeTcpOptions(ExperimentOptions):
     """What is handed over."""
 
     name: str = "seed_mooncake_tcp"
@@ -75,7 +75,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     Raise what `experiments.handoff` and `experiments.serve` raise.
     """
-    options = Options.of(config)
+    options = MooncakeTcpOptions.of(config)
     tcp = replace(config, backend=options.tcp, policy=options.tcp.policy)
     before = None if config.backend.name == options.tcp.name else Transport(config.backend.name, config, target)
     after = Transport("mooncake_tcp", tcp, target.using(options.tcp)) if before else Transport("tcp", config, target)
@@ -86,9 +86,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     return trial.result(CLAIMS)
 
 
-def _handoffs(trial: ReportRun, options: Options, before: Transport | None, after: Transport) -> None:
+def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
-    shapes = handoff.Options(tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline)
+    shapes = handoff.HandoffOptions(tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline)
 
     def measured(transport: Transport) -> dict[tuple[str, int], dict[str, Any]]:
         label = f"handoffs over {transport.name}"
@@ -103,7 +103,7 @@ def _handoffs(trial: ReportRun, options: Options, before: Transport | None, afte
             trial.add(claim, at, rdma[key][heading] if rdma else None, row[heading])
 
 
-def _prompts(trial: ReportRun, options: Options, before: Transport | None, after: Transport) -> None:
+def _prompts(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
     """Serve prompts that arrive at once, with prefill and decode of the largest of the sizes that fit."""
     tp = max(int(text.partition("to")[0]) for text in options.fitting(trial.config.hw.gpus * trial.config.hw.nodes))
     parallel, given = Parallel(prefill=Side(tp=tp), decode=Side(tp=tp)), burst(options.requests, options.prompt)
@@ -113,7 +113,7 @@ def _prompts(trial: ReportRun, options: Options, before: Transport | None, after
             return None
         own = replace(transport.config, parallel=parallel, workload=given)
         label = f"prompts over {transport.name}"
-        result = trial.run(label, serve.Options(deadline=options.deadline), own, transport.target)
+        result = trial.run(label, serve.ServeOptions(deadline=options.deadline), own, transport.target)
         return value(result, "ttft_avg_s")
 
     at = f"{tp}to{tp} {options.requests} prompts of {options.prompt} tokens"

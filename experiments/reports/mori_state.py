@@ -20,7 +20,7 @@ from pdsim.results.record import Result, Table
 from pdsim.serving.settings import Hybrid, Llm, Parallel, Side
 from pdsim.units import Seconds
 
-__all__ = ["CLAIMS", "Options", "run"]
+__all__ = ["CLAIMS", "MoriStateOptions", "run"]
 THROUGHPUT = Claim("throughput", "inline posting serves about 10 % more at high concurrency", "tokens/s", "more")
 DRAIN = Claim("drain", "likewise where only handoffs take time", "tokens/s", "more")
 TOLD = Claim("told", "what is polled between two forwards is told later (a risk of it)", "s from prefill", "more")
@@ -33,7 +33,7 @@ CLAIMS = (THROUGHPUT, DRAIN, TOLD, TCP, STATE, SLICES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class MoriStateOptions(ExperimentOptions):
     """What is compared."""
 
     name: str = "seed_mori_state"
@@ -60,7 +60,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     Raise what `experiments.serve` and `experiments.handoff` raise.
     """
-    options = Options.of(config)
+    options = MoriStateOptions.of(config)
     trial = ReportRun(config, target, progress, 4 * len(options.concurrency) + 2 * len(options.states) + 2)
     for requests in options.concurrency:
         _concurrency(trial, options, requests)
@@ -84,7 +84,7 @@ def _policies(config: Config, workers: int) -> Iterator[tuple[str, Policy]]:
     yield "inline", replace(policy, queues=0, notify="poll")
 
 
-def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
+def _concurrency(trial: ReportRun, options: MoriStateOptions, requests: int) -> None:
     """Serve *requests* at once, with and without forwards."""
     own = replace(
         trial.config,
@@ -99,7 +99,7 @@ def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
         for name, policy in _policies(own, options.workers):
             label = f"{requests} requests {name}{'' if scale else ', no forwards'}"
             config = replace(own, policy=policy, compute=replace(own.compute, scale=scale))
-            found.append(trial.run(label, serve.Options(deadline=options.deadline), config))
+            found.append(trial.run(label, serve.ServeOptions(deadline=options.deadline), config))
         rates: list[Any] = [value(result, "input_tokens_per_s") for result in found]
         trial.add(claim, at, *rates)
         if scale:
@@ -109,7 +109,7 @@ def _concurrency(trial: ReportRun, options: Options, requests: int) -> None:
 
 def _handoffs(
     trial: ReportRun,
-    options: Options,
+    options: MoriStateOptions,
     label: str,
     config: Config,
     tp: tuple[str, ...],
@@ -119,7 +119,7 @@ def _handoffs(
     """Return the rows by way and tokens, of ranks that post inline."""
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
-    given = handoff.Options(
+    given = handoff.HandoffOptions(
         tokens=options.lengths,
         repeat=options.repeat,
         paths=("sliced",),
@@ -131,7 +131,7 @@ def _handoffs(
     return {(row["way"], row["tokens"]): row for row in rows}
 
 
-def _metadata(trial: ReportRun, options: Options) -> None:
+def _metadata(trial: ReportRun, options: MoriStateOptions) -> None:
     own = replace(trial.config, model=options.served)
     found = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
@@ -139,7 +139,7 @@ def _metadata(trial: ReportRun, options: Options) -> None:
         trial.add(TCP, f"{tokens} tokens", *(found[way, tokens]["p50"] for way in ways))
 
 
-def _state(trial: ReportRun, options: Options, kind: str, model: Llm) -> Iterator[list[Any]]:
+def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -> Iterator[list[Any]]:
     """Hand *model* over, and one that has its layers of full attention only and no index beside them."""
     attention = [model.hybrid.pattern[layer % len(model.hybrid.pattern)] for layer in range(model.layers)].count("a")
     alone = replace(model, layers=attention, hybrid=Hybrid())
@@ -151,7 +151,7 @@ def _state(trial: ReportRun, options: Options, kind: str, model: Llm) -> Iterato
         yield _cost(trial, options, STATE, f"{kind} {tokens} tokens", plain[way, tokens], state[way, tokens])
 
 
-def _slices(trial: ReportRun, options: Options) -> Iterator[list[Any]]:
+def _slices(trial: ReportRun, options: MoriStateOptions) -> Iterator[list[Any]]:
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
     found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))
@@ -162,7 +162,7 @@ def _slices(trial: ReportRun, options: Options) -> Iterator[list[Any]]:
 
 
 def _cost(
-    trial: ReportRun, options: Options, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
+    trial: ReportRun, options: MoriStateOptions, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
 ) -> list[Any]:
     """Count the handoffs of *row*, and return how much longer than *plain* they took."""
     trial.add(claim, at, options.repeat, row["n"])

@@ -20,7 +20,7 @@ from pdsim.results.record import Result
 from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.settings import Parallel, Side
 
-__all__ = ["CLAIMS", "Options", "run"]
+__all__ = ["CLAIMS", "NixlStagingOptions", "run"]
 
 HANDOFF = Claim("handoff", "a handoff between unlike TP takes less time when staged", "us")
 DESCRIPTORS = Claim("descriptors", "it takes a thousandth of the descriptors (PR 19890)", "descriptors", bound=1000.0)
@@ -34,7 +34,7 @@ DP = "4toDP4"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(shared.Options):
+class NixlStagingOptions(shared.PromptBurstOptions):
     """What is handed over."""
 
     name: str = "seed_nixl_staging"
@@ -67,7 +67,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     What needs more GPUs than there are is left out, and a note says so.  Raise a `ConfigError` if nothing is left.
     """
-    options = Options.of(config)
+    options = NixlStagingOptions.of(config)
     crossed = tuple(tp for tp in options.tp if options.placement == "sides" or _fits(config, *_sides(tp)))
     served = options.prompts if _fits(config, PARALLEL.prefill.gpus, PARALLEL.decode.gpus) else ()
     if not crossed and not served:
@@ -92,7 +92,7 @@ def _fits(config: Config, prefill: int, decode: int) -> bool:
     return not gpus or prefill + decode <= gpus
 
 
-def _handoffs(trial: ReportRun, options: Options) -> None:
+def _handoffs(trial: ReportRun, options: NixlStagingOptions) -> None:
     """Compare handoffs by themselves."""
     sliced, staged = (as_rows(trial.run(path, options.handoff(path)), "Handoffs") for path in ("sliced", "staged"))
     for before, after in zip(sliced, staged, strict=True):
@@ -101,7 +101,7 @@ def _handoffs(trial: ReportRun, options: Options) -> None:
         trial.add(DESCRIPTORS, at, before["descriptors"], after["descriptors"])
 
 
-def _prompts(trial: ReportRun, options: Options, count: int) -> None:
+def _prompts(trial: ReportRun, options: NixlStagingOptions, count: int) -> None:
     """Compare how *count* prompts that arrive at once are served by TP4 and DP4+TP4+EP4."""
     tokens = options.prompt_tokens + trial.config.kv.page_size
     most = count * tokens * kv_shape(trial.config.model).token_bytes(1)  # all of them in one group's ring

@@ -11,11 +11,11 @@ from experiments.reports.claims import Claim, ReportRun, burst, value
 from pdsim.config import Config, ExperimentOptions
 from pdsim.units import Seconds
 
-__all__ = ["Options", "prompts"]
+__all__ = ["PromptBurstOptions", "prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class PromptBurstOptions(ExperimentOptions):
     """What is handed over and served; a seed says how much of it."""
 
     tp: tuple[str, ...]  # ranks of prefill, ranks of decode
@@ -40,9 +40,9 @@ class Options(ExperimentOptions):
             if least < 1:
                 raise ValueError(f"experiment.{name} must be >= 1, got {least}")
 
-    def handoff(self, path: str = "sliced") -> handoff.Options:
+    def handoff(self, path: str = "sliced") -> handoff.HandoffOptions:
         """Return the options of `experiments.handoff`; *path* is for ranks that keep other heads."""
-        return handoff.Options(
+        return handoff.HandoffOptions(
             tp=self.tp,
             tokens=self.tokens,
             placement=self.placement,
@@ -54,7 +54,12 @@ class Options(ExperimentOptions):
 
 
 def prompts(
-    trial: ReportRun, options: Options, claims: tuple[Claim, Claim], tp: str, count: int, variants: Mapping[str, Config]
+    trial: ReportRun,
+    options: PromptBurstOptions,
+    claims: tuple[Claim, Claim],
+    tp: str,
+    count: int,
+    variants: Mapping[str, Config],
 ) -> None:
     """Serve *count* prompts that arrive at once by both *variants*, and add what became of *claims*.
 
@@ -63,7 +68,9 @@ def prompts(
     """
     workload = burst(count, options.prompt_tokens, options.output_tokens)
     found = [
-        trial.run(f"{name} {count} prompts", serve.Options(deadline=options.deadline), replace(own, workload=workload))
+        trial.run(
+            f"{name} {count} prompts", serve.ServeOptions(deadline=options.deadline), replace(own, workload=workload)
+        )
         for name, own in variants.items()
     ]
     at, (ttft, requests) = f"{tp} {count} prompts", claims

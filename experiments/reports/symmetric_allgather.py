@@ -21,7 +21,7 @@ from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size
 
-__all__ = ["CLAIMS", "Options", "run"]
+__all__ = ["CLAIMS", "SymmetricAllgatherOptions", "run"]
 
 EQUAL = Claim("equal", "an all-gather of equal pieces takes less time in symmetric memory", "us")
 PADDED = Claim("padded", "one of unequal sequences, padded, does too", "us")
@@ -31,7 +31,7 @@ CLAIMS = (EQUAL, PADDED, RESERVED, GROWN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class SymmetricAllgatherOptions(ExperimentOptions):
     """What is gathered."""
 
     name: str = "seed_symmetric_allgather"
@@ -57,9 +57,9 @@ class Options(ExperimentOptions):
     def __post_init__(self) -> None:
         self.gathering()  # whose rules these are
 
-    def gathering(self) -> allgather.Options:
+    def gathering(self) -> allgather.AllgatherOptions:
         """Return the options of `experiments.allgather`."""
-        return allgather.Options(
+        return allgather.AllgatherOptions(
             ranks=self.ranks,
             size=self.size,
             batches=self.batches,
@@ -74,7 +74,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
     More ranks than GPUs are left out, and a note says so.  Raise a `ConfigError` if none is left.
     """
-    options = Options.of(config)
+    options = SymmetricAllgatherOptions.of(config)
     if config.collective is None:
         raise ConfigError(
             "experiment=seed_symmetric_allgather needs collectives; set collective=nccl, or gloo on hosts"

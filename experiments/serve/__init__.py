@@ -32,14 +32,14 @@ from pdsim.serving.workload import Request, draw
 from pdsim.transfer_log import joined
 from pdsim.units import Seconds
 
-__all__ = ["TARGETS", "Options", "check_fits", "job", "observed", "run", "specs"]
+__all__ = ["TARGETS", "ServeOptions", "check_fits", "job", "observed", "run", "specs"]
 
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class ServeOptions(ExperimentOptions):
     """What is particular to serving.
 
     Raise a `ValueError` that names the key for an unknown choice or a negative time.
@@ -74,10 +74,10 @@ class Options(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
 
-    *target* is a `pdsim.job.Target`, or a `backends.live.deployment.LiveDeployment` where ``config.target`` is live.
-    Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
+    *target* is a `pdsim.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is
+    live.  Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
     """
-    options = Options.of(config)
+    options = ServeOptions.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
         if any(request.after >= 0 for request in drawn.requests):
@@ -118,7 +118,7 @@ def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
     return [offered.line(workload), *([warning] if warning else [])]
 
 
-def job(config: Config, options: Options) -> Deployment:
+def job(config: Config, options: ServeOptions) -> Deployment:
     """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that.
 
     Memory pools are sized here (`pdsim.serving.placement.pages`), and times of forwards taken from the roofline of
@@ -138,7 +138,7 @@ def job(config: Config, options: Options) -> Deployment:
     return found
 
 
-def _job(config: Config, options: Options) -> Deployment:
+def _job(config: Config, options: ServeOptions) -> Deployment:
     """Return the deployment with prefill and decode apart, before it is checked."""
     parallel, shape = config.parallel, kv_shape(config.model)
     ranks = parallel.prefill.gpus + parallel.decode.gpus
@@ -286,7 +286,7 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
                 place = where[_gpu(what.grid(instance), dp, number, index)]
                 name = rank_name(instance, index)
                 like = what.like(instance, index)
-                found.append(RankSpec(name, f"pdsim.serving.{side}.scheduler:program", place, own, like))
+                found.append(RankSpec(name, f"pdsim.serving.{side}.{side}_scheduler:program", place, own, like))
     return found
 
 

@@ -18,7 +18,7 @@ from pdsim.serving.workload import Request
 from pdsim.units import format_time
 
 if TYPE_CHECKING:
-    from backends.live.deployment import LiveDeployment, Served
+    from backends.live.live_deployment import LiveDeployment, Served
     from backends.live.metrics import Histogram
     from backends.live.routes import RequestRow
 

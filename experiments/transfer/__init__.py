@@ -12,10 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.transfer.points import TransferPoint, read, shuffled
-from experiments.transfer.program import Task, area_bytes, region_bytes
+from experiments.transfer.exchange import Task, area_bytes, region_bytes
 from experiments.transfer.rank_places import names, places, shortage
-from experiments.transfer.tables import TransferRow, metrics, tables
+from experiments.transfer.transfer_points import TransferPoint, read, shuffled
+from experiments.transfer.transfer_rows import TransferRow, metrics, tables
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
@@ -23,14 +23,14 @@ from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
 from pdsim.units import Size
 
-__all__ = ["Options", "check", "run"]
+__all__ = ["TransferOptions", "check", "run"]
 
 JOBS = 2
 """How many jobs a run may start: the second for what a lost rank kept the first from."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class TransferOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured.
 
     Raise a `ValueError` that names the key for values out of range; the file of *points* is read when the points are
@@ -102,7 +102,7 @@ def check(config: Config) -> Iterator[str]:
     much.
     """
     try:
-        options = Options.of(config)
+        options = TransferOptions.of(config)
         points = options.list_points()
     except ValueError as error:
         yield str(error)
@@ -132,7 +132,7 @@ def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterato
             return
 
 
-def _memory(config: Config, options: Options, points: Sequence[TransferPoint]) -> Iterator[str]:
+def _memory(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> Iterator[str]:
     """Yield a line if some place lacks memory for its ranks, which names the point that needs most of it there."""
     tasks = [point.task(options.ranks) for point in points]
     where = _places(config, options, points)
@@ -162,7 +162,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
-    options = Options.of(config)
+    options = TransferOptions.of(config)
     listed = options.list_points()
     left = shuffled(listed, config.seed) if options.order == "shuffled" else listed
     rows: dict[TransferPoint, TransferRow] = {}
@@ -194,7 +194,7 @@ def _said(rank: RankResult) -> dict[str, Any]:
     return rank.value or {"points": [], "error": ""}
 
 
-def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: Options) -> list[TransferRow]:
+def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: TransferOptions) -> list[TransferRow]:
     """Return the rows of those of *points* that the job has ended, or has ended with."""
     done = max((_said(rank)["points"] for rank in outcome.ranks.values()), key=len)
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
@@ -213,7 +213,9 @@ def _rows(points: Sequence[TransferPoint], outcome: Outcome, options: Options) -
     return rows
 
 
-def _result(config: Config, options: Options, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]) -> Result:
+def _result(
+    config: Config, options: TransferOptions, rows: Sequence[TransferRow], outcomes: Sequence[Outcome]
+) -> Result:
     """Return the result of *rows*, with a line for each rank that failed and each point that was not completed."""
     whole = _merged(outcomes)
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
@@ -249,15 +251,15 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def _ranks(options: Options, points: Sequence[TransferPoint]) -> list[str]:
+def _ranks(options: TransferOptions, points: Sequence[TransferPoint]) -> list[str]:
     return names([flow for point in points for flow in point.flows(options.ranks)])
 
 
-def _places(config: Config, options: Options, points: Sequence[TransferPoint]) -> dict[str, Place]:
+def _places(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> dict[str, Place]:
     return places(config.hw, _ranks(options, points), options.placement)
 
 
-def _specs(config: Config, options: Options, points: Sequence[TransferPoint]) -> list[RankSpec]:
+def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> list[RankSpec]:
     """Return the ranks that run *points*, all with the same arguments."""
     arguments = {
         "points": [point.task(options.ranks) for point in points],
@@ -267,10 +269,10 @@ def _specs(config: Config, options: Options, points: Sequence[TransferPoint]) ->
         "timeout": config.backend.timeout,
     }
     where = _places(config, options, points)
-    return [RankSpec(name, "experiments.transfer.program:exchange", place, arguments) for name, place in where.items()]
+    return [RankSpec(name, "experiments.transfer.exchange:exchange", place, arguments) for name, place in where.items()]
 
 
-def _notes(config: Config, options: Options) -> Sequence[str]:
+def _notes(config: Config, options: TransferOptions) -> Sequence[str]:
     if options.verify and config.target == "model" and config.memory == "timing":
         return ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
     return []

@@ -38,7 +38,7 @@ from pdsim.validation.verdicts import (
     tables,
 )
 
-__all__ = ["Bounds", "Options", "bounds", "run"]
+__all__ = ["Bounds", "ValidateOptions", "bounds", "run"]
 
 TABLE = "validation.parquet"
 PREDICTING = 0.05
@@ -65,7 +65,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Design):
+class ValidateOptions(Design):
     """What is run, and how far off it may be."""
 
     name: str = "validate"
@@ -103,7 +103,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     are those of an earlier run.  A part that cannot be run here is left out, with a note; a class whose error exceeds
     its bound is a failure of the run.
     """
-    options = Options.of(config)
+    options = ValidateOptions.of(config)
     notes: list[str] = []
     failures: list[str] = []
     records: list[TransferRecord] = []
@@ -119,7 +119,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     return replace(_compared(config, options, folder, notes, failures), transfers=records)
 
 
-def bounds(options: Options) -> dict[str, Bound]:
+def bounds(options: ValidateOptions) -> dict[str, Bound]:
     """Return what the errors of each class may be."""
     most = options.bounds
     pair = Bound(most.pair, most.pair_p95)
@@ -134,7 +134,7 @@ def _small(each: Compared, large: float) -> Compared:
     return replace(each, predicted=replace(value, group=f"small {value.group}"))
 
 
-def _take(config: Config, options: Options, folder: Path, progress: ShowProgress) -> None:
+def _take(config: Config, options: ValidateOptions, folder: Path, progress: ShowProgress) -> None:
     """Take what is stored to *folder*, and predict it if that was not done, or is to be done anew."""
     source = Path(options.stored)
     take(source, folder)
@@ -147,7 +147,7 @@ def _take(config: Config, options: Options, folder: Path, progress: ShowProgress
 
 
 def _expected(
-    config: Config, options: Options, folder: Path, notes: list[str], progress: ShowProgress
+    config: Config, options: ValidateOptions, folder: Path, notes: list[str], progress: ShowProgress
 ) -> list[DesignPart]:
     """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
     if config.target != "real":
@@ -179,7 +179,7 @@ def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> li
 # --- the comparison -------------------------------------------------------------------------------------------------
 
 
-def _compared(config: Config, options: Options, folder: Path, notes: list[str], failures: list[str]) -> Result:
+def _compared(config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]) -> Result:
     """Return what the files in *folder* say, read back from there.
 
     Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files, so

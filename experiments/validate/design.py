@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from experiments import allgather, handoff, serve, transfer
-from experiments.transfer.points import TransferPoint, read, write
-from experiments.transfer.program import region_bytes
+from experiments.transfer.exchange import region_bytes
 from experiments.transfer.rank_places import names, places, shortage
+from experiments.transfer.transfer_points import TransferPoint, read, write
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.job import Target
@@ -37,7 +37,7 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 
 @dataclass(frozen=True, kw_only=True)
 class Design(ExperimentOptions):
-    """Which points are run: the part of `experiments.validate.Options` that says so.
+    """Which points are run: the part of `experiments.validate.ValidateOptions` that says so.
 
     Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them.
     """
@@ -138,7 +138,7 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
         # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
         # take longer to fill and to compare than to transfer
         yield DesignPart(
-            transfer.Options(
+            transfer.TransferOptions(
                 points=str(folder / POINTS),
                 repeat=design.repeat,
                 volume=design.volume,
@@ -152,7 +152,7 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
     if "allgather" in design.classes and config.collective is not None:
         yield _gathers(config, design, tuple(count for count in (2, 4, 8) if count <= ranks), notes)
     if "serve" in design.classes:
-        yield DesignPart(serve.Options())
+        yield DesignPart(serve.ServeOptions())
 
 
 def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
@@ -162,7 +162,9 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
     placement = "packed" if not gpus or gpus >= most else "sides"
     equal = tuple(way for way in ways if len(set(way.split("to"))) == 1)
     if "handoff" in design.classes:
-        few = handoff.Options(placement=placement, verify=False, repeat=_share(design, max(4, design.repeat // 4)))
+        few = handoff.HandoffOptions(
+            placement=placement, verify=False, repeat=_share(design, max(4, design.repeat // 4))
+        )
         tokens = tuple(count for count in design.tokens if count < config.model.context)
         if whole := tuple(ways) if config.policy.staging else equal:
             yield DesignPart(replace(few, tokens=tokens, tp=whole, paths=("staged",)))
@@ -171,7 +173,7 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
             yield DesignPart(replace(few, tokens=sliced, tp=unequal, paths=("sliced",)))
     if "metadata" in design.classes:
         yield DesignPart(
-            handoff.Options(
+            handoff.HandoffOptions(
                 tokens=design.short,
                 tp=(*equal, *ways)[:1],
                 paths=("sliced",),
@@ -185,7 +187,7 @@ def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[s
 
 def _share(design: Design, repeat: int) -> int:
     """Return how often a handoff is repeated in each of its jobs, so that there are *repeat* in all."""
-    return -(-repeat // DesignPart(handoff.Options()).jobs(design.jobs))
+    return -(-repeat // DesignPart(handoff.HandoffOptions()).jobs(design.jobs))
 
 
 def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[str]) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ def _sliced(config: Config, design: Design, tokens: Sequence[int], notes: list[s
 
 def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list[str]) -> DesignPart:
     """Return the all-gathers of *ranks*, without the largest pieces if memory is short."""
-    options = allgather.Options(ranks=ranks, batches=(), growth=False, repeat=design.repeat, verify=False)
+    options = allgather.AllgatherOptions(ranks=ranks, batches=(), growth=False, repeat=design.repeat, verify=False)
     pieces = sorted(design.pieces)
     for count in range(len(pieces), 0, -1):
         part = DesignPart(replace(options, size=tuple(pieces[:count])))

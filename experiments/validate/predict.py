@@ -13,7 +13,7 @@ from experiments.validate.sealed import EXPECTED, design_of, keep, read, written
 from experiments.validate.values import values
 from pdsim.config import Config, Launch
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import ShowProgress, silent
 from pdsim.results.environment import commit
 from pdsim.results.store import plain

@@ -45,7 +45,7 @@ def _ways(folder: Path) -> list[str]:
     jobs = [part["jobs"] for part in read(folder / MEASURED).get("took", ()) if part["experiment"] == "handoff"]
     parts = [part for part in read(folder / EXPECTED)["design"] if part["experiment"] == "handoff"]
     for part, count in zip(parts, jobs or [1] * len(parts), strict=True):
-        ways = build(handoff.Options, part["options"], "experiment").ways()
+        ways = build(handoff.HandoffOptions, part["options"], "experiment").ways()
         named = [f"{way.prefill}to{way.decode} {way.path}" if way.metadata == "policy" else "" for way in ways]
         found += count * named
     return found

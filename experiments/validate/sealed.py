@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.transfer.points import TransferPoint
-from experiments.transfer.points import read as read_points
-from experiments.transfer.points import write as write_points
+from experiments.transfer.transfer_points import TransferPoint
+from experiments.transfer.transfer_points import read as read_points
+from experiments.transfer.transfer_points import write as write_points
 from experiments.validate.design import POINTS, DesignPart
 from experiments.validate.values import values
 from pdsim.config import ExperimentOptions

@@ -28,9 +28,9 @@ from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, erro
 from pdsim.validation.verdicts import seal
 
 if TYPE_CHECKING:
-    from backends.live.deployment import LiveDeployment
+    from backends.live.live_deployment import LiveDeployment
 
-__all__ = ["TARGETS", "Options", "run"]
+__all__ = ["TARGETS", "ValidateLiveOptions", "run"]
 
 TARGETS = ("model", "live")
 """Where the experiment can run; on the model it predicts, or compares what is stored."""
@@ -45,7 +45,7 @@ Quantiles = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class ValidateLiveOptions(ExperimentOptions):
     """What is run, and how far off it may be."""
 
     name: str = "validate_live"
@@ -79,11 +79,11 @@ class Options(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    *target* is a `backends.live.deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
+    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
     Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
     requests.
     """
-    options = Options.of(config)
+    options = ValidateLiveOptions.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
         raise ConfigError(
             "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, or "
@@ -101,7 +101,7 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     return _compared(options, folder, failures)
 
 
-def _parts(config: Config, options: Options) -> Parts:
+def _parts(config: Config, options: ValidateLiveOptions) -> Parts:
     """Return the parts that *options* ask for, warm-ups included."""
     context = config.model.context
     found: dict[str, Sequence[Request]] = dict(
@@ -126,7 +126,7 @@ def _expect(config: Config, parts: Parts, folder: Path, progress: ShowProgress) 
     keep(folder / EXPECTED, seal(content))
 
 
-def _adopt(config: Config, options: Options, folder: Path) -> None:
+def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
     """Take predictions made before to *folder*.  Raise a `ConfigError` if they are of other requests."""
     source = Path(options.expected)
     if not source.is_file():
@@ -143,7 +143,7 @@ def _adopt(config: Config, options: Options, folder: Path) -> None:
     keep(folder / EXPECTED, source.read_bytes())
 
 
-def _take(config: Config, options: Options, folder: Path, progress: ShowProgress) -> None:
+def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: ShowProgress) -> None:
     """Take what is stored to *folder*, and predict it anew if that is asked for."""
     source = Path(options.stored)
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
@@ -175,7 +175,7 @@ def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress
 
 
 def _measure(
-    config: Config, options: Options, target: LiveDeployment, folder: Path, progress: ShowProgress
+    config: Config, options: ValidateLiveOptions, target: LiveDeployment, folder: Path, progress: ShowProgress
 ) -> list[str]:
     """Send the requests of every part to *target*, write what became of each, and return what failed.
 
@@ -225,7 +225,7 @@ def _foretold(folder: Path) -> Result:
     return Result(summary=(Metric("parts", len(made), "loads, and lengths of single requests"),), tables=[shown])
 
 
-def _compared(options: Options, folder: Path, failures: Sequence[str]) -> Result:
+def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str]) -> Result:
     """Return the errors of what is in *folder*; a metric beyond its bound, and beyond twice its floor, is a failure."""
     expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
     runs = [{name: quantiles(_well(rows)) for name, rows in run.items()} for run in measured["runs"]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.serve import Options, check_fits, job, result, specs
+from experiments.serve import ServeOptions, check_fits, job, result, specs
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import ShowProgress
 from pdsim.serving.workload import Request
 from pdsim.validation.load_errors import SINGLE
@@ -54,7 +54,7 @@ def predicted(
     They are not runs of their own: what one leaves, as pages in the order in which it freed them, the next one finds.
     """
     requests = in_turn(parts)
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     check_fits(what, requests)
     target = Model(config.hw, config.backend, memory=config.memory, seed=config.seed, collective=config.collective)
     progress(0.0, f"predicting {len(requests)} requests")

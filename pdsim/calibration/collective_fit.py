@@ -84,7 +84,7 @@ def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> Gath
 
     The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and "grown".
     """
-    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.tables.GatherSample.label` says it
+    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.gather_rows.GatherSample.label` says it
     kind = "plain" if pool == "default" else "symmetric"
     batch = more[1] if "batch" in more else ""
     return GatherSample(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))

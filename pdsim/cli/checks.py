@@ -52,7 +52,7 @@ def _general(config: Config) -> Iterator[str]:
     if config.target not in (able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))):
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "live":
-        from backends.live.deployment import problems
+        from backends.live.live_deployment import problems
 
         yield from problems(config)
         return

@@ -14,7 +14,7 @@ from backends import registry
 from backends.diagnosis import Diagnosis, devices, gpu_count
 from backends.emulation.link import emulated_link
 from backends.live.commands import MODULES
-from backends.live.deployment import installed
+from backends.live.live_deployment import installed
 from pdsim.calibration.host_factor import measure
 from pdsim.cli.overrides import conf, describe, groups, options
 from pdsim.units import format_size, parse_time

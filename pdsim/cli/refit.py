@@ -20,8 +20,8 @@ from pdsim.cli.overrides import conf
 from pdsim.config import Config
 from pdsim.costs import Collective
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
 from pdsim.fabric.memory import LAUNCH
+from pdsim.fabric.model import Model
 from pdsim.guards import instead
 from pdsim.repository import data
 from pdsim.results.record import Table

@@ -19,7 +19,7 @@ from pdsim.guards import instead
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
-from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Slo, Workload
+from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Slo, Workload
 from pdsim.units import Seconds
 
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
@@ -53,19 +53,19 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """The options of one experiment; each experiment's module extends it with a frozen dataclass called ``Options``.
+    """The options of one experiment; each experiment's module extends it with a frozen dataclass.
 
-    The fields of ``Options`` are the keys below ``experiment`` of the configuration: their annotations give type and
+    Its fields are the keys below ``experiment`` of the configuration: their annotations give type and
     unit, their defaults are the only ones there are, and ``__post_init__`` raises a `ValueError` that begins with
     ``experiment.KEY`` for a value that is out of range.  ``name`` has the name that the module is registered under as
     its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
 
     >>> @dataclass(frozen=True, kw_only=True)
-    ... class Options(ExperimentOptions):
+    ... class OneWriteOptions(ExperimentOptions):
     ...     name: str = "one_write"
     ...     size: int = 1 << 20
-    >>> Options(size=4096)
-    Options(name='one_write', size=4096)
+    >>> OneWriteOptions(size=4096)
+    OneWriteOptions(name='one_write', size=4096)
     """
 
     name: str  # of the experiment, as it is registered
@@ -95,11 +95,12 @@ class ExperimentOptions:
         if name not in known:
             raise ConfigError(f"experiment.name={name} does not exist; {instead(str(name), known)}")
         module = plugins.resolve(plugins.EXPERIMENTS, name)
-        found = getattr(module, "Options", None)
-        if not (isinstance(found, type) and issubclass(found, ExperimentOptions)) or vars(found).get("name") != name:
+        classes = (each for each in vars(module).values() if isinstance(each, type))
+        found = next((c for c in classes if issubclass(c, ExperimentOptions) and vars(c).get("name") == name), None)
+        if found is None:
             raise ConfigError(
                 f"experiment={name}: {plugins.target(plugins.EXPERIMENTS, name)} declares no options of that name; "
-                f"give it a frozen dataclass Options that extends pdsim.config.ExperimentOptions, with "
+                f"give it a frozen dataclass that extends pdsim.config.ExperimentOptions, with "
                 f"name: str = {name!r}"
             )
         return found
@@ -126,7 +127,7 @@ class Config:
     """
 
     target: str  # "model", "real" or "live"
-    experiment: ExperimentOptions  # the `Options` of the experiment that is run, with its name
+    experiment: ExperimentOptions  # the options of the experiment that is run, with its name
     hw: Machine
     backend: Engine
     model: Llm
@@ -136,7 +137,7 @@ class Config:
     kv: Kv = field(default_factory=Kv)
     cache: Cache = field(default_factory=Cache)  # of prefixes
     policy: Policy = field(default_factory=Policy)  # of the backend, under whose key it is written
-    scheduler: Scheduler = field(default_factory=Scheduler)
+    scheduler: SchedulerLimits = field(default_factory=SchedulerLimits)
     engine: ServingEngine = field(default_factory=ServingEngine)
     compute: Compute = field(default_factory=Compute)
     collective: Collective | None = None  # what groups of ranks gather with

@@ -29,7 +29,7 @@ _HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call"
 def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     """Return the configuration in *values*; *overridden* are the dotted keys that were set on the command line.
 
-    What is below ``experiment`` becomes the `Options` of that experiment.  The source called ``"gpu"`` speaks for all
+    What is below ``experiment`` becomes the options of that experiment.  The source called ``"gpu"`` speaks for all
     numbers below ``gpu`` but those of a longer name, ``"nodes, gpus"`` for two; what was overridden is *assumed*.
     A calibration is laid over machine and engine, and under what was overridden.  Raise a `ConfigError`.
 

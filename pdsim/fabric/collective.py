@@ -27,9 +27,9 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.endpoint import DETECTION
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.shared import Fabric
+from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.group import check_gather, is_symmetric
 from pdsim.transfer import TransferRecord
 from pdsim.units import format_size

@@ -1,4 +1,4 @@
-"""What an endpoint keeps of its regions, its peers and its transfers.  The rules are in `pdsim.fabric.endpoint`."""
+"""What an endpoint keeps of its regions, its peers and its transfers.  The rules are in `pdsim.fabric.sim_endpoint`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pdsim.fabric.memory import Bytes, SimBuffer
     from pdsim.transfer import Notification, Transfer
 
-__all__ = ["Connection", "EndpointAddress", "Part", "PostedTransfer", "Registration", "part_of"]
+__all__ = ["Connection", "EndpointAddress", "Part", "Registration", "SimTransfer", "part_of"]
 
 
 class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `pdsim.fabric.endpoint.SimEndpoint.address` says, as JSON."""
+    """What `pdsim.fabric.sim_endpoint.SimEndpoint.address` says, as JSON."""
 
     rank: str
     engine: str
@@ -98,7 +98,7 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
     return Batch(batch.source, batch.target, source, target, size)
 
 
-class PostedTransfer:
+class SimTransfer:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
 
     __slots__ = (

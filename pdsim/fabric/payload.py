@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdsim.clock import Clock
-    from pdsim.fabric.connections import PostedTransfer
+    from pdsim.fabric.connections import SimTransfer
     from pdsim.fabric.faults import Chance, Observer
     from pdsim.fabric.memory import SimBuffer, SimDevice
 
@@ -22,14 +22,14 @@ class Payload:
     """Moves the bytes of the transfers *flights*, by number, that an endpoint on *device* posts."""
 
     def __init__(
-        self, clock: Clock, device: SimDevice, observer: Observer | None, flights: Mapping[int, PostedTransfer]
+        self, clock: Clock, device: SimDevice, observer: Observer | None, flights: Mapping[int, SimTransfer]
     ) -> None:
         self._clock = clock
         self._device = device
         self._observer = observer
         self._flights = flights
 
-    def stray(self, flight: PostedTransfer, number: int, chance: Chance, seconds: float) -> None:
+    def stray(self, flight: SimTransfer, number: int, chance: Chance, seconds: float) -> None:
         """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
         clock, batch = self._clock, flight.transfer.batch
         for first, end, read, land in chance.parts(batch.nbytes, seconds):
@@ -54,25 +54,25 @@ class Payload:
         if flight is not None and buffers is not None and part.pieces is not None:
             self._put(part, flight, buffers[1])
 
-    def _read(self, part: Part, flight: PostedTransfer, source: SimBuffer) -> None:
+    def _read(self, part: Part, flight: SimTransfer, source: SimBuffer) -> None:
         if self._observer is not None:
             self._observer.read(part.batch, flight.transfer.label)
         exact = self._device.holds_bytes
         part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
 
-    def _put(self, part: Part, flight: PostedTransfer, target: SimBuffer) -> None:
+    def _put(self, part: Part, flight: SimTransfer, target: SimBuffer) -> None:
         if self._observer is not None:
             self._observer.landed(part.batch, flight.transfer.label)
         part.landed = True
         if self._device.holds_bytes:
             write_pieces(part.batch, target, part.pieces or [])
 
-    def _moving(self, number: int) -> PostedTransfer | None:
+    def _moving(self, number: int) -> SimTransfer | None:
         flight = self._flights.get(number)
         stopped = flight is None or flight.posting is None or flight.posting.aborted
         return None if stopped else flight
 
-    def move(self, flight: PostedTransfer, source: SimBuffer, target: SimBuffer, end: int | None = None) -> None:
+    def move(self, flight: SimTransfer, source: SimBuffer, target: SimBuffer, end: int | None = None) -> None:
         """Move what has not moved yet; of a transfer that has not begun, only the bytes before *end* if it is given."""
         if end is not None:
             if end and not flight.parts:

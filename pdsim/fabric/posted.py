@@ -1,7 +1,7 @@
 """The transfers that an endpoint has posted and that are not quiesced: their states, records and deadlines.
 
 States and transitions are those of `pdsim.transfer.Transfer`.  Why a transfer fails is decided in
-`pdsim.fabric.endpoint`.
+`pdsim.fabric.sim_endpoint`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pdsim.clock import Clock
     from pdsim.errors import TransferError
-    from pdsim.fabric.connections import PostedTransfer
+    from pdsim.fabric.connections import SimTransfer
     from pdsim.fabric.engine import Times
 
 __all__ = ["PostedTransfers", "SeriesRecorder"]
@@ -38,7 +38,7 @@ class PostedTransfers:
     """Those of one endpoint, by number.  ``time_out(number)`` is called for one that is here at its deadline."""
 
     def __init__(self, clock: Clock, engine: str, recorder: SeriesRecorder, time_out: Callable[[int], None]) -> None:
-        self.moving: dict[int, PostedTransfer] = {}
+        self.moving: dict[int, SimTransfer] = {}
         self.quarantined = 0
         """How many of them have failed."""
         self._clock = clock
@@ -47,7 +47,7 @@ class PostedTransfers:
         self._number = 0
         self._deadlines = Deadlines(clock, self.moving, time_out)
 
-    def add(self, posted: PostedTransfer) -> int:
+    def add(self, posted: SimTransfer) -> int:
         """Return the number of *posted* from now on."""
         self._number += 1
         self.moving[self._number] = posted
@@ -57,7 +57,7 @@ class PostedTransfers:
         """Set the deadline of *number*."""
         self._deadlines.add(at, number)
 
-    def quarantine(self, posted: PostedTransfer, error: TransferError) -> None:
+    def quarantine(self, posted: SimTransfer, error: TransferError) -> None:
         """Fail *posted*, whose bytes may still move."""
         self.quarantined += 1
         self.record(posted, error)
@@ -75,7 +75,7 @@ class PostedTransfers:
         self.quarantined -= 1
         return None
 
-    def conclude(self, posted: PostedTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
+    def conclude(self, posted: SimTransfer, record: TransferRecord | None, error: TransferError | None) -> None:
         """Tell whoever waits for *posted*, which is quiesced, or for its *record*."""
         posted.transfer.settle(now=True)
         if record is not None:
@@ -86,14 +86,14 @@ class PostedTransfers:
         posted = self.moving[number]
         self.conclude(posted, self.quiesce(number, error), error)
 
-    def drop(self) -> list[PostedTransfer]:
+    def drop(self) -> list[SimTransfer]:
         """Forget all of them, and return them."""
         dropped = list(self.moving.values())
         self.moving.clear()
         self.quarantined = 0
         return dropped
 
-    def record(self, posted: PostedTransfer, error: TransferError | None) -> TransferRecord:
+    def record(self, posted: SimTransfer, error: TransferError | None) -> TransferRecord:
         """Record that *posted* ends now."""
         now, posting, batch = self._clock.now, posted.posting, posted.transfer.batch
         record = TransferRecord(
@@ -114,7 +114,7 @@ class PostedTransfers:
         self._recorder.transfer(record)
         return record
 
-    def record_series(self, posted: PostedTransfer, submitted: Times, at: Times, complete: Times) -> int:
+    def record_series(self, posted: SimTransfer, submitted: Times, at: Times, complete: Times) -> int:
         """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
         batch, count = posted.transfer.batch, len(complete)
         kind = Kind(self._engine, "write", batch.source.owner, batch.target.owner, "ok")

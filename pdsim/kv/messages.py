@@ -51,7 +51,7 @@ __all__ = [
     "Pong",
     "Preceded",
     "Prefilled",
-    "Pull",
+    "PullRequest",
     "Quiet",
     "Ready",
     "Refused",
@@ -184,7 +184,7 @@ class Submit(KvMessage, frozen=True):
 
 
 class Details(KvMessage, frozen=True):
-    """The router to a leader, before `Submit` or `Pull`, where something depends on it: more about a request."""
+    """The router to a leader, before `Submit` or `PullRequest`, where something depends on it: more about a request."""
 
     room: int
     blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
@@ -247,7 +247,7 @@ class Lent(KvMessage, frozen=True):
     ended: float  # its last forward ended
 
 
-class Pull(KvMessage, frozen=True):
+class PullRequest(KvMessage, frozen=True):
     """The router to a decode leader: prefill has answered, fetch the KV and go on."""
 
     submit: Submit

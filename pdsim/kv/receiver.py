@@ -24,7 +24,7 @@ from pdsim.kv.messages import (
 from pdsim.kv.paths import REGION
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.rooms import OVER, ExpiringMap
-from pdsim.kv.staging.receiver import StagingReceiver
+from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.transfer import Notification, Repeated
 
 __all__ = ["KvReceiver"]

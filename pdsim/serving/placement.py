@@ -6,7 +6,7 @@ from pdsim.errors import ConfigError
 from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.kv.layout import KvLayout, KvShape
-from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side
+from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, Side
 from pdsim.units import format_size
 
 __all__ = ["pages", "places"]
@@ -37,7 +37,9 @@ def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Plac
     return gpus[:prefill], gpus[first : first + decode]
 
 
-def pages(side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, scheduler: Scheduler, ranks: int) -> int:
+def pages(
+    side: Side, model: Llm, shape: KvShape, machine: Machine, kv: Kv, scheduler: SchedulerLimits, ranks: int
+) -> int:
     """Return how many pages a rank of *side* has: `kv.pool`, or what the weights leave of its memory.
 
     On a machine without GPUs, whose hosts hold no weights, that is an equal share of the memory for each of *ranks*.

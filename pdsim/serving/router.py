@@ -31,7 +31,7 @@ from pdsim.kv.messages import (
     Ping,
     Pong,
     Prefilled,
-    Pull,
+    PullRequest,
     Ready,
     Stop,
     Streamed,
@@ -39,9 +39,9 @@ from pdsim.kv.messages import (
     Took,
 )
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
-from pdsim.serving.host import Host
 from pdsim.serving.instances import InstanceRegistry, own_place
 from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
 from pdsim.transfer import Program
@@ -136,7 +136,7 @@ class Router(RankProcess):
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
         self.serial = handoff_of(job.engine).serial
-        self.host = Host(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
+        self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
         self.instances = (*job.prefills, *job.decodes)
         self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
@@ -308,7 +308,7 @@ class Router(RankProcess):
         request.answered = True
         self._moved = self.clock.now
         self.registry.add(request.prefill, -request.input)
-        pull = Pull(self._submission(request), message)
+        pull = PullRequest(self._submission(request), message)
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:

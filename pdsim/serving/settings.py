@@ -19,7 +19,7 @@ __all__ = [
     "Kv",
     "Llm",
     "Parallel",
-    "Scheduler",
+    "SchedulerLimits",
     "ServingEngine",
     "Side",
     "Slo",
@@ -277,9 +277,9 @@ class Kv:
 
     page_size: int = 64  # tokens
     checked: int | None = None  # requests, from the first, whose contents are compared where memory has any; None: all
-    pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times *Scheduler.memory_fraction*
+    pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times `scheduler.memory_fraction`
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
-    state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is *Scheduler.decode_batch*
+    state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is `scheduler.decode_batch`
     window_share: float = 0.8  # pages of sliding-window layers for each page of full attention (SGLang's default)
     layerwise: bool = False  # prefill pushes each layer of a chunk when it is computed, instead of all at the end
     staging: bool = False  # between ranks that keep different heads, gather, write in one piece, and scatter
@@ -324,7 +324,7 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheduler:
+class SchedulerLimits:
     """The knobs of the prefill and decode engines.
 
     The same limits hold for every instance of a side; what they mean is up to `engine.scheduler`.
@@ -422,7 +422,7 @@ class ServingEngine:
     reserved_tokens: int = 0  # with grow: kept free for each admitted request (SGLang's num_reserved_decode_tokens)
     preemption: str = "recompute"  # of a request without pages: "recompute" its KV, or "retract" it to host memory
     retract_rate: Rate = 20e9  # bytes/s to host memory and back; all ranks of an instance at once
-    step_tokens: int = 0  # of a step, prefill and decode together; 0 is `Scheduler.chunk`
+    step_tokens: int = 0  # of a step, prefill and decode together; 0 is `scheduler.chunk`
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
     pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the step that computes with it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)

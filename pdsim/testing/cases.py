@@ -166,7 +166,7 @@ def make_target(name: str, *, required: bool = False) -> Target:
 
 def model(case: Case) -> Target:
     """Return the model, with memory as *case* names it."""
-    from pdsim.fabric.job import Model
+    from pdsim.fabric.model import Model
 
     memory = case.name.removeprefix("model-")
     return Model(MACHINE, case.engine, memory=memory, seed=1, collective=COLLECTIVE)

@@ -19,10 +19,10 @@ import psutil
 import pytest
 import zmq
 
-from backends.base import channel
+from backends.base import zmq_channel
 from backends.base.authentication import Keys, job_keys
-from backends.base.channel import ZmqChannel
 from backends.base.control import Control, fields
+from backends.base.zmq_channel import ZmqChannel
 from backends.jobs import launcher as launch
 from backends.jobs.launcher import Processes
 from pdsim.clock import WallClock
@@ -168,15 +168,15 @@ def test_frames_that_are_too_many_are_refused(pair: Pair):
 
 
 def test_a_message_that_is_too_large_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "LARGEST", 10)
+    monkeypatch.setattr(zmq_channel, "LARGEST", 10)
     with pytest.raises(MessageError, match="a message of 11 bytes to b; the channel takes 10 at most"):
         pair.a.send("b", b"x" * 11)
 
 
 def test_a_message_that_is_too_large_for_the_receiver_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "LARGEST", 10)
+    monkeypatch.setattr(zmq_channel, "LARGEST", 10)
     pair = Pair()
-    monkeypatch.setattr(channel, "LARGEST", 1000)
+    monkeypatch.setattr(zmq_channel, "LARGEST", 1000)
     pair.a.send("b", b"x" * 11)
     assert pair.run() == []
     assert not connections(pair.b.uri)
@@ -184,7 +184,7 @@ def test_a_message_that_is_too_large_for_the_receiver_ends_the_connection(monkey
 
 
 def test_a_receiver_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "QUEUE", 10)
+    monkeypatch.setattr(zmq_channel, "QUEUE", 10)
     pair = Pair()
     pair.a.send("b", b"connected")
     assert pair.run() == [("a", b"connected")]
@@ -196,7 +196,7 @@ def test_a_receiver_that_does_not_read_counts_as_gone(monkeypatch: pytest.Monkey
 
 
 def test_more_than_a_program_reads_waits_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "QUEUE", 10)
+    monkeypatch.setattr(zmq_channel, "QUEUE", 10)
     keys, clock = job_keys("ab"), WallClock()
     a, b = (ZmqChannel(clock, keys[name]) for name in "ab")
     a.open({"b": b.uri})

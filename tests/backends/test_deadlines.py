@@ -2,7 +2,7 @@
 
 import pytest
 
-from backends.base.deadlines import TransferDeadlines
+from backends.base.transfer_deadlines import TransferDeadlines
 from pdsim.clock import Clock
 
 

@@ -7,7 +7,7 @@ from pdsim.calibration.host_factor import measure
 from pdsim.cli.doctor import host
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.evidence import host_spread
 
 WORDS = ["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2"]

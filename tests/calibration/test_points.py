@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.transfer.points import read as read_points
+from experiments.transfer.transfer_points import read as read_points
 from pdsim.calibration import samples as points
 from pdsim.calibration.samples import Sample, Samples, from_transfers
 from pdsim.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.transfer.program import exchange
+from experiments.transfer.exchange import exchange
 from pdsim.job import Rank
 from pdsim.transfer import Program
 

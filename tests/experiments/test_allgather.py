@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from experiments.allgather import Options, check, run
+from experiments.allgather import AllgatherOptions, check, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support.configs import ENGINE, MACHINE, make_config
@@ -23,7 +23,7 @@ LIBRARY = replace(COLLECTIVE, pool=1 << 20)
 
 
 def configured(memory: str = "timing", **options: Any) -> Config:
-    experiment = Options(**SMALL | options)
+    experiment = AllgatherOptions(**SMALL | options)
     return make_config(Path("unused"), hw=EIGHT, memory=memory, collective=LIBRARY, experiment=experiment)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from experiments.capacity import Options, run
+from experiments.capacity import CapacityOptions, run
 from experiments.capacity.deployments import Shape, configured, feasible
+from experiments.capacity.ranking import front
 from experiments.capacity.search import Capacity, Probe, bisect
-from experiments.capacity.tables import front
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.settings import Kv, Slo
@@ -103,7 +103,9 @@ def search(config: Config, **options: Any) -> Result:
         "prefill_tp": (1,), "decode_tp": (1,), "instances": (1, 2),
         "requests": 100, "final_requests": 150, "finalists": 1, "processes": 1,
     }  # fmt: skip
-    own = served(model=GQA, kv=ROOMY, experiment=Options(**experiment | options), workload=GENERATED, slo=config.slo)
+    own = served(
+        model=GQA, kv=ROOMY, experiment=CapacityOptions(**experiment | options), workload=GENERATED, slo=config.slo
+    )
     return run(own, Model(own.hw, own.backend), silent)
 
 
@@ -128,6 +130,6 @@ def test_no_deployment_that_fits_is_a_configuration_error():
 
 def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"experiment\.attainment must be > 0 and < 1, got 1"):
-        Options(attainment=1.0)
+        CapacityOptions(attainment=1.0)
     with pytest.raises(ValueError, match=r"experiment\.instances must have values >= 1"):
-        Options(instances=())
+        CapacityOptions(instances=())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from experiments.compare_engines import Options, TransferEngine, run
-from experiments.serve import Options as ServeOptions
+from experiments.compare_engines import CompareEnginesOptions, TransferEngine, run
+from experiments.serve import ServeOptions
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
 from pdsim.results.record import Result
@@ -36,7 +36,7 @@ CHOICES = {
 
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
-    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=Options(**{**CHOICES, **options}))
+    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=CompareEnginesOptions(**{**CHOICES, **options}))
     result = run(config, Model(config.hw, config.backend), silent)
     return result, result.tables[0].rows
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason():
     with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
         compared(decode=1, colocated=False, staging=(True,))
     with pytest.raises(ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"):
-        Options(**CHOICES, metadata=("mail",))
+        CompareEnginesOptions(**CHOICES, metadata=("mail",))
 
 
 def test_the_shipped_choice_has_seven_backends_and_two_engines():

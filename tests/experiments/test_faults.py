@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from experiments.faults import Options, run, tries
+from experiments.faults import FaultsOptions, run, tries
 from experiments.faults.campaign_parts import CampaignParts
 from experiments.faults.kinds import KINDS, RARE
 from experiments.faults.scenario import attempt, draw
@@ -22,9 +22,9 @@ from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.decode.worker import DecodeWorker
-from pdsim.serving.prefill import scheduler as prefill
-from pdsim.serving.prefill.worker import PrefillWorker
+from pdsim.serving.decode.decode_worker import DecodeWorker
+from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from tests.mutants.catalog import patched
 from tests.mutants.defects import changed, mutated
 from tests.support.configs import make_config
@@ -36,7 +36,7 @@ SINCE = frozenset(KINDS) - {
 
 
 def explore(**options: Any) -> Result:
-    config = make_config(Path("unused"), experiment=Options(**{"scenarios": 4, "workers": 1} | options))
+    config = make_config(Path("unused"), experiment=FaultsOptions(**{"scenarios": 4, "workers": 1} | options))
     return run(config, None, silent)  # type: ignore[arg-type]  # scenarios bring their own
 
 
@@ -125,7 +125,7 @@ def test_parts_of_other_code_or_options_do_not_add_up(tmp_path: Path, monkeypatc
 
 def test_real_engines_are_refused():
     with pytest.raises(ConfigError, match="target=model"):
-        run(make_config(Path("unused"), target="real", experiment=Options()), None, print)  # type: ignore[arg-type]
+        run(make_config(Path("unused"), target="real", experiment=FaultsOptions()), None, print)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_real_engines_are_refused():
 )
 def test_options_are_checked(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        Options(**options)
+        FaultsOptions(**options)
 
 
 def test_a_campaign_that_is_told_to_end_does_not_wait_for_the_scenarios_that_are_under_way(tmp_path: Path) -> None:

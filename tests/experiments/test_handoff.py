@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from experiments.handoff import Options, Way, check, run, specs
+from experiments.handoff import HandoffOptions, Way, check, run, specs
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Copies
 from pdsim.job import Place, Target
 from pdsim.kv.policy import Policy
@@ -26,7 +26,7 @@ QUEUES = Policy(queues=2, staging=True)
 
 
 def configured(**options: Any) -> Config:
-    experiment = Options(**{"tokens": (64, 256), "repeat": 4} | options)
+    experiment = HandoffOptions(**{"tokens": (64, 256), "repeat": 4} | options)
     kv = Kv(page_size=16)
     return make_config(
         Path("unused"), hw=EIGHT, model=GQA, kv=kv, policy=QUEUES, experiment=experiment, memory="tracked"
@@ -96,7 +96,9 @@ def test_metadata_goes_the_way_that_is_asked_for():
 
 def test_sides_share_the_gpus_of_a_pair():
     two = replace(configured(placement="sides"), hw=replace(EIGHT, gpus=2))
-    found = {rank.name: rank.place for rank in specs(two, Options(placement="sides"), Way(2, 2, "whole", "policy"))}
+    found = {
+        rank.name: rank.place for rank in specs(two, HandoffOptions(placement="sides"), Way(2, 2, "whole", "policy"))
+    }
     assert [found[f"prefill0.{index}"] for index in (0, 1)] == [Place(0, 0)] * 2
     assert [found[f"decode0.{index}"] for index in (0, 1)] == [Place(0, 1)] * 2
     assert {row["status"] for row in rows(measure(two))} == {"ok"}
@@ -123,7 +125,7 @@ def test_a_backend_without_a_staged_path_is_refused():
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        HandoffOptions(**options)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import Options, job, run, specs
+from experiments.serve import ServeOptions, job, run, specs
 from pdsim.config import Config
 from pdsim.job import Outcome
 from pdsim.progress import silent
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, ServingEngine, Side
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.experiments.test_serve_layouts import HYBRID, SMALL
 from tests.experiments.test_serve_real_faults import probes, probing
@@ -35,10 +35,10 @@ def configured(name: str, model: Llm, prefill: Side, decode: Side, engine_: Serv
         backend=engine(name),
         model=model,
         parallel=Parallel(prefill=prefill, decode=decode),
-        experiment=Options(deadline=30.0),
+        experiment=ServeOptions(deadline=30.0),
         workload=replace(SMALL, count=4),
         kv=Kv(page_size=16, pool=80 << 20),
-        scheduler=Scheduler(chunk=512, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=512, decode_batch=4),
         compute=Compute(scale=0.001),
     )
     return replace(config, engine=engine_)
@@ -65,7 +65,7 @@ def served(
     decode: Side = ONE,
     expected: Sequence[str] = (),
 ) -> Outcome:
-    options = Options(deadline=3.0, router="round_robin")
+    options = ServeOptions(deadline=3.0, router="round_robin")
     config = configured(name, LARGE, prefill, decode)
     router, *others = specs(config, job(config, options), requests)
     router = replace(router, arguments={**router.arguments, "leaves": [list(leave) for leave in leaves]})

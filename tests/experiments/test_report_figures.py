@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.reports.figures import CLOSE, FIGURES, kept, run, simulated, verdict
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.kv.policy import Policy
 from tests.support.composed import composed
 from tests.support.serving import LLM, ONE, configured, serve

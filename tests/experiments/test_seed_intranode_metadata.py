@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.reports.intranode_metadata import Options
+from experiments.reports.intranode_metadata import IntranodeMetadataOptions
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.results.record import Result
@@ -76,4 +76,4 @@ def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        IntranodeMetadataOptions(**options)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.reports.mooncake_tcp import Options, run
-from experiments.serve import Options as Serving
-from experiments.serve import job
+from experiments.reports.mooncake_tcp import MooncakeTcpOptions, run
+from experiments.serve import ServeOptions, job
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support import seeding
@@ -70,7 +69,7 @@ def test_the_alias_has_the_policy_of_mooncake_so_that_what_depends_on_that_canno
         composed(f"hw=2x8x{gpu}", f"backend={name}") for gpu, name in (("h20", "mooncake"), ("h20", "mooncake_tcp"))
     )
     assert rdma.policy == tcp.policy
-    jobs = [job(config, Serving()) for config in (rdma, tcp)]
+    jobs = [job(config, ServeOptions()) for config in (rdma, tcp)]
     assert jobs[0] == jobs[1]
 
 
@@ -83,4 +82,4 @@ def test_the_alias_has_the_policy_of_mooncake_so_that_what_depends_on_that_canno
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(tcp=composed("experiment=seed_mooncake_tcp").experiment.tcp, **options)
+        MooncakeTcpOptions(tcp=composed("experiment=seed_mooncake_tcp").experiment.tcp, **options)

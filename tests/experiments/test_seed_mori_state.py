@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.reports.claims import as_rows
-from experiments.reports.mori_state import Options, run
-from pdsim.fabric.job import Model
+from experiments.reports.mori_state import MoriStateOptions, run
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.support.composed import composed
@@ -73,4 +73,4 @@ def test_state_and_slices_arrive_intact_and_cost_time():
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(served=composed("model=tiny").model, **options)
+        MoriStateOptions(served=composed("model=tiny").model, **options)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.reports.claims import as_rows
-from experiments.reports.nixl_staging import Options
+from experiments.reports.nixl_staging import NixlStagingOptions
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
@@ -101,4 +101,4 @@ def test_ranks_share_a_pair_of_gpus_if_they_are_told_to():
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        replace(Options(), **options)
+        replace(NixlStagingOptions(), **options)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.reports.symmetric_allgather import Options
+from experiments.reports.symmetric_allgather import SymmetricAllgatherOptions
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError
@@ -72,4 +72,4 @@ def test_without_collectives_the_error_says_what_to_choose():
 
 def test_options_are_held_to_the_rules_of_the_all_gather():
     with pytest.raises(ValueError, match=r"experiment\.repeat must be >= 1, got 0"):
-        Options(repeat=0)
+        SymmetricAllgatherOptions(repeat=0)

@@ -13,7 +13,7 @@ from experiments.reports.claims import Claim, ReportRun, as_rows
 from experiments.reports.report_points import ReportPoint, committed, keep
 from pdsim.config import ExperimentOptions
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from tests.experiments.test_handoff import configured
@@ -63,7 +63,7 @@ def tried(**options) -> tuple[ReportRun, Result]:
     config = configured(tp=("1to1",), tokens=(64,))
     config = type(config)(**{**vars(config), "experiment": Toy(), **options})
     trial = ReportRun(config, Model(config.hw, config.backend, memory="tracked"), silent, 1)
-    (row,) = as_rows(trial.run("whole", handoff.Options(tp=("1to1",), tokens=(64,), repeat=2)), "Handoffs")
+    (row,) = as_rows(trial.run("whole", handoff.HandoffOptions(tp=("1to1",), tokens=(64,), repeat=2)), "Handoffs")
     trial.add(LESS, "1to1 64 tokens", 2 * row["p50"], row["p50"])
     return trial, trial.result([LESS, MORE])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options
+from experiments.serve import ServeOptions
 from pdsim.errors import ConfigError
 from pdsim.hardware import Interconnect
 from pdsim.results.record import Result
@@ -54,7 +54,7 @@ def test_one_request_alone_takes_what_the_formulas_say():
     (row,) = rows(result)
     from experiments.serve import job
 
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     given, wanted = row["input"], row["output"]
     pieces = [(done, min(256, given - done)) for done in range(0, given, 256)]
     prefill = sum(what.prefill_time.prefill([piece]) for piece in pieces)
@@ -203,4 +203,4 @@ def test_sizes_that_do_not_divide_one_another_are_refused():
 @pytest.mark.parametrize(("options", "words"), [({"router": "magic"}, "router"), ({"deadline": 0}, "deadline")])
 def test_options_are_checked(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
-        Options(**options)
+        ServeOptions(**options)

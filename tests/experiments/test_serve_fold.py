@@ -8,7 +8,7 @@ from benchmarks.serve import configuration
 from experiments.serve import run, specs
 from pdsim.cli.overrides import ready
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.record import Result
 from pdsim.results.store import summary
 
@@ -69,9 +69,9 @@ def test_unequal_ranks_are_all_simulated(layout: str):
 
 def test_the_leader_stands_for_nobody():
     config = configuration(["hw=8xh20"])
-    from experiments.serve import Options, job
+    from experiments.serve import ServeOptions, job
 
-    ranks = specs(config, job(config, Options()), [])
+    ranks = specs(config, job(config, ServeOptions()), [])
     assert {spec.name: spec.like for spec in ranks if spec.like} == {
         "prefill0.2": "prefill0.1",
         "prefill0.3": "prefill0.1",

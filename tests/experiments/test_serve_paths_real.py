@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import Options, run
+from experiments.serve import ServeOptions, run
 from pdsim.config import Config
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, Side
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
 from tests.support.serving import GENERATED, GQA, MLA
@@ -32,10 +32,10 @@ def served(name: str, prefill: int, decode: int, kv: Kv = SLICED, policy: Policy
         model=model,
         policy=policy,
         parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
-        experiment=Options(deadline=30.0),
+        experiment=ServeOptions(deadline=30.0),
         workload=FEW,
         kv=kv,
-        scheduler=Scheduler(chunk=64, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
     result = run(config, make_target(name), silent)

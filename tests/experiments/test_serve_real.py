@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import Options, run
+from experiments.serve import ServeOptions, run
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
 from tests.experiments.test_serve_layouts import HYBRID, HYBRID_MLA, SMALL
 from tests.support.configs import EIGHT, ENGINE, LOOPBACK, make_config
 from tests.support.engines import REAL, engine, make_target
@@ -42,10 +42,10 @@ def test_keys_values_state_and_metadata_arrive_as_they_were_sent(name, prefill, 
         backend=engine(name),
         model=model,
         parallel=Parallel(prefill=prefill, decode=decode),
-        experiment=Options(deadline=30.0),
+        experiment=ServeOptions(deadline=30.0),
         workload=replace(SMALL, count=4),
         kv=Kv(page_size=16, pool=1 << 20, all_cp_ranks=True),
-        scheduler=Scheduler(chunk=64, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
     result = run(config, make_target(name), silent)
@@ -65,10 +65,10 @@ def test_users_leave_as_the_workload_says(name):
         hw=LOOPBACK,
         backend=engine(name),
         model=HYBRID,
-        experiment=Options(deadline=30.0),
+        experiment=ServeOptions(deadline=30.0),
         workload=replace(SMALL, count=12, aborts=0.6, patience=0.002),
         kv=Kv(page_size=16, pool=1 << 20),
-        scheduler=Scheduler(chunk=64, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
     )
     result = run(config, make_target(name), silent)
     assert result.failures == []

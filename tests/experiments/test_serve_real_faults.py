@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import Options, job, specs
-from pdsim.fabric.job import Model
+from experiments.serve import ServeOptions, job, specs
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, RankSpec
-from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
 from pdsim.serving.workload import Request
 from tests.support.composed import composed
 from tests.support.configs import LOOPBACK, make_config
@@ -41,7 +41,7 @@ def serve(
 
     Those are sent once the instances are connected, however long a busy machine takes to start a process.
     """
-    options = Options(deadline=3.0, router="round_robin")
+    options = ServeOptions(deadline=3.0, router="round_robin")
     config = make_config(
         Path("unused"),
         target="real",
@@ -51,7 +51,7 @@ def serve(
         parallel=Parallel(prefill=prefill, decode=decode),
         experiment=options,
         kv=Kv(page_size=16, pool=80 << 20),
-        scheduler=Scheduler(chunk=512, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=512, decode_batch=4),
         compute=Compute(scale=0.001),
     )
     what = job(config, options)

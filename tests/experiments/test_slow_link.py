@@ -7,9 +7,9 @@ import pytest
 from experiments.serve import run
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.record import Result
-from pdsim.serving.decode import scheduler
+from pdsim.serving.decode import decode_scheduler
 
 LINK = ("hw=link", "experiment.deadline=2s")
 SLOW = "hw.link.rate=300kbps"
@@ -34,7 +34,7 @@ def test_a_write_that_takes_too_long_fails_by_the_deadline_of_the_engine() -> No
 
 
 def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler.DecodeScheduler, "_submit", lambda *_: None)
+    monkeypatch.setattr(decode_scheduler.DecodeScheduler, "_submit", lambda *_: None)
     assert statuses(served()) == {"Stalled"}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer import Options, check, run
+from experiments.transfer import TransferOptions, check, run
 from experiments.transfer.rank_places import flows
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable, ConfigError, TransferFailed
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Machine, Nic
 from pdsim.job import Outcome, RankSpec
 from pdsim.progress import silent
@@ -25,7 +25,7 @@ SMALL = {"patterns": ("pair",), "blocks": (4,), "size": (4096,), "repeat": 5, "w
 
 
 def configured(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Config:
-    return make_config(Path("unused"), hw=hw, memory=memory, experiment=Options(**SMALL | options))
+    return make_config(Path("unused"), hw=hw, memory=memory, experiment=TransferOptions(**SMALL | options))
 
 
 def measure(hw: Machine = EIGHT, memory: str = "timing", **options: Any) -> Result:
@@ -255,7 +255,7 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        TransferOptions(**options)
 
 
 def test_more_ranks_than_gpus_are_refused():

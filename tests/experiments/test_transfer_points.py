@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from experiments.transfer import check, run
-from experiments.transfer.points import TransferPoint, shuffled
 from experiments.transfer.rank_places import flows
+from experiments.transfer.transfer_points import TransferPoint, shuffled
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, RankSpec
 from pdsim.progress import silent
 from pdsim.results.record import Result

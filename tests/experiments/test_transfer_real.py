@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer import Options, run
+from experiments.transfer import TransferOptions, run
 from pdsim.config import Config
 from pdsim.job import Outcome, RankSpec, Target
 from pdsim.progress import silent
@@ -25,7 +25,7 @@ def name(request):
 
 def configured(name: str, timeout: float = 30.0, **options: Any) -> Config:
     sizes = {"blocks": (4,), "size": (4096,), "repeat": 20, "warmup": 2, "ranks": 3}
-    experiment = Options(**sizes | options)
+    experiment = TransferOptions(**sizes | options)
     backend = replace(engine(name), timeout=timeout)
     return make_config(Path("unused"), target="real", hw=LOOPBACK, backend=backend, experiment=experiment)
 

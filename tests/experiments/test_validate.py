@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from experiments import transfer
-from experiments.validate import Bounds, Options, run
+from experiments.validate import Bounds, ValidateOptions, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 
 def configured(**options: Any) -> Config:
     what = {"hw": EIGHT, "model": GQA, "kv": Kv(page_size=16), "policy": Policy(queues=2, staging=True)}
-    return make_config(Path("unused"), target="real", experiment=Options(**SMALL | options), **what)
+    return make_config(Path("unused"), target="real", experiment=ValidateOptions(**SMALL | options), **what)
 
 
 class Slower(Model):
@@ -212,7 +212,7 @@ def test_a_model_alone_is_refused(tmp_path: Path):
 )
 def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        ValidateOptions(**options)
 
 
 def test_a_bound_of_nothing_is_refused():
@@ -223,7 +223,7 @@ def test_a_bound_of_nothing_is_refused():
 def test_a_stored_transfer_run_is_compared_with_predictions_made_afterwards(tmp_path: Path):
     from pdsim.results.store import Run
 
-    real = replace(configured(), experiment=transfer.Options(patterns=("pair",), size=(4096,), repeat=4))
+    real = replace(configured(), experiment=transfer.TransferOptions(patterns=("pair",), size=(4096,), repeat=4))
     with Run(replace(real, output=str(tmp_path))) as kept:
         source = kept.finish(transfer.run(real, slower(tmp_path), silent))
     (tmp_path / "b").mkdir()

@@ -13,7 +13,7 @@ import pytest
 from experiments.validate import run
 from pdsim.config import Config
 from pdsim.errors import ConfigError, PeerLost
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.record import Result
 from pdsim.validation.verdicts import unseal
 from tests.experiments.test_validate import classes, configured, slower
@@ -110,7 +110,7 @@ def test_what_was_measured_so_far_is_on_disk_when_a_part_begins(tmp_path: Path):
 def test_a_part_that_fails_does_not_take_the_others_with_it(tmp_path: Path):
     class Fails(type(slower(tmp_path / "b"))):  # type: ignore[misc]
         def run(self, ranks: Any, *arguments: Any, **more: Any) -> Any:
-            if ranks[0].program.startswith("experiments.transfer.program"):
+            if ranks[0].program.startswith("experiments.transfer.exchange"):
                 raise PeerLost("rank0 is gone")
             return super().run(ranks, *arguments, **more)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.transfer.points import read
-from experiments.validate import Options
+from experiments.transfer.transfer_points import read
+from experiments.validate import ValidateOptions
 from experiments.validate.design import DesignPart, parts
 from pdsim.config import Config
 
@@ -26,7 +26,7 @@ def composed(*words: str) -> Config:
 def designed(tmp_path: Path, *words: str) -> tuple[list[DesignPart], list[str]]:
     """Return the parts on the machine of *words*, and what is said of those left out."""
     config = composed(*words)
-    options = Options.of(config)
+    options = ValidateOptions.of(config)
     notes: list[str] = []
     found = list(parts(config, options, tmp_path, notes))
     assert [part.experiment for part in found if part.problems(config)] == []
@@ -128,7 +128,7 @@ def test_hosts_are_validated_in_minutes_and_gpus_thoroughly(tmp_path: Path):
         sizes = [point.blocks * point.size for point in read(tmp_path / "points.csv")]
         assert largest / 4 < max(sizes) <= largest
         assert of(found, "handoff")[0]["tokens"] == tokens
-        assert Options().sized(composed(*words).hw.gpus).jobs == jobs
+        assert ValidateOptions().sized(composed(*words).hw.gpus).jobs == jobs
 
 
 def test_points_that_do_not_fit_into_memory_are_left_out_and_the_others_run(tmp_path: Path):
@@ -144,6 +144,6 @@ def test_points_that_do_not_fit_into_memory_are_left_out_and_the_others_run(tmp_
 
 def test_ranks_that_share_gpus_are_as_many_as_are_listed(tmp_path: Path):
     config = composed("hw=2xh200", "backend=nvlink", "experiment.placement=[0,0,1,1]")
-    options = Options.of(config)
+    options = ValidateOptions.of(config)
     list(parts(config, replace(options, classes=("contention",)), tmp_path, []))
     assert patterns(tmp_path) >= {"alltoall:4", "incast:3"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.validate_live import Options
+from experiments.validate_live import ValidateLiveOptions
 from experiments.validate_live.parts import REST, in_turn, single_requests
 from pdsim.cli.main import main
 from pdsim.serving.workload import Request
@@ -78,7 +78,7 @@ def test_parts_follow_one_another_on_one_deployment():
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        ValidateLiveOptions(**options)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

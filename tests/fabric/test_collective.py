@@ -12,8 +12,8 @@ import pytest
 
 from pdsim.costs import Collective, CollectiveModel, DeviceLine
 from pdsim.errors import ConfigError, OutOfMemory, TransferError
-from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
+from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.group import SYMMETRIC
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.transfer import Batch, Program

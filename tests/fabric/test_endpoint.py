@@ -17,12 +17,12 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.endpoint import DETECTION, SimEndpoint
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.host_latency import HostLatency
 from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.shared import Fabric
+from pdsim.fabric.sim_endpoint import DETECTION, SimEndpoint
 from pdsim.fabric.topology import Topology
 from pdsim.job import Place
 from pdsim.transfer import Batch

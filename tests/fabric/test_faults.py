@@ -8,7 +8,7 @@ import pytest
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.connections import part_of
 from pdsim.fabric.faults import Faults, Silence, Slow, Squeeze
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
 

@@ -6,7 +6,7 @@ import pytest
 
 from pdsim.errors import ConfigError
 from pdsim.fabric.faults import Faults
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
 from tests.support.machines import cost, engine, machine

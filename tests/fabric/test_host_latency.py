@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdsim.fabric.host_latency import HostLatency
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Host, Machine
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.transfer import Program

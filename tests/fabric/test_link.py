@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import LinkChange, NetworkLink
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch

@@ -8,7 +8,7 @@ import pytest
 from pdsim.clock import Clock
 from pdsim.fabric.engine import PostingThread, SendQueue
 from pdsim.fabric.flows.network import Network
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.fabric.posting_threads import PostingShare, PostingThreads
 from pdsim.fabric.topology import Route
 from pdsim.job import Place, RankSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
 from tests.support.machines import engine, machine

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdsim.errors import TransferError
-from pdsim.fabric.endpoint import SimEndpoint
 from pdsim.fabric.flows.foreseen import Foreseen
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
+from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
 from tests.support.machines import cost, engine, machine

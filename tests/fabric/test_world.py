@@ -3,8 +3,8 @@
 import pytest
 
 from pdsim.errors import ConfigError
-from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.job import STRIDE, Model
+from pdsim.fabric.model import STRIDE, Model
+from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
 from tests.support.machines import cost, engine, machine, run

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def device():
-    from backends.cuda.device import CudaDevice
+    from backends.cuda.cuda_device import CudaDevice
 
     device = CudaDevice(WallClock(), 0, 1 << 30)
     yield device

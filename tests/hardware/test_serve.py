@@ -10,12 +10,12 @@ import pytest
 
 from backends.diagnosis import gpu_count
 from backends.jobs.launcher import Processes
-from experiments.serve import Options, run
+from experiments.serve import ServeOptions, run
 from pdsim.job import Outcome, Place, RankSpec, Target
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Compute, Kv, Parallel, Scheduler, Side
+from pdsim.serving.settings import Compute, Kv, Parallel, SchedulerLimits, Side
 from tests.experiments.test_serve_paths_real import FEW
 from tests.support.configs import LOOPBACK, make_config
 from tests.support.engines import engine
@@ -49,10 +49,10 @@ def serve(name: str, prefill: int, decode: int, staging: bool, policy: Policy = 
         model=GQA,
         policy=policy,
         parallel=Parallel(prefill=Side(tp=prefill), decode=Side(tp=decode)),
-        experiment=Options(deadline=30.0),
+        experiment=ServeOptions(deadline=30.0),
         workload=FEW,
         kv=Kv(page_size=16, pool=1 << 20, staging=staging, staging_ring=1 << 18, staging_wait=25.0),
-        scheduler=Scheduler(chunk=64, decode_batch=4),
+        scheduler=SchedulerLimits(chunk=64, decode_batch=4),
         compute=Compute(scale=0.1),
     )
     result = run(config, OnGpus(Processes(config.backend, deadline=90)), silent)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdsim.errors import OutOfMemory
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.transfer import Batch, Program, Region

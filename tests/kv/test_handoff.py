@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from pdsim.fabric.job import Model
 from pdsim.fabric.memory import LAUNCH
+from pdsim.fabric.model import Model
 from pdsim.job import Place, Rank, RankSpec
 from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.messages import Arrival, Ask, Grant, Return, decode
 from pdsim.kv.policy import Staging
-from pdsim.kv.staging.receiver import StagingReceiver
+from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.transfer import Program
 from tests.support.configs import ENGINE, MACHINE
 

@@ -13,12 +13,12 @@ import pytest
 
 from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.fabric.payload import Payload
 from pdsim.job import Outcome
 from pdsim.kv.pages import PagePool
 from pdsim.kv.verify.laws import LAWS, LawChecker, broken
-from pdsim.serving.prefill.scheduler import PrefillScheduler
+from pdsim.serving.prefill.prefill_scheduler import PrefillScheduler
 from pdsim.serving.router import Router
 
 ROOT = Path(__file__).parents[2]

@@ -15,20 +15,20 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from experiments.faults.scenario import Scenario, attempt, draw
-from pdsim.fabric.endpoint import SimEndpoint
+from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.kv import contents, mapping, sender_rooms, state
 from pdsim.kv.peers import DecodePeers
 from pdsim.kv.queues import Queues
-from pdsim.kv.reading import KvReader
+from pdsim.kv.reader import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.kv.staging.ring import GatherBuffers, Ring
+from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.serving import router
-from pdsim.serving.decode import scheduler as decode
-from pdsim.serving.decode import worker as reader
-from pdsim.serving.prefill import scheduler as prefill
-from pdsim.serving.prefill.pull import PullPrefillScheduler
+from pdsim.serving.decode import decode_scheduler as decode
+from pdsim.serving.decode import decode_worker as reader
+from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
 from tests.mutants.defects import (
     ELEVEN,

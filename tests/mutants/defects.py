@@ -17,17 +17,17 @@ from pdsim.kv.messages import Arrived
 from pdsim.kv.plan import cut
 from pdsim.kv.policy import Policy
 from pdsim.kv.queues import Queues
-from pdsim.kv.reading import KvReader
+from pdsim.kv.reader import KvReader
 from pdsim.kv.receiver import KvReceiver
 from pdsim.kv.sender import KvSender
-from pdsim.kv.staging.receiver import StagingReceiver
 from pdsim.kv.staging.ring import Ring
+from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.kv.status import Status
 from pdsim.serving import router
-from pdsim.serving.decode import worker as reader
+from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
-from pdsim.serving.prefill import scheduler as prefill
-from pdsim.serving.prefill.pull import PullPrefillScheduler
+from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.settings import ServingEngine, Side
 from pdsim.transfer import Transfer

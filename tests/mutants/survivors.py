@@ -13,9 +13,9 @@ from pdsim.kv.messages import encode
 from pdsim.kv.plan import cut
 from pdsim.kv.sender import KvSender
 from pdsim.serving import router
-from pdsim.serving.decode import scheduler as decode
+from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.deployment import epoch_of
-from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.transfer import Transfer
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from backends.emulation.guest.engines import Engines
 from backends.emulation.guest.machine import PATIENCE
-from experiments.serve import Options, run
+from experiments.serve import ServeOptions, run
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
-from pdsim.serving.settings import Compute, Kv, Llm, Parallel, Scheduler, Side, Workload
+from pdsim.serving.settings import Compute, Kv, Llm, Parallel, SchedulerLimits, Side, Workload
 from pdsim.testing.guest import target
 from tests.experiments.test_serve_layouts import STATE
 from tests.support.configs import LOOPBACK, make_config
@@ -36,10 +36,10 @@ def test_keys_values_and_state_arrive_as_they_were_sent_between_unlike_ranks(nam
         model=replace(HEAVY, hybrid=STATE),
         policy=Policy(queues=4, staging=True),
         parallel=Parallel(prefill=Side(tp=2), decode=Side(tp=1)),
-        experiment=Options(deadline=60.0 * PATIENCE),
+        experiment=ServeOptions(deadline=60.0 * PATIENCE),
         workload=Workload(arrivals="poisson", count=1, rate=10.0, input_mean=TOKENS, input_cv=0, output_mean=2),
         kv=Kv(page_size=64, pool=192 * MiB, staging=True, staging_ring=64 * MiB, staging_wait=60 * PATIENCE),
-        scheduler=Scheduler(chunk=512, decode_batch=2),
+        scheduler=SchedulerLimits(chunk=512, decode_batch=2),
         compute=Compute(scale=0.1),
     )
     result = run(config, target(rdma_engines, config.backend), silent)

@@ -59,7 +59,7 @@ def test_of_a_run_without_evidence_no_number_is_given(tmp_path):
 
 def test_one_run_several_experiments_and_a_run_that_is_not_over_are_refused(tmp_path):
     a = kept(tmp_path, rate(1.0))
-    other = kept(tmp_path, rate(1.0), experiment=serve.Options())
+    other = kept(tmp_path, rate(1.0), experiment=serve.ServeOptions())
     with pytest.raises(ConfigError, match="compare takes 2 to 26 folders of runs, got 1"):
         tables([a])
     with pytest.raises(ConfigError, match="transfer and serve are different experiments; compare runs of one"):

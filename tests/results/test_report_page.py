@@ -16,7 +16,7 @@ from pdsim.results.drawing import interactive, static
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, prefixed, ticks
 from pdsim.results.kept import KeptRun
 from pdsim.results.report import of_run
-from pdsim.results.report.requests import mean_level
+from pdsim.results.report.request_figures import mean_level
 from pdsim.sweep import pareto as of_sweep
 from pdsim.validation import agreement as of_validation
 from tests.support.browser import CHROMIUM, Browser

@@ -94,7 +94,7 @@ def configuration(folder: Path) -> Any:
 def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(config):
     folder = Run(config).finish(make_result())
     values = configuration(folder)
-    assert values["experiment"] == plain(transfer.Options(size=(4096, 65536)))
+    assert values["experiment"] == plain(transfer.TransferOptions(size=(4096, 65536)))
     assert values["experiment"]["name"] == "transfer"
     assert values["experiment"]["size"] == [4096, 65536]
     assert values["backend"]["intra"]["call"] == 5e-6
@@ -104,7 +104,7 @@ def test_the_configuration_is_complete_and_says_nothing_that_it_could_not_read(c
 def test_the_configuration_gives_the_same_configuration_again(tmp_path):
     from pdsim.config.loading import load
 
-    config = make_config(tmp_path, experiment=transfer.Options())
+    config = make_config(tmp_path, experiment=transfer.TransferOptions())
     first = load(store.as_written(config))
     again = load(configuration(Run(first).finish(make_result())))
     assert again == first

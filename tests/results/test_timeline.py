@@ -39,7 +39,7 @@ def live(output):
         "prefill": ["p", "p"], "decode": ["d", "d"], "sent": [0.25, 1.0], "ttft": [1.0, None], "e2e": [2.0, None],
         "prefilled": [0.5, None], "handoff": [0.5, None],
     }  # fmt: skip
-    with store.Run(make_config(output, target="live", experiment=serve.Options())) as run:
+    with store.Run(make_config(output, target="live", experiment=serve.ServeOptions())) as run:
         return run.finish(Result(summary=[], requests=requests))
 
 

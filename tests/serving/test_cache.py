@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options, job, run
+from experiments.serve import ServeOptions, job, run
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.serving.prefix_cache import hit_share, page_keys
-from pdsim.serving.settings import Cache, Kv, Llm, Scheduler, ServingEngine, Workload
+from pdsim.serving.settings import Cache, Kv, Llm, SchedulerLimits, ServingEngine, Workload
 from pdsim.serving.workload import load
 from tests.serving.test_engines import QUIET
 from tests.support.serving import GQA, ONE, configured, rows, values
@@ -54,7 +54,7 @@ def configure(workload: Workload, cache: Cache, model: Llm = GQA, **changes: Any
         "cache": cache,
         "hw": QUIET,
         "kv": Kv(page_size=64, pool=1 << 24),
-        "scheduler": Scheduler(chunk=512, decode_batch=8),
+        "scheduler": SchedulerLimits(chunk=512, decode_batch=8),
     }
     return configured(ONE, ONE, replace(model, context=1 << 17), **(settings | changes))
 
@@ -71,11 +71,11 @@ SHARED = [(0.0, 1024, 2, [1, 2]), (5.0, 1300, 2, [1, 2, 3]), (10.0, 1300, 2, [1,
 
 def test_prefill_computes_what_is_not_cached_in_the_exact_time(tmp_path: Path):
     config, result, (one, two, three) = served(tmp_path, SHARED, PREFILL)
-    forward = job(config, Options()).prefill_time.prefill
+    forward = job(config, ServeOptions()).prefill_time.prefill
     assert [row["cached_prefill"] for row in (one, two, three)] == [0, 1024, 1280]  # whole pages, one token at least
 
     def decode(row: dict[str, Any]) -> float:
-        return job(config, Options()).decode_time.step(1) + job(config, Options()).decode_time.context * (
+        return job(config, ServeOptions()).decode_time.step(1) + job(config, ServeOptions()).decode_time.context * (
             row["input"] + 1
         )
 
@@ -181,7 +181,7 @@ def test_pages_come_back_from_host_memory_in_the_exact_time(tmp_path: Path):
     assert [row["cached_prefill"] for row in tables[0]] == [0, 0, 0, 0, 0]
     assert [row["cached_prefill"] for row in tables[4096]] == [0, 0, 0, 0, 448]
     assert [row["cached_host"] for row in tables[4096]] == [0, 0, 0, 0, 448]
-    forward, last = job(config, Options()).prefill_time.prefill, tables[4096][4]
+    forward, last = job(config, ServeOptions()).prefill_time.prefill, tables[4096][4]
     load = 448 * TOKEN / 1e9
     start = last["queueing"] + last["handshake"]  # its place in the queue, and nothing of the load
     assert last["ttft"] - last["transfer"] - last["polling"] == pytest.approx(

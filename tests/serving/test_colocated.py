@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import Options, job, result, specs
+from experiments.serve import ServeOptions, job, result, specs
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, prefill_iterations
-from pdsim.serving.settings import Cache, Kv, Scheduler, ServingEngine, Side
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.support.serving import GENERATED, configured, rows, serve, values
 
@@ -23,7 +23,7 @@ TOGETHER = {"deployment": "colocated"}
 def served(requests: list[Request], **changes: Any) -> tuple[list[dict[str, Any]], Deployment]:
     """Return what becomes of *requests* on one engine, and the deployment."""
     config = configured(options=TOGETHER, kv=Kv(page_size=16), **changes)
-    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1)
+    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1)
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     assert not [rank.error for rank in outcome.ranks.values() if rank.error]
     return rows(result(config, what, requests, outcome)), what
@@ -77,7 +77,7 @@ def test_prompts_without_output_queue_as_lindleys_recursion_says():
     lengths = random.integers(50, 800, 200).tolist()
     arrivals = np.cumsum(random.exponential(0.004, 200)).tolist()
     requests = [Request(t, n, 1) for t, n in zip(arrivals, lengths, strict=True)]
-    table, what = served(requests, scheduler=Scheduler(chunk=8192, prefill_batch=1, decode_batch=8))
+    table, what = served(requests, scheduler=SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8))
     services = [sum(prefill_iterations(what, [request])) for request in requests]
     wait, waits = 0.0, [0.0]
     for index in range(1, 200):
@@ -90,7 +90,7 @@ def test_prompts_without_output_queue_as_lindleys_recursion_says():
 def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
     requests = [Request(0.0, 100, 20), Request(0.0, 100, 20)]
     config = configured(options=TOGETHER, kv=Kv(page_size=16))
-    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=15)
+    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=15)
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     one, other = rows(result(config, what, requests, outcome))
     assert other["queueing"] == pytest.approx(one["e2e"], rel=1e-12)
@@ -98,7 +98,7 @@ def test_a_request_without_pages_waits_for_those_of_the_first_to_end():
 
 def test_the_gpus_of_both_sides_serve_everybody():
     wide = configured(Side(tp=2), Side(tp=1, instances=3), options=TOGETHER, kv=Kv(page_size=16))
-    assert len(job(wide, Options(**TOGETHER)).prefills) == 2  # five GPUs hold two of two
+    assert len(job(wide, ServeOptions(**TOGETHER)).prefills) == 2  # five GPUs hold two of two
     found = serve(configured(options=TOGETHER, kv=Kv(page_size=16)))
     assert values(found)["requests_ok"] == 40
     assert {row["prefill"] for row in rows(found)} == {"colocated0", "colocated1"}
@@ -109,7 +109,7 @@ def test_the_gpus_of_both_sides_serve_everybody():
 def test_the_offered_load_is_of_prefill_and_decode_together():
     config = configured(options=TOGETHER, kv=Kv(page_size=16))
     requests = [Request(float(number), 100, 21) for number in range(5)]
-    offered = offered_load(job(config, Options(**TOGETHER)), requests)
+    offered = offered_load(job(config, ServeOptions(**TOGETHER)), requests)
     assert offered is not None
     assert offered.highest == offered.prefill + offered.decode > 0
 
@@ -118,7 +118,7 @@ def test_what_colocated_engines_do_not_do_is_refused():
     with pytest.raises(ConfigError, match=r"leave workload\.aborts at 0"):
         serve(configured(options=TOGETHER, workload=replace(GENERATED, aborts=0.5)))
     with pytest.raises(ValueError, match="disaggregated or colocated, got 'both'"):
-        Options(deployment="both")
+        ServeOptions(deployment="both")
 
 
 # --- growth, preemption, a prefix cache -----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def tight(preemption: str, pages: int = 8, **changes: Any) -> Any:
     """Serve two requests of 48 tokens that generate 40 within so many pages of 16 tokens."""
     engine = ServingEngine(name="bare", memory="grow", preemption=preemption)
     config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), **changes), engine=engine)
-    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages)
+    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages)
     requests = [Request(0.0, 48, 40)] * 2
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     return rows(result(config, what, requests, outcome)), what
@@ -158,7 +158,7 @@ def test_a_retracted_request_moves_to_host_memory_and_back():
 def test_many_requests_in_few_pages_all_end(preemption: str):
     engine = ServingEngine(name="bare", memory="grow", preemption=preemption, scheduler="priority")
     config = replace(configured(options=TOGETHER, kv=Kv(page_size=16)), engine=engine)
-    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40)
+    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40)
     requests = [Request(0.01 * n, 50 + 37 * (n % 9), 20 + 31 * (n % 7), priority=n % 2) for n in range(60)]
     table = rows(result(config, what, requests, Model(config.hw, config.backend).run(specs(config, what, requests))))
     assert {row["status"] for row in table} == {"ok"}
@@ -172,7 +172,7 @@ def test_enough_pages_make_growth_and_reservation_alike():
 
 def test_a_cached_prefix_is_not_computed_again():
     config = configured(options=TOGETHER, kv=Kv(page_size=16), cache=Cache(prefill=True))
-    what = replace(job(config, Options(**TOGETHER)), prefill_instances=1, decode_instances=1)
+    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1)
     requests = [Request(0.0, 600, 2, None, (1, 2)), Request(1.0, 600, 2, None, (1, 2))]
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     one, two = rows(result(config, what, requests, outcome))

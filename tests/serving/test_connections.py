@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from backends.base.authentication import job_keys
-from backends.base.channel import ZmqChannel
+from backends.base.zmq_channel import ZmqChannel
 from pdsim.clock import WallClock
-from pdsim.fabric.endpoint import SimEndpoint
+from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.serving.settings import Side
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import serve, statuses

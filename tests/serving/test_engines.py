@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options, job, specs
+from experiments.serve import ServeOptions, job, specs
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import HostCosts, Scheduler, ServingEngine
+from pdsim.serving.settings import HostCosts, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
 from tests.support.composed import composed
 from tests.support.configs import EIGHT
@@ -49,7 +49,7 @@ NAMES = ["reserved", "noticed", "started", "prefilled", "arrived", "polled", "jo
 def run(engine: ServingEngine, requests: list[Request], **changes: Any) -> tuple[Config, list[dict[str, Any]], Outcome]:
     """Serve *requests* and return the times of each, from the time at which the first could arrive."""
     config = replace(configured(**({"hw": QUIET} | changes)), engine=engine)
-    outcome = Model(config.hw, config.backend).run(specs(config, job(config, Options()), requests))
+    outcome = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions()), requests))
     value = outcome.ranks["router"].value
     assert [row[3] for row in value["rows"]] == ["ok"] * len(requests)
     rows = [dict(zip(NAMES, row[4:], strict=False)) for row in value["rows"]]
@@ -74,7 +74,7 @@ def close(value: float) -> Any:
 def test_a_pulled_request_takes_the_sum_of_its_terms():
     config, (row), outcome = run(VLLM, [Request(0.0, 100, 3)])
     (row,) = row
-    what, start = job(config, Options()), outcome.ranks["router"].value["start"]
+    what, start = job(config, ServeOptions()), outcome.ranks["router"].value["start"]
     (read,) = outcome.ranks["decode0.0"].transfers
     assert read.operation == "read"
     assert row["started"] == close(0.001 + 0.002)  # proxy, then prefill's server
@@ -95,7 +95,7 @@ def test_a_pulled_request_takes_the_sum_of_its_terms():
 def test_a_pushed_request_takes_the_sum_of_its_terms():
     config, (row), outcome = run(SGLANG, [Request(0.0, 100, 3)])
     (row,) = row
-    what, start = job(config, Options()), outcome.ranks["router"].value["start"]
+    what, start = job(config, ServeOptions()), outcome.ranks["router"].value["start"]
     (write,) = outcome.ranks["prefill0.0"].transfers
     assert row["reserved"] == close(look(0.003 + start, 0.004) - start)  # decode's server, then its next look
     assert row["started"] == close(max(row["reserved"], 0.002))
@@ -126,7 +126,7 @@ def test_a_second_request_waits_for_the_forward_of_the_first():
 def test_what_arrives_within_a_step_is_seen_at_its_end():
     engine = replace(VLLM, decode=replace(VLLM.decode, idle=0.0))
     config, (one, two), _ = run(engine, [Request(0.0, 100, 400), Request(0.001, 100, 2)])
-    decode = job(config, Options()).decode_time
+    decode = job(config, ServeOptions()).decode_time
     # the steps of the first, alone: step k ends after k bases and the contexts 100, 101, ...
     steps, end = 0, one["joined"] + 0.0006
     while end < two["arrived"] - 1e-12:
@@ -139,7 +139,7 @@ def test_what_arrives_within_a_step_is_seen_at_its_end():
 def test_a_request_joins_as_many_steps_later_as_the_pipeline_is_deep(depth: int):
     engine = replace(SGLANG, decode=replace(SGLANG.decode, idle=0.0), pipeline=depth)
     config, (one, two), _ = run(engine, [Request(0.0, 100, 400), Request(0.001, 100, 20)])
-    decode = job(config, Options()).decode_time
+    decode = job(config, ServeOptions()).decode_time
     end, context = one["joined"] + 0.0006 + 100 * 1e-5, 101
     while end < two["polled"] - 1e-12:
         end, context = end + max(decode.step(1), 0.0007) + decode.context * context, context + 1
@@ -157,7 +157,7 @@ def test_posting_a_read_holds_the_tokens_of_those_that_run():
     for holds in (False, True):
         engine = replace(VLLM, decode=costs, posting_holds=holds, overlap=True)
         config, (one, two), outcome = run(engine, [Request(0.0, 100, 400), Request(0.2, 100, 2)], backend=backend)
-        decode = job(config, Options()).decode_time
+        decode = job(config, ServeOptions()).decode_time
         _, second = outcome.ranks["decode0.0"].transfers
         posting = second.posted - second.submitted
         assert posting > 0.050
@@ -285,7 +285,7 @@ def together(what: Deployment, one: dict[str, Any], two: dict[str, Any]) -> floa
 
 def test_growth_ends_where_pages_do_and_the_last_is_retracted():
     config, (one, two), outcome = run(BARE, [Request(0.0, 48, 40)] * 2, kv=pool(8))
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     assert what.decode_pages == 8
     assert outcome.ranks["decode0.0"].value["preemptions"] == 1
     step, context = what.decode_time.step, what.decode_time.context
@@ -297,7 +297,7 @@ def test_growth_ends_where_pages_do_and_the_last_is_retracted():
 
 def test_a_preempted_request_computes_its_kv_again_in_one_forward():
     config, (one, two), _ = run(replace(BARE, preemption="recompute"), [Request(0.0, 48, 40)] * 2, kv=pool(8))
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     step, context = what.decode_time.step, what.decode_time.context
     now = together(what, one, two) + 23 * step(1) + context * sum(range(65, 88))
     assert one["finished"] == close(now)
@@ -311,10 +311,10 @@ def test_a_preempted_request_computes_its_kv_again_in_one_forward():
 def test_preemption_goes_as_stepping_token_by_token_does(policy: str, pages: int, preemption: str):
     requests = [Request(0.0, 20 + 13 * (number % 7), 30 + 17 * (number % 5)) for number in range(6)]
     engine = replace(BARE, scheduler=policy, preemption=preemption)
-    scheduler = Scheduler(chunk=64, decode_batch=8)  # some are computed again in two pieces
+    scheduler = SchedulerLimits(chunk=64, decode_batch=8)  # some are computed again in two pieces
     config, rows, outcome = run(engine, requests, kv=pool(pages), scheduler=scheduler)
     assert outcome.ranks["decode0.0"].value["preemptions"] > 0
-    ends = stepped(job(config, Options()), rows, requests)
+    ends = stepped(job(config, ServeOptions()), rows, requests)
     assert [row["finished"] for row in rows] == pytest.approx(ends, rel=1e-9)
 
 
@@ -329,7 +329,7 @@ def test_reserved_tokens_keep_requests_out():
 
 def pool(pages: int) -> Any:
     kv = configured().kv
-    page = 16 * job(configured(), Options()).shape.token_bytes(1)
+    page = 16 * job(configured(), ServeOptions()).shape.token_bytes(1)
     return replace(kv, pool=pages * page)
 
 
@@ -355,7 +355,7 @@ def test_single_requests_are_met_within_15_percent(name: str, tokens: int, expec
     config = composed(f"engine={name}", f"backend={BACKENDS[name]}", *words)
     config = replace(config, engine=replace(config.engine, variation=0.0))
     requests = [Request(0.5, tokens, 16)]
-    outcome = Model(config.hw, config.backend).run(specs(config, job(config, Options()), requests))
+    outcome = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions()), requests))
     (row,) = outcome.ranks["router"].value["rows"]
     times = dict(zip(NAMES, row[4:], strict=True))
     answered = times["prefilled"] + config.engine.prefill.answer if times["asked"] else times["arrived"]

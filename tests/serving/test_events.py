@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from experiments.serve import run
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.kv.policy import Policy
 from pdsim.progress import silent
-from pdsim.serving.settings import Scheduler, Side, Workload
+from pdsim.serving.settings import SchedulerLimits, Side, Workload
 from tests.support.configs import ENGINE
 from tests.support.serving import GQA, POOL, configured
 
@@ -31,7 +31,7 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = Fa
         kv=replace(POOL, pool=1 << 21),
         policy=Policy(queues=4, **policy),
         workload=Workload(arrivals="poisson", count=count, rate=0.01, **lengths),
-        scheduler=Scheduler(chunk=CHUNK, decode_batch=8),
+        scheduler=SchedulerLimits(chunk=CHUNK, decode_batch=8),
     )
     model = Model(config.hw, config.backend, seed=config.seed, fold=fold)
     outcome = run(config, model, silent).outcome

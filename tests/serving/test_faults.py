@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options, job, specs
-from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.job import Model
+from experiments.serve import ServeOptions, job, specs
+from pdsim.fabric.model import Model
+from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
@@ -40,7 +40,7 @@ def serve(
     """Serve *requests*; *change* replaces entries of the job that a rank is given."""
     options = {"deadline": 0.5} | changes.pop("options", {})
     config = configured(prefill, decode, GQA, options=options, **changes)
-    what = job(config, Options(**options))
+    what = job(config, ServeOptions(**options))
     ranks: list[RankSpec] = []
     for spec in specs(config, what, requests):
         arguments = dict(spec.arguments)
@@ -210,7 +210,7 @@ def test_a_rank_that_does_not_fit_is_told_both_values_and_the_others_go_on(chang
 def test_a_message_of_another_version_ends_the_one_that_sent_it():
     ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger")]
     config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
-    what = job(config, Options(deadline=0.5))
+    what = job(config, ServeOptions(deadline=0.5))
     outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
     assert statuses(outcome) == ["ok"]
     assert outcome.ranks["stranger"].value == (
@@ -226,7 +226,7 @@ def test_no_message_of_a_stranger_ends_a_rank(receiver: str, payload: bytes):
     arguments = {"receiver": receiver, "payload": payload}
     ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=arguments)]
     config = configured(TP2, TP2, GQA, options={"deadline": 0.5})
-    what = job(config, Options(deadline=0.5))
+    what = job(config, ServeOptions(deadline=0.5))
     outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
     assert statuses(outcome) == ["ok"]
     assert {name: rank.error for name, rank in outcome.ranks.items() if rank.error} == {}
@@ -239,7 +239,7 @@ def test_a_rank_may_not_stop_another_instance_nor_the_router():
         stop = {"receiver": receiver, "payload": encode(Stop())}
         ranks = [RankSpec("stranger", "tests.serving.test_faults:stranger", arguments=stop)]
         config = configured(ONE, ONE, GQA, options={"deadline": 0.5})
-        what = job(config, Options(deadline=0.5))
+        what = job(config, ServeOptions(deadline=0.5))
         outcome = Model(config.hw, config.backend).run([*specs(config, what, [LONG]), *ranks])
         assert statuses(outcome) == ["ok"]
         assert outcome.ranks["stranger"].value.startswith("Stop ")

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import Options, job, result, specs
+from experiments.serve import ServeOptions, job, result, specs
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.results.batch_means import half_width, trend
 from pdsim.serving.load import offered_load, prefill_iterations, scaled
-from pdsim.serving.settings import Compute, Kv, Scheduler, Workload
+from pdsim.serving.settings import Compute, Kv, SchedulerLimits, Workload
 from pdsim.serving.workload import Request, draw, grid, load
 from tests.support.serving import ONE, configured, rows, serve, values
 
-ALONE = Scheduler(chunk=8192, prefill_batch=1, decode_batch=8)
+ALONE = SchedulerLimits(chunk=8192, prefill_batch=1, decode_batch=8)
 """A prefill engine that serves one request at a time: a queue with one server, first come, first served."""
 
 PAPER = Compute(overhead=10e-3)
@@ -36,7 +36,7 @@ def queue(count: int, rate: float, *, cv: float = 0.0, **changes: Any) -> Config
 
 
 def service(config: Config, requests: list[Request]) -> np.ndarray:
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     return np.array([sum(prefill_iterations(what, [request])) for request in requests])
 
 
@@ -86,7 +86,7 @@ def test_waiting_times_are_those_of_m_d_1():
 def test_waiting_times_are_those_of_m_m_1():
     """Lengths of prompts are exponential, and a prefill takes time in proportion to them."""
     config = queue(1, 1.0)
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     time = replace(what.prefill_time, pair_flops=0.0, overhead=0.0, weight_bytes=0.0, token_weight_bytes=0.0)
     proportional = replace(what, prefill_time=time, chunk=1 << 30)
     random = np.random.default_rng(5)
@@ -133,7 +133,7 @@ def test_the_engines_are_given_what_arrives_and_nothing_else():
 def test_the_prefill_load_is_rate_times_service_over_instances():
     config = queue(50, 60.0)
     requests = load(config.workload, 0, config.model.context)
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     rate = 49 / (requests[-1].arrival - requests[0].arrival)
     offered = offered_load(what, requests)
     twice = offered_load(replace(what, prefill_instances=2), requests)
@@ -146,7 +146,7 @@ def test_the_prefill_load_is_rate_times_service_over_instances():
 
 def test_the_decode_load_is_that_of_a_saturated_batch():
     config = configured()
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     requests = [Request(float(number), 100, 21) for number in range(5)]
     offered = offered_load(what, requests)
     assert offered is not None
@@ -157,7 +157,7 @@ def test_the_decode_load_is_that_of_a_saturated_batch():
 
 def test_pages_limit_the_saturated_batch():
     config = configured()
-    what = replace(job(config, Options()), decode_pages=25)
+    what = replace(job(config, ServeOptions()), decode_pages=25)
     requests = [Request(float(number), 100, 21) for number in range(5)]  # 8 pages of 16 tokens
     offered = offered_load(what, requests)
     assert offered is not None
@@ -186,9 +186,9 @@ def test_loads_from_nine_tenths_on_are_warned_of(target: float, word: str):
 def test_requests_all_at_once_offer_no_rate():
     config = configured()
     requests = [Request(0.0, 100, 5), Request(0.0, 100, 5)]
-    assert offered_load(job(config, Options()), requests) is None
+    assert offered_load(job(config, ServeOptions()), requests) is None
     with pytest.raises(ConfigError, match="requests that arrive at different times"):
-        scaled(Workload(load=0.5), job(config, Options()), requests, 0)
+        scaled(Workload(load=0.5), job(config, ServeOptions()), requests, 0)
 
 
 # --- scaled, cut and spread -----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_requests_all_at_once_offer_no_rate():
 def test_scaling_by_time_keeps_order_and_proportions():
     config = configured()
     requests = load(config.workload, 0, config.model.context)
-    found = scaled(replace(config.workload, load=0.3), job(config, Options()), requests, 0)
+    found = scaled(replace(config.workload, load=0.3), job(config, ServeOptions()), requests, 0)
     assert [request[1:] for request in found] == [request[1:] for request in requests]
     factors = [now.arrival / before.arrival for now, before in zip(found, requests, strict=True)]
     assert factors == pytest.approx([factors[0]] * len(factors), rel=1e-12)
@@ -206,7 +206,7 @@ def test_scaling_by_time_keeps_order_and_proportions():
 def test_scaling_by_thinning_keeps_times_and_meets_the_load_in_the_mean():
     config = configured(workload=replace(Workload(arrivals="poisson", input_mean=300), count=4000, rate=500.0))
     requests = load(config.workload, 0, config.model.context)
-    what = job(config, Options())
+    what = job(config, ServeOptions())
     thin = replace(config.workload, load=0.5, scaling="thinning")
     before, found = offered_load(what, requests), scaled(thin, what, requests, 0)
     assert set(found) < set(requests)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.live_validation import SYSTEMS
 from experiments import serve
 from pdsim.cli.run import compose
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 
 WORDS = (
     "hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=poisson", "workload.rate=8", "workload.count=12",

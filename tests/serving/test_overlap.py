@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options, job, specs
+from experiments.serve import ServeOptions, job, specs
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
-from pdsim.serving.settings import Cache, Kv, Scheduler, Side
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
@@ -32,10 +32,10 @@ def run(tokens: int, kv: Kv, policy: Policy = QUEUE, chunk: int = 8192, **change
         changes.pop("prefill", ONE),
         changes.pop("decode", ONE),
         changes.pop("model", DEEP),
-        **{"hw": QUIET, "kv": kv, "policy": policy, "scheduler": Scheduler(chunk=chunk)} | changes,
+        **{"hw": QUIET, "kv": kv, "policy": policy, "scheduler": SchedulerLimits(chunk=chunk)} | changes,
     )
     outcome = Model(config.hw, config.backend, memory=config.memory).run(
-        specs(config, job(config, Options()), [Request(0.0, tokens, 2)])
+        specs(config, job(config, ServeOptions()), [Request(0.0, tokens, 2)])
     )
     row = outcome.ranks["router"].value["rows"][0]
     assert row[3] == "ok"
@@ -99,7 +99,7 @@ def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: b
         config, result, table = served(tmp_path, prompts, Cache(prefill=True, early=early), kv=kv)
         records = [r for r in result.transfers if r.label.startswith("2/")]
         found[early] = table[1], records
-        assert job(config, Options()).cache.early is early
+        assert job(config, ServeOptions()).cache.early is early
     (late, one), (soon, two) = found[False], found[True]
     assert late["nbytes"] == soon["nbytes"]
     assert late["ttft"] - late["transfer"] == pytest.approx(soon["ttft"] - soon["transfer"], abs=1e-9)

@@ -11,7 +11,7 @@ from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.placement import pages, places
-from pdsim.serving.settings import Kv, Parallel, Scheduler, Side
+from pdsim.serving.settings import Kv, Parallel, SchedulerLimits, Side
 from tests.serving.test_compute import MACHINE, MODEL
 
 TWO_NODES = replace(MACHINE, nodes=2)
@@ -46,7 +46,7 @@ def test_more_ranks_than_gpus_are_refused():
 
 
 def count(machine: Machine, kv: Kv, tp: int = 1, ranks: int = 2) -> int:
-    return pages(Side(tp=tp), MODEL, kv_shape(MODEL), machine, kv, Scheduler(memory_fraction=0.5), ranks)
+    return pages(Side(tp=tp), MODEL, kv_shape(MODEL), machine, kv, SchedulerLimits(memory_fraction=0.5), ranks)
 
 
 def test_the_pool_is_what_the_weights_leave_or_what_is_asked_for():

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve import Options, job, specs
+from experiments.serve import ServeOptions, job, specs
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.serving.policies import FirstCome, LeastGenerated, LeastTokens, RoundRobin
-from pdsim.serving.prefill import scheduler as prefill
+from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.seams import Prompt, Running, handoff_of, router_policy, scheduler_of
 from pdsim.serving.settings import ServingEngine
 from pdsim.serving.workload import Request
@@ -119,7 +119,7 @@ class Greedy(FirstCome):
 def test_a_policy_that_exceeds_the_step_ends_the_rank_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prefill, "scheduler_of", lambda engine: Greedy())
     config = configured(options={"deadline": 0.5})
-    what = job(config, Options(deadline=0.5))
+    what = job(config, ServeOptions(deadline=0.5))
     outcome = Model(config.hw, config.backend, limit=5.0).run(specs(config, what, [Request(0.0, 600, 2)]))
     assert "engine.scheduler=fcfs gave 257 tokens of room 1, which has 600 left in a step of 256" in (
         outcome.ranks["prefill0.0"].error

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options, job, specs
-from pdsim.fabric.job import Model
+from experiments.serve import ServeOptions, job, specs
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, Rank
 from pdsim.kv.layout import AUX_BYTES
 from pdsim.kv.messages import Submit
 from pdsim.kv.pages import after
-from pdsim.serving.decode.scheduler import DecodeScheduler
-from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.decode.decode_scheduler import DecodeScheduler
+from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import Hybrid, Llm, Side
 from pdsim.serving.workload import Request
@@ -50,7 +50,7 @@ def serve(held: int, model: Llm = GQA, prefill: Side = ONE, decode: Side = ONE, 
         config, kv=replace(config.kv, **kv), scheduler=replace(config.scheduler, chunk=32), memory="tracked"
     )
     ranks = []
-    for spec in specs(config, job(config, Options()), [REQUEST]):
+    for spec in specs(config, job(config, ServeOptions()), [REQUEST]):
         if spec.name.startswith("decode"):
             arguments = {**spec.arguments, "held": held}
             spec = replace(spec, program="tests.serving.test_prefix:decode", arguments=arguments)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from experiments.faults.scenario import attempt, draw
-from experiments.serve import Options, job, specs
-from pdsim.fabric.endpoint import DETECTION
-from pdsim.fabric.job import Model
+from experiments.serve import ServeOptions, job, specs
+from pdsim.fabric.model import Model
+from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Outcome
 from pdsim.kv.messages import Renew
-from pdsim.serving.decode.pull import PullDecodeScheduler
+from pdsim.serving.decode.pull_decode import PullDecodeScheduler
 from pdsim.serving.settings import Hybrid, Llm, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import CRAWLING, SLOW, TWO, account, at_rest, rows, statuses
@@ -38,7 +38,7 @@ def serve(
 ) -> Outcome:
     options = {"deadline": 0.5} | changes.pop("options", {})
     config = replace(configured(prefill, decode, model, options=options, **changes), engine=engine)
-    ranks = specs(config, job(config, Options(**options)), requests)
+    ranks = specs(config, job(config, ServeOptions(**options)), requests)
     ranks[0] = replace(ranks[0], arguments={**ranks[0].arguments, "leaves": [list(leave) for leave in leaves]})
     return Model(config.hw, config.backend, memory="tracked", limit=60.0).run(ranks, kill, restarts)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.serve import Options
+from experiments.serve import ServeOptions
 from pdsim.clock import Clock
 from pdsim.kv.bootstrap import KNOWN, RoomDirectory
 from pdsim.kv.messages import Locate, Submit, decode
@@ -145,7 +145,7 @@ def test_a_question_that_overtakes_what_prefill_says_costs_another_one():
 
 def test_only_these_two_ways_are_there():
     with pytest.raises(ValueError, match="dp_rank must be room or query, got 'guess'"):
-        Options(dp_rank="guess")
+        ServeOptions(dp_rank="guess")
 
 
 def test_a_question_is_one_message_for_all_its_rooms():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from experiments.serve import Options, job
+from experiments.serve import ServeOptions, job
 from pdsim.serving.routing import PowerOfTwo
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.serving.settings import Cache, Side
@@ -68,10 +68,12 @@ def test_the_kv_goes_where_it_arrives_first():
 def test_instances_of_one_node_are_nearer():
     parallel = {"prefill": Side(tp=1, instances=2), "decode": Side(tp=1, instances=8)}
     config = configured(**parallel, hw=replace(EIGHT, nodes=2), options={"router": "transfer_aware"})
-    rates = job(config, Options(router="transfer_aware")).rates
+    rates = job(config, ServeOptions(router="transfer_aware")).rates
     assert set(rates) == {"prefill0", "prefill1"}
     assert set(rates["prefill0"].values()) == {EIGHT.host.tcp_rate}  # decode has the second node; there are no cards
     packed = configured(Side(tp=1), Side(tp=1), options={"router": "transfer_aware"})
-    assert job(packed, Options(router="transfer_aware")).rates == {"prefill0": {"decode0": EIGHT.interconnect.rate}}
+    assert job(packed, ServeOptions(router="transfer_aware")).rates == {
+        "prefill0": {"decode0": EIGHT.interconnect.rate}
+    }
     near = configured(Side(tp=1), Side(tp=1, instances=3), options={"router": "transfer_aware"})
     assert values(serve(near))["requests_ok"] == 40

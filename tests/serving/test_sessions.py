@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.serve import Options, job, run, specs
+from experiments.serve import ServeOptions, job, run, specs
 from pdsim.errors import ConfigError
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.serving.policies import HighestPriority
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import Request
-from pdsim.serving.settings import Cache, Kv, Scheduler, Side, Workload
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Side, Workload
 from pdsim.serving.workload import load
 from tests.serving.test_engines import QUIET
 from tests.support.serving import LLM, ONE, configured, rows, values
@@ -107,7 +107,7 @@ def outcome(requests: list[Request], options: dict[str, Any], **changes: Any) ->
     config = configured(
         changes.pop("prefill", ONE), changes.pop("decode", ONE), options=options, hw=QUIET, model=MODEL, **changes
     )
-    found = Model(config.hw, config.backend).run(specs(config, job(config, Options(**options)), requests))
+    found = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions(**options)), requests))
     return found.ranks["router"].value["rows"]
 
 
@@ -115,7 +115,7 @@ def test_a_higher_priority_is_computed_first():
     requests = [Request(0.0, 256, 2, priority=int(number == 3)) for number in range(4)]
     config = configured()
     engine = replace(config.engine, scheduler="priority")
-    scheduler = Scheduler(chunk=256, prefill_batch=1, decode_batch=8)
+    scheduler = SchedulerLimits(chunk=256, prefill_batch=1, decode_batch=8)
     order = [row[6] for row in outcome(requests, {}, engine=engine, scheduler=scheduler)]
     assert sorted(range(4), key=order.__getitem__) == [0, 3, 1, 2]  # the first had begun
     assert HighestPriority().victim  # as SGLang's

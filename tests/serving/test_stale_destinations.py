@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from pdsim.job import Outcome
 from pdsim.kv.messages import Arrival, Destination
-from pdsim.serving.decode import scheduler as decode
-from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.decode import decode_scheduler as decode
+from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.workload import Request
 from tests.serving.test_faults import SLOW, account, at_rest, serve, statuses
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from experiments.serve import Options, job
+from experiments.serve import ServeOptions, job
 from pdsim.serving.decode.steps import DecodeSpan
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.settings import Scheduler, Side, Workload
+from pdsim.serving.settings import SchedulerLimits, Side, Workload
 from tests.support.serving import configured, serve
 
 
@@ -80,13 +80,13 @@ LOADS: list[tuple[float, int]] = [(50.0, 8), (300.0, 8), (300.0, 3), (2000.0, 64
 @pytest.mark.parametrize(("rate", "batch"), LOADS)
 def test_the_engine_gives_the_times_of_stepping_token_by_token(rate: float, batch: int):
     workload = Workload(arrivals="poisson", count=150, rate=rate, input_mean=60, output_mean=40, output_cv=1.5)
-    config = configured(workload=workload, scheduler=Scheduler(chunk=512, decode_batch=batch))
+    config = configured(workload=workload, scheduler=SchedulerLimits(chunk=512, decode_batch=batch))
     config = replace(config, kv=replace(config.kv, pool=1 << 24))
     result = serve(config)
     rows: list[list[Any]] = result.outcome.ranks["router"].value["rows"]
     requests = list(zip(result.requests["input"], result.requests["output"], strict=True))
     arrivals = [(row[8], number, *requests[number]) for number, row in enumerate(rows)]
-    expected = one_by_one(job(config, Options()), arrivals)
+    expected = one_by_one(job(config, ServeOptions()), arrivals)
     for number, row in enumerate(rows):
         assert row[9:] == pytest.approx(expected[number], rel=1e-12)
 

@@ -55,7 +55,7 @@ def make_config(output: Path, **changes: Any) -> Config:
     """Return a configuration of `transfer` on `MACHINE` with *changes*; its results go to *output*."""
     values: dict[str, Any] = {
         "target": "model",
-        "experiment": transfer.Options(size=(4096, 65536)),
+        "experiment": transfer.TransferOptions(size=(4096, 65536)),
         "hw": MACHINE,
         "backend": ENGINE,
         "model": LLM,

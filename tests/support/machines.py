@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdsim.costs import Engine, EngineModel
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.job import Outcome, Place, RankSpec
 from pdsim.transfer import Program

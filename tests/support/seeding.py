@@ -7,7 +7,7 @@ from typing import Any
 from experiments.reports.claims import as_rows
 from pdsim import plugins
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
 

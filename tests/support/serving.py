@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.serve import Options, run
+from experiments.serve import ServeOptions, run
 from pdsim.config import Config
-from pdsim.fabric.job import Model
+from pdsim.fabric.model import Model
 from pdsim.job import Outcome, RankSpec
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, Llm, Parallel, Scheduler, Side, Workload
+from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, Side, Workload
 from tests.support.configs import EIGHT, LLM, make_config
 
 __all__ = ["GENERATED", "GQA", "MLA", "ONE", "POOL", "Killing", "configured", "rows", "serve", "values"]
@@ -37,10 +37,10 @@ def configured(
         "hw": EIGHT,
         "model": model,
         "parallel": Parallel(prefill=prefill, decode=decode),
-        "experiment": Options(**options),
+        "experiment": ServeOptions(**options),
         "workload": GENERATED,
         "kv": POOL,
-        "scheduler": Scheduler(chunk=256, decode_batch=8),
+        "scheduler": SchedulerLimits(chunk=256, decode_batch=8),
     }
     return make_config(Path("unused"), **(values | changes))
 

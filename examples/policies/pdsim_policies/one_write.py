@@ -11,11 +11,11 @@ from pdsim.results.record import Metric, Result
 from pdsim.transfer import Batch, Program
 from pdsim.units import Size
 
-__all__ = ["Options", "check", "program", "run"]
+__all__ = ["OneWriteOptions", "check", "program", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ExperimentOptions):
+class OneWriteOptions(ExperimentOptions):
     """What is written."""
 
     name: str = "one_write"
@@ -44,7 +44,7 @@ def program(rank: Rank, size: int) -> Program:
 
 def run(config: Config, target: Target, progress: Callable[[float, str], None]) -> Result:
     """Run the two ranks, on the GPUs of the first node or on its host."""
-    options = Options.of(config)
+    options = OneWriteOptions.of(config)
     where = (Place(gpu=0), Place(gpu=1)) if config.hw.gpus else (Place(), Place())
     ranks = [
         RankSpec(name, "pdsim_policies.one_write:program", place, {"size": options.size})

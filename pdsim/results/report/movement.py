@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pdsim.results.brief import alike
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
-from pdsim.results.report.requests import columns_of, mean_level
+from pdsim.results.report.request_figures import columns_of, mean_level
 from pdsim.units import format_rate, format_size, format_time
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pdsim.results.drawing.figure import Figure
 from pdsim.results.evidence import Evidence
 from pdsim.results.kept import KeptRun
 from pdsim.results.record import Table
-from pdsim.results.report import before_after, movement, requests
+from pdsim.results.report import before_after, movement, request_figures
 from pdsim.results.report.page import Content, Tile
 from pdsim.units import format_time
 
@@ -37,7 +37,7 @@ def figures(run: KeptRun) -> list[Figure]:
     """Return every figure that *run* has something for; none without evidence."""
     if run.evidence == "none":
         return []
-    return [*before_after.figures(run), *requests.figures(run), *movement.figures(run)]
+    return [*before_after.figures(run), *request_figures.figures(run), *movement.figures(run)]
 
 
 def content(folder: Path, more: Sequence[Figure] = ()) -> Content:

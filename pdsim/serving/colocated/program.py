@@ -13,9 +13,9 @@ from simpy.events import Event
 
 from pdsim.job import Rank
 from pdsim.kv.messages import Submit
-from pdsim.serving.colocated.engine import ColocatedEngine, ColocatedRequest
+from pdsim.serving.colocated.colocated_engine import ColocatedEngine, ColocatedRequest
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.host import Host
+from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import RoutingQuery, route, router_policy
 from pdsim.transfer import Program
 
@@ -74,7 +74,7 @@ class _Service:
         self.closed = {number for numbers in self.waiting.values() for number in numbers}
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
-        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, "colocated")
+        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, "colocated")
         self.engines = {name: ColocatedEngine(self.clock, job, self._finished) for name in self.load}
         self.where: dict[int, str] = {}
         self.ended: dict[int, ColocatedRequest] = {}

@@ -25,7 +25,7 @@ from pdsim.kv.pages import Pages, SlotPool, after
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, Timers
 from pdsim.kv.status import Status
-from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, leader, rank_name
 from pdsim.serving.fences import FenceCount
 from pdsim.serving.prefix_cache import page_keys, page_pool

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pdsim.serving.compute.roofline import ForwardTime
-from pdsim.serving.host import StepVariation
+from pdsim.serving.scheduler_host import StepVariation
 from pdsim.serving.settings import HostCosts
 
 __all__ = ["DecodeSpan", "Member", "RunningBatch", "steps_that_fit"]

@@ -15,9 +15,9 @@ if the reader is gone, until every prefill rank has proof that nothing of it mov
 from __future__ import annotations
 
 from pdsim.job import Rank
-from pdsim.serving.decode.pull import PullDecodeScheduler, PullDecodeWorker
+from pdsim.serving.decode.pull_decode import PullDecodeScheduler, PullDecodeWorker
 from pdsim.serving.deployment import Deployment
-from pdsim.serving.prefill.pull import PullPrefillScheduler, PullPrefillWorker
+from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler, PullPrefillWorker
 from pdsim.serving.rank_process import EngineProcess
 
 __all__ = ["Pull"]

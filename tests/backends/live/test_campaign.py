@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from backends.live.commands import launches
-from backends.live.deployment import deployed
+from backends.live.live_deployment import deployed
 from benchmarks import live_campaign, live_variants
 from benchmarks.live_campaign import ARGUMENTS, BLIND, ENGINES, GPUS, LOADS, Campaign
 from pdsim.cli.run import compose

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.live.deployment import deployed
+from backends.live.live_deployment import deployed
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import BackendUnavailable

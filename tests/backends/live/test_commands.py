@@ -8,7 +8,7 @@ import pytest
 
 from backends.live import model_folder
 from backends.live.commands import gpus_needed, launches
-from backends.live.deployment import problems
+from backends.live.live_deployment import problems
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
 

@@ -30,7 +30,7 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.connections import Connection, EndpointAddress, PostedTransfer, Registration
+from pdsim.fabric.connections import Connection, EndpointAddress, Registration, SimTransfer
 from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
@@ -202,7 +202,7 @@ class SimEndpoint:
         if way is None:
             return None
         path, size, steps = way
-        flight = PostedTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
+        flight = SimTransfer(Transfer(self._clock, batch, label), connection, True, local, batch.target, notify, 0.0)
         report, resume = partial(self._report, flight), partial(self._resume, flight)
         series = SimSeries(self._clock, fabric.network, steps, there.name, report, resume)
         if not series.begin(path, size, fabric.engine.timeout):
@@ -253,7 +253,7 @@ class SimEndpoint:
             raise ValueError(f"timeout={limit} must be > 0")
         now = self._fabric.clock.now
         transfer = Transfer(self._clock, batch, label)
-        flight = PostedTransfer(transfer, connection, write, local, remote, notify, now)
+        flight = SimTransfer(transfer, connection, write, local, remote, notify, now)
         number = self._posted.add(flight)
         if connection.remote.ended is not None:
             self._lose(number, flight)
@@ -268,7 +268,7 @@ class SimEndpoint:
         return transfer
 
     def _report(
-        self, flight: PostedTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
+        self, flight: SimTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
     ) -> None:
         """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
         series, self._series = self._series, None
@@ -288,7 +288,7 @@ class SimEndpoint:
             if count:
                 there.notify_at(now, Repeated(self.name, flight.notify, count))
 
-    def _resume(self, flight: PostedTransfer, stages: Stages, flow: Flow | None) -> Transfer:
+    def _resume(self, flight: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
         """Make *flight* the write of a series that is under way."""
         batch = flight.transfer.batch
         flight.submitted = stages[0]
@@ -298,7 +298,7 @@ class SimEndpoint:
         self._posted.time_out_at(flight.submitted + self._fabric.engine.timeout, number)
         return flight.transfer
 
-    def _post(self, flight: PostedTransfer, number: int) -> Posting:
+    def _post(self, flight: SimTransfer, number: int) -> Posting:
         fabric, batch, queue = self._fabric, flight.transfer.batch, flight.connection.send_queue
         if fabric.observer is not None:
             fabric.observer.posted(batch, flight.transfer.label)
@@ -367,7 +367,7 @@ class SimEndpoint:
         else:
             self._posted.quarantine(flight, error)
 
-    def _lose(self, number: int, flight: PostedTransfer) -> None:
+    def _lose(self, number: int, flight: SimTransfer) -> None:
         """Fail *flight* once the end of its peer is noticed."""
         clock, remote = self._fabric.clock, flight.connection.remote
         assert remote.ended is not None
@@ -379,12 +379,12 @@ class SimEndpoint:
             error = PeerLost(f"{flight.connection.remote.name} is gone")
             self._posted.fail(number, error)
 
-    def _refuse(self, number: int, flight: PostedTransfer, error: TransferError) -> None:
+    def _refuse(self, number: int, flight: SimTransfer, error: TransferError) -> None:
         self._posted.quiesce(number, error)
         flight.transfer.fail(error)
         flight.transfer.settled.succeed()
 
-    def _break(self) -> list[PostedTransfer]:
+    def _break(self) -> list[SimTransfer]:
         """End: nothing arrives here or leaves here any more.  Return this endpoint's own flights."""
         if self.ended is not None:
             return []

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.transfer.program import SCHEDULES, Task
+from experiments.transfer.exchange import SCHEDULES, Task
 from experiments.transfer.rank_places import Flow, check_pattern, flows
 from pdsim.units import parse_size
 

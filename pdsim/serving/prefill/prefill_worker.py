@@ -26,8 +26,8 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.sender import KvSender
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
-from pdsim.serving.host import Host
 from pdsim.serving.rank_process import EngineProcess
+from pdsim.serving.scheduler_host import SchedulerHost
 
 __all__ = ["PrefillWorker"]
 
@@ -43,7 +43,9 @@ class PrefillWorker(EngineProcess):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = self.make_sender()
-        self._host = Host(job.engine.prefill, job.engine.variation, job.seed, f"{instance}.send")  # ranks run in step
+        self._host = SchedulerHost(
+            job.engine.prefill, job.engine.variation, job.seed, f"{instance}.send"
+        )  # ranks run in step
         self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life

@@ -19,8 +19,8 @@ from typing import Any
 
 from simpy.events import Event
 
-from backends.base.channel import ZmqChannel
 from backends.base.process_identity import is_dead, myself
+from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.base import (
     TOPIC,
     Bye,

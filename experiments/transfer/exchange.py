@@ -38,7 +38,7 @@ or one transfer at a time, flow by flow."""
 class Task(TypedDict):
     """One point, as plain data.
 
-    Made by `experiments.transfer.points.TransferPoint.task`; the same for all ranks.
+    Made by `experiments.transfer.transfer_points.TransferPoint.task`; the same for all ranks.
     """
 
     label: str  # of its measured transfers

@@ -33,7 +33,7 @@ from pdsim.serving.decode.growing_memory import GrowingMemory
 from pdsim.serving.decode.room_lookup import PATIENCE, RoomLookup
 from pdsim.serving.decode.steps import Member, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment, leader
-from pdsim.serving.host import Host
+from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import Running, handoff_of, scheduler_of
 from pdsim.transfer import Program
 
@@ -65,7 +65,7 @@ class DecodeScheduler(BlockManager):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.policy = scheduler_of(job.engine)
-        self.host = Host(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
+        self.host = SchedulerHost(job.engine.decode, job.engine.variation, job.seed, instance, job.layers(instance))
         self.preemptions = 0
         self._coming: dict[int, Submit] = {}  # the host has not made them known yet
         self._queue: deque[Submit] = deque()  # no pages yet

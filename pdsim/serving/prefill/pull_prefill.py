@@ -26,8 +26,8 @@ from pdsim.kv.plan import pair
 from pdsim.kv.rooms import Timers
 from pdsim.serving.deployment import ROUTER, Deployment, index_of, instance_of, leader
 from pdsim.serving.fences import FenceCount, PeerFence
-from pdsim.serving.prefill.scheduler import PrefillRequest, PrefillScheduler
-from pdsim.serving.prefill.worker import PrefillWorker
+from pdsim.serving.prefill.prefill_scheduler import PrefillRequest, PrefillScheduler
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 
 __all__ = ["PullPrefillScheduler", "PullPrefillWorker"]
 

@@ -13,12 +13,12 @@ import numpy as np
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import stream
 
-__all__ = ["Host", "StepVariation"]
+__all__ = ["SchedulerHost", "StepVariation"]
 
 _DRAWS = 1024  # at a time
 
 
-class Host:
+class SchedulerHost:
     """The host of one scheduler.  Without *variation*, a coefficient of variation, every cost is its mean.
 
     *costs* are those of a forward of so many *layers*: `HostCosts.launch` is that of all of them.

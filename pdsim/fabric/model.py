@@ -19,7 +19,6 @@ from pdsim.costs import Jitter
 from pdsim.errors import ConfigError
 from pdsim.fabric.channel import Absent, SimChannel
 from pdsim.fabric.collective import SimGroup, SimGroups
-from pdsim.fabric.endpoint import SimEndpoint
 from pdsim.fabric.faults import Chance, Faults, Observer
 from pdsim.fabric.flows.network import Network
 from pdsim.fabric.fold import Columns, plan
@@ -29,6 +28,7 @@ from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sampling import Sampling
 from pdsim.fabric.shared import Fabric
+from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
 from pdsim.job import Outcome, Rank, RankResult, RankSpec

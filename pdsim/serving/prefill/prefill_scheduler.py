@@ -36,11 +36,11 @@ from pdsim.kv.plan import cut, pair
 from pdsim.kv.prefix_pages import PrefixPagePool
 from pdsim.kv.rooms import OVER, ExpiringMap, QuarantineStall, Timers
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, rank_name
-from pdsim.serving.host import Host
 from pdsim.serving.prefill.prefill_request import PrefillRequest
-from pdsim.serving.prefill.worker import PrefillWorker
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.rank_process import Handler
+from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
 
@@ -88,7 +88,7 @@ class PrefillScheduler(PrefillWorker):
         self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
         self._stopping = False
         self.policy = scheduler_of(job.engine)
-        self.host = Host(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
+        self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
         handlers: dict[type[KvMessage], Handler] = {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.transfer.points import TransferPoint
 from experiments.transfer.rank_places import Flow
+from experiments.transfer.transfer_points import TransferPoint
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.transfer import TransferRecord

@@ -17,7 +17,7 @@ from pdsim.kv.messages import (
     KvMessage,
     Lent,
     MessageError,
-    Pull,
+    PullRequest,
     Ready,
     Register,
     Renew,
@@ -27,12 +27,12 @@ from pdsim.kv.messages import (
     Submit,
 )
 from pdsim.kv.pages import Pages, after
-from pdsim.kv.reading import KvReader, first
+from pdsim.kv.reader import KvReader, first
 from pdsim.kv.rooms import OVER, ExpiringMap
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import DecodeRequest
-from pdsim.serving.decode.scheduler import DecodeScheduler
-from pdsim.serving.decode.worker import DecodeWorker
+from pdsim.serving.decode.decode_scheduler import DecodeScheduler
+from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, life_name
 from pdsim.serving.rank_process import EngineProcess
 
@@ -110,8 +110,8 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
 
     Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes there.
 
-    Life of a room: `Pull` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent` from every
-    rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by heartbeats.
+    Life of a room: `PullRequest` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent` from
+    every rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by heartbeats.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -124,7 +124,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         self._last_lost: dict[str, int] = {}  # by prefill instance: the last epoch that is known to be over
         self._beats = False  # whether a heartbeat is due
         self.handlers |= {
-            Pull: self._pull,
+            PullRequest: self._pull,
             Revoked: self._revoked,
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Sent: lambda sender, message: self._count_read(index_of(sender), message),
@@ -183,7 +183,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
 
     # --- what comes in ---
 
-    def _pull(self, _: str, message: Pull) -> None:
+    def _pull(self, _: str, message: PullRequest) -> None:
         request = message.submit
         if request.decode == self.life and request.room in self._over:
             self._collect(message.lent, 0)
