@@ -3,7 +3,6 @@
     python -m benchmarks.live_validation predict vllm FILE [--like FOLDER] [--fitted LOADS] [KEY=VALUE ...]
     python -m benchmarks.live_validation compare FILE FOLDER      # FOLDER is what live_campaign wrote
     python -m benchmarks.live_validation floor FOLDER FOLDER ...  # how far repeats and hosts are from one another
-    python -m benchmarks.live_validation page                     # the table and the figure of docs/validation.md
 
 A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads, one
 after the other on one deployment, as the campaign does; those of FOLDER, a campaign, if one is named.  FILE gets
@@ -60,10 +59,7 @@ SECONDS = 20.0
 REPEAT = 7
 """Single requests of each length, as the campaign's."""
 
-FIRST = "vllm-2xh200"
 DATA = Path(__file__).resolve().parent.parent / "data" / "live"
-PAGE = DATA.parent.parent / "docs" / "validation.md"
-FIGURE = PAGE.parent / "live.svg"
 
 
 def parts_of(base: Sequence[str], like: Path | None) -> Parts:
@@ -214,99 +210,14 @@ def means(expected: Mapping[str, Any], folder: Path, loads: Sequence[str] = ()) 
     return found
 
 
-def page() -> Iterator[str]:
-    """Yield the lines of docs/validation.md between this command's comments."""
-    heads = [
-        "",
-        *(
-            name.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
-            for name in METRICS
-        ),
-    ]
-    yield "| " + " | ".join(heads) + " |"
-    yield "|---" * len(heads) + "|"
-    yield _row("asked", {name: 100 * bound for name, bound in METRICS.items()})
-    for engine, label, other in (("vllm", "vLLM", "sglang"), ("sglang", "SGLang", "vllm")):
-        folder = DATA / f"{engine}-2xh200"
-        first, today, swapped = (
-            unseal((DATA / f"{name}-2xh200.json").read_bytes(), name)
-            for name in (f"expected-{engine}", f"fitted-{engine}", f"fitted-{engine}-as-{other}")
-        )
-        held = [load for load in LOADS if load not in today["fitted"]]
-        yield _row(f"{label}, predicted before measuring, all loads", means(first, folder))
-        yield _row(f"{label}, fitted loads", means(today, folder, FITTED))
-        yield _row(f"**{label}, held-out loads**", means(today, folder, held))
-        yield _row(f"{label}, held-out loads by `engine={other}`", means(swapped, folder, held))
-    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
-    repeat = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
-    yield _row("four of vLLM's loads again on another host, against the first", means(repeat, DATA / FIRST))
-    for what, label in (
-        ("again", "vLLM on that host, no load fitted"),
-        ("page64", "vLLM with blocks of 64, no load fitted"),
-    ):
-        made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
-        yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
-    yield ""
-    yield "![Predicted and measured latencies over load](live.svg)"
-
-
-def _row(label: str, values: Mapping[str, float]) -> str:
-    cells = (f"{values[name]:.0f}" if name in values else "-" for name in METRICS)
-    return f"| {label} | " + " | ".join(cells) + " |"
-
-
-def figure() -> str:
-    """Return docs/live.svg: TTFT and TPOT, predicted and measured, over the loads of fixed lengths, of both engines."""
-    import io
-
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams["svg.hashsalt"] = "pdsim"
-    picture = Figure(figsize=(9.0, 3.2), layout="constrained")
-    axes = picture.subplots(1, 2)
-    loads = [name for name in LOADS if name.startswith("fixed")]
-    shares = [int(name.partition("-")[2]) for name in loads]
-    for color, engine, label in (("tab:blue", "vllm", "vLLM"), ("tab:orange", "sglang", "SGLang")):
-        measured = json.loads((DATA / f"{engine}-2xh200" / "summary.json").read_text())
-        made = unseal((DATA / f"fitted-{engine}-2xh200.json").read_bytes(), engine)["loads"]
-        for axis, metric in zip(axes, ("ttft_p50_s", "tpot_p50_s"), strict=True):
-            line = [made[load]["metrics"][metric] * 1e3 for load in loads]
-            points = [measured[load]["metrics"][metric] * 1e3 for load in loads]
-            axis.plot(shares, line, color=color, label=f"{label}, predicted")
-            for share, load, point in zip(shares, loads, points, strict=True):
-                axis.plot(share, point, "o", color=color, fillstyle="none" if load in FITTED else "full")
-            axis.plot([], [], "o", color=color, label=f"{label}, measured")
-    for axis, name in zip(axes, ("TTFT", "TPOT"), strict=True):
-        axis.set(xlabel="load, % of the prefill GPU (open points: fitted)", ylabel=f"median {name}, ms", ylim=(0, None))
-    axes[0].legend(frameon=False)
-    out = io.StringIO()
-    picture.savefig(out, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def rewritten() -> str:
-    """Return docs/validation.md with `page` in it.  Raise a `ValueError` if it lacks the comments around it."""
-    begin, end = "<!-- generated: python -m benchmarks.live_validation page -->", "<!-- end of the live validation -->"
-    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"{PAGE.name} lacks the comments {begin} and {end}; put them where the table is to be")
-    return before + begin + "\n\n" + "\n".join(page()) + "\n\n" + end + after
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Do what *words* say; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("predict", "compare", "floor", "page"))
+    parser.add_argument("what", choices=("predict", "compare", "floor"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
     parser.add_argument("--fitted", default="none", help="names of loads that parameters were fitted to, with commas")
     asked = parser.parse_args(words)
-    if asked.what == "page":
-        FIGURE.write_text(figure(), encoding="utf-8")
-        PAGE.write_text(rewritten(), encoding="utf-8")
-        return 0
     if len(asked.rest) < (2 if asked.what != "floor" else 1):
         parser.error(f"{asked.what} needs more than {asked.rest}; see the top of this file")
     first, *rest = asked.rest

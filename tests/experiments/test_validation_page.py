@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import live_validation, validation
+from benchmarks import live_page, validation
 from tests.experiments.test_validate_ahead import predict
 
 
@@ -59,5 +59,5 @@ def test_a_gain_is_how_many_times_longer_what_is_before_a_change_takes(monkeypat
 
 
 def test_the_table_of_serving_engines_is_what_the_sealed_files_say():
-    assert live_validation.rewritten() == live_validation.PAGE.read_text(encoding="utf-8")
-    assert live_validation.FIGURE.is_file()
+    assert live_page.rewritten() == live_page.PAGE.read_text(encoding="utf-8")
+    assert live_page.FIGURE.is_file()

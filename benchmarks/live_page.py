@@ -1,0 +1,251 @@
+"""The tables and the figure of serving engines in docs/validation.md.
+
+    python -m benchmarks.live_page              # writes them
+    python -m benchmarks.live_page points       # prints the blind campaign point by point, with bounds and floors
+
+They are made of what is in data/live: campaigns, predictions that were sealed before one, and those of the model after
+a fit.  A point is a load and a metric; its floor is how far that metric of the same load was apart on two hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from benchmarks.live_campaign import LOADS
+from benchmarks.live_validation import DATA, FITTED, METRICS, compare, means
+from benchmarks.live_variants import CHANGES, changed
+from pdsim.results.record import Table
+from pdsim.results.terminal import show_table
+from pdsim.validation.verdicts import unseal
+
+FIRST = "vllm-2xh200"
+PAGE = DATA.parent.parent / "docs" / "validation.md"
+FIGURE = PAGE.parent / "live.svg"
+
+BLIND = DATA / "blind"
+"""Sealed predictions, ``expected-VARIANT.json``, and what was measured then, ``VARIANT/``."""
+
+ROWS = {
+    "vllm": "**vLLM, blind**",
+    "vllm-as-sglang": "vLLM, blind, by `engine=sglang`",
+    "vllm-llama": "vLLM, Llama-3.1-8B, blind",
+    "sglang": "**SGLang, blind**",
+    "sglang-as-vllm": "SGLang, blind, by `engine=vllm`",
+    "sglang-llama": "SGLang, Llama-3.1-8B, blind",
+}
+"""Predictions of the blind campaign, and what they are called in the table."""
+
+SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p50"}
+"""Metrics of what a change gains."""
+
+
+def _read(name: str) -> dict[str, Any]:
+    return unseal((BLIND / f"expected-{name}.json").read_bytes(), name)
+
+
+def _measured(name: str) -> dict[str, Any]:
+    """Return the metrics of what was measured of the variant that *name* predicts; nothing if it was not."""
+    path = BLIND / name.partition("-as-")[0] / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def floors() -> dict[str, float]:
+    """Return by metric how far four loads of vLLM were apart on two hosts, in the mean: a relative error."""
+    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
+    return {
+        name: mean(
+            abs(again[load]["metrics"][name] / first[load]["metrics"][name] - 1.0)
+            for load in again
+            if again[load]["metrics"].get(name) and first[load]["metrics"].get(name)
+        )
+        for name in METRICS
+    }
+
+
+def _blind_rows() -> Iterator[str]:
+    for name, label in ROWS.items():
+        if measured := _measured(name):
+            folder = BLIND / name.partition("-as-")[0]
+            count = sum(load in measured for load in _read(name)["loads"])
+            yield _row(f"{label}, {count} loads", means(_read(name), folder))
+
+
+def _change_rows() -> Iterator[str]:
+    """Yield the table of what a change gains, of the loads that were measured before and after it."""
+    heads = [
+        "change",
+        "load",
+        *(f"{name}, predicted" for name in SHOWN.values()),
+        *(f"{one}, measured" for one in SHOWN.values()),
+    ]
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    for change, load, made, found in changes():
+        cells = [f"{side[name]:.2f}" if name in side else "-" for side in (made, found) for name in SHOWN]
+        yield f"| {change} | {load} | " + " | ".join(cells) + " |"
+
+
+def changes() -> Iterator[tuple[str, str, Mapping[str, float], Mapping[str, float]]]:
+    """Yield change, load, and by metric how many times as large it becomes: predicted and measured."""
+    sealed = {**_read("changes-vllm")["changes"], **_read("changes-sglang")["changes"]}
+    for change, pair in CHANGES.items():
+        before, after = ({"loads": _measured(name)} for name in pair)
+        if before["loads"] and after["loads"]:
+            for load, found in changed(before, after).items():
+                yield change, load, sealed[change].get(load, {}), found
+
+
+def points() -> Iterator[Table]:
+    """Yield tables: points of the blind campaign with bound and floor, single requests, and what changes gain."""
+    floor = floors()
+    for name, label in ROWS.items():
+        measured = _measured(name)
+        if not measured:
+            continue
+        rows = []
+        for load, made in _read(name)["loads"].items():
+            for metric, bound in METRICS.items():
+                one = made["metrics"].get(metric)
+                other = measured.get(load, {}).get("metrics", {}).get(metric)
+                if one and other:
+                    error = one / other - 1.0
+                    verdict = (
+                        "bound" if abs(error) <= bound else "floor" if abs(error) <= 2 * floor[metric] else "MISSED"
+                    )
+                    rows.append(
+                        [load, metric, one * 1e3, other * 1e3, 100 * error, 100 * bound, 200 * floor[metric], verdict]
+                    )
+        heads = ("load", "metric", "predicted ms", "measured ms", "error %", "bound %", "floor %", "within")
+        yield Table(label, {head: _MEANING.get(head, head) for head in heads}, rows)
+        *_, singles = compare(_read(name), BLIND / name.partition("-as-")[0])
+        yield singles
+    rows = [
+        [change, load, metric, made.get(metric), value, _judged(made.get(metric), value)]
+        for change, load, made, found in changes()
+        for metric, value in found.items()
+        if metric in METRICS
+    ]
+    heads = ("change", "load", "metric", "predicted", "measured", "within")
+    yield Table("Changes", {head: _MEANING.get(head, head) for head in heads}, rows)
+
+
+_MEANING = {
+    "error %": "predicted over measured, less 1",
+    "bound %": "the relative error that is asked for",
+    "floor %": "twice what two hosts differ by in this metric",
+    "within": "the bound, else twice the floor; of changes: sign and a quarter of the size",
+    "predicted": "how many times as large after the change",
+    "measured": "how many times as large after the change",
+}
+
+
+def _judged(made: float | None, found: float) -> str:
+    """Return whether a predicted change has the sign of the one that was found, and its size within a quarter."""
+    if made is None:
+        return "-"
+    sign = (made - 1.0) * (found - 1.0) >= 0.0
+    size = abs(made - found) <= 0.25 * abs(found - 1.0)
+    return f"sign {'right' if sign else 'wrong'}, size {'right' if size else 'wrong'}"
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of docs/validation.md between this command's comments."""
+    heads = [
+        "",
+        *(
+            name.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
+            for name in METRICS
+        ),
+    ]
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    yield _row("asked", {name: 100 * bound for name, bound in METRICS.items()})
+    for engine, label, other in (("vllm", "vLLM", "sglang"), ("sglang", "SGLang", "vllm")):
+        folder = DATA / f"{engine}-2xh200"
+        first, today, swapped = (
+            unseal((DATA / f"{name}-2xh200.json").read_bytes(), name)
+            for name in (f"expected-{engine}", f"fitted-{engine}", f"fitted-{engine}-as-{other}")
+        )
+        held = [load for load in LOADS if load not in today["fitted"]]
+        yield _row(f"{label}, predicted before measuring, all loads", means(first, folder))
+        yield _row(f"{label}, fitted loads", means(today, folder, FITTED))
+        yield _row(f"**{label}, held-out loads**", means(today, folder, held))
+        yield _row(f"{label}, held-out loads by `engine={other}`", means(swapped, folder, held))
+    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
+    repeat = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
+    yield _row("four of vLLM's loads again on another host, against the first", means(repeat, DATA / FIRST))
+    for what, label in (
+        ("again", "vLLM on that host, no load fitted"),
+        ("page64", "vLLM with blocks of 64, no load fitted"),
+    ):
+        made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
+        yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
+    yield from _blind_rows()
+    yield ""
+    yield from _change_rows()
+    yield ""
+    yield "![Predicted and measured latencies over load](live.svg)"
+
+
+def _row(label: str, values: Mapping[str, float]) -> str:
+    cells = (f"{values[name]:.0f}" if name in values else "-" for name in METRICS)
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def figure() -> str:
+    """Return docs/live.svg: TTFT and TPOT, predicted and measured, over the loads of fixed lengths, of both engines."""
+    import io
+
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "pdsim"
+    picture = Figure(figsize=(9.0, 3.2), layout="constrained")
+    axes = picture.subplots(1, 2)
+    loads = [name for name in LOADS if name.startswith("fixed")]
+    shares = [int(name.partition("-")[2]) for name in loads]
+    for color, engine, label in (("tab:blue", "vllm", "vLLM"), ("tab:orange", "sglang", "SGLang")):
+        measured = json.loads((DATA / f"{engine}-2xh200" / "summary.json").read_text())
+        made = unseal((DATA / f"fitted-{engine}-2xh200.json").read_bytes(), engine)["loads"]
+        for axis, metric in zip(axes, ("ttft_p50_s", "tpot_p50_s"), strict=True):
+            line = [made[load]["metrics"][metric] * 1e3 for load in loads]
+            points = [measured[load]["metrics"][metric] * 1e3 for load in loads]
+            axis.plot(shares, line, color=color, label=f"{label}, predicted")
+            for share, load, point in zip(shares, loads, points, strict=True):
+                axis.plot(share, point, "o", color=color, fillstyle="none" if load in FITTED else "full")
+            axis.plot([], [], "o", color=color, label=f"{label}, measured")
+    for axis, name in zip(axes, ("TTFT", "TPOT"), strict=True):
+        axis.set(xlabel="load, % of the prefill GPU (open points: fitted)", ylabel=f"median {name}, ms", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    out = io.StringIO()
+    picture.savefig(out, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def rewritten() -> str:
+    """Return docs/validation.md with `page` in it.  Raise a `ValueError` if it lacks the comments around it."""
+    begin, end = "<!-- generated: python -m benchmarks.live_page -->", "<!-- end of the live validation -->"
+    before, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{PAGE.name} lacks the comments {begin} and {end}; put them where the table is to be")
+    return before + begin + "\n\n" + "\n".join(page()) + "\n\n" + end + after
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write the page, or print the points; return the exit status."""
+    if (sys.argv[1:] if words is None else list(words)) == ["points"]:
+        for table in points():
+            show_table(table)
+        return 0
+    FIGURE.write_text(figure(), encoding="utf-8")
+    PAGE.write_text(rewritten(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
