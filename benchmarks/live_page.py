@@ -123,14 +123,14 @@ def points() -> Iterator[Table]:
         yield Table(label, {head: _MEANING.get(head, head) for head in heads}, rows)
         *_, singles = compare(_read(name), BLIND / name.partition("-as-")[0])
         yield singles
-    rows = [
+    gains = [
         [change, load, metric, made.get(metric), value, _judged(made.get(metric), value)]
         for change, load, made, found in changes()
         for metric, value in found.items()
         if metric in METRICS
     ]
-    heads = ("change", "load", "metric", "predicted", "measured", "within")
-    yield Table("Changes", {head: _MEANING.get(head, head) for head in heads}, rows)
+    shown = ("change", "load", "metric", "predicted", "measured", "within")
+    yield Table("Changes", {head: _MEANING.get(head, head) for head in shown}, gains)
 
 
 _MEANING = {
