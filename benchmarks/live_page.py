@@ -75,17 +75,16 @@ def _blind_rows() -> Iterator[str]:
 
 
 def _change_rows() -> Iterator[str]:
-    """Yield the table of what a change gains, of the loads that were measured before and after it."""
-    heads = [
-        "change",
-        "load",
-        *(f"{name}, predicted" for name in SHOWN.values()),
-        *(f"{one}, measured" for one in SHOWN.values()),
-    ]
+    """Yield the table of what a change gains, of the loads that were measured before and after it, if there are any."""
+    found = list(changes())
+    if not found:
+        return
+    heads = ["change", "load", *(f"{name}, {side}" for side in ("predicted", "measured") for name in SHOWN.values())]
+    yield ""
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
-    for change, load, made, found in changes():
-        cells = [f"{side[name]:.2f}" if name in side else "-" for side in (made, found) for name in SHOWN]
+    for change, load, *sides in found:
+        cells = [f"{side[name]:.2f}" if name in side else "-" for side in sides for name in SHOWN]
         yield f"| {change} | {load} | " + " | ".join(cells) + " |"
 
 
@@ -185,7 +184,6 @@ def page() -> Iterator[str]:
         made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
         yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
     yield from _blind_rows()
-    yield ""
     yield from _change_rows()
     yield ""
     yield "![Predicted and measured latencies over load](live.svg)"
