@@ -1,8 +1,9 @@
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
-These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth and
-nccl-tests.  Each reader returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it,
-whatever the tool calls latency.  Means stand for medians: these tools print nothing else.
+These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth,
+nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader returns the time of *one transfer* (a whole
+batch), as ``experiment=transfer`` measures it, whatever the tool calls latency.  Means stand for medians: most of these
+tools print nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdsim.calibration import samples
+from pdsim.calibration import samples, telemetry
 from pdsim.calibration.samples import Sample, Samples
 from pdsim.errors import ConfigError
 
-__all__ = ["FORMATS", "read"]
+__all__ = ["FORMATS", "SERVED", "read", "tool_of"]
+
+SERVED = ("vllm", "nixl", "mooncake")
+"""Formats of what engines log while they serve."""
 
 Rows = Iterator[Sample]
 
@@ -35,7 +39,7 @@ def read(path: Path, tool: str = "") -> Samples:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"--from {path}: {why}; name a text file") from error
-    tool = tool or _tool_of(text)
+    tool = tool or tool_of(text)
     if tool not in FORMATS:
         what = f"--format {tool} is none of these" if tool else f"--from {path} does not show which of these it is"
         raise ConfigError(f"{what}; say --format {', '.join(FORMATS)}")
@@ -53,7 +57,8 @@ def read(path: Path, tool: str = "") -> Samples:
     return Samples(rows, about | _comments(text) if tool == "table" else about)
 
 
-def _tool_of(text: str) -> str:
+def tool_of(text: str) -> str:
+    """Return the name of the tool that printed *text*, or nothing of one that is not known."""
     return next((name for name, (sign, _) in FORMATS.items() if re.search(sign, text)), "")
 
 
@@ -248,6 +253,8 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Rows]]] = {
     "perftest": (r"#bytes\s+#iterations", _perftest),
     "nvbandwidth": (r"nvbandwidth Version|GPU\(column\) bandwidth", _nvbandwidth),
     "vllm": (r"KV Transfer metrics: ", _vllm),
+    "nixl": (r"=== NIXL Telemetry Event ===", telemetry.nixl),
+    "mooncake": (r"\[Metrics\] Transfer Engine Stats", telemetry.mooncake),
     "nccl-tests": (r"algbw\s+busbw", _nccl),
 }
 """By name: what shows that a text is of this tool, and the reader of its rows."""

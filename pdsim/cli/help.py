@@ -165,12 +165,14 @@ usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
 
   pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
   pdsim observe profile_export.jsonl hw=8xh200                      of aiperf
+  pdsim observe decode.log                                          of transfers, as vLLM, NIXL and Mooncake count them
 
 Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare, whose KEY=VALUE describe the deployment; the
-same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it.
+same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it. Of transfers it writes FILE.samples.csv for
+pdsim calibrate --from.
 
 Options:
-  --format NAME     vllm-bench, aiperf or sglang, if FILE does not show it
+  --format NAME     vllm-bench, aiperf, sglang, vllm, nixl or mooncake, if FILE does not show it
   --to DIR          where the trace is written (default: here)"""
 
 _CALIBRATE = """\

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pdsim import plugins
+from pdsim.calibration import importers
+from pdsim.calibration import samples as points
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make
@@ -14,14 +17,17 @@ __all__ = ["observe"]
 
 
 def observe(words: Sequence[str]) -> int:
-    """Read the log that *words* name, write a trace and a run of it, print what it holds, and return the exit status.
+    """Read the log that *words* name, write what it holds, print it, and return the exit status.
 
+    A log of requests becomes a trace and a run, a log of transfers a file of samples.
     Raise a `ConfigError` for a file that is no such log, and for overrides that cannot be composed.
     """
     from backends.live import observed
     from pdsim.cli.compose import compose
 
     path, kind, to, overrides = _asked(words)
+    if (tool := kind if kind in importers.SERVED else _of_transfers(path)) and kind in ("", tool):
+        return _transfers(path, tool, to)
     found = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
     trace.write_text(observed.trace(found), encoding="utf-8")
@@ -32,6 +38,28 @@ def observe(words: Sequence[str]) -> int:
         folder = run.finish(measured)
     terminal.show(folder)
     print(f"workload: {trace}")  # noqa: T201
+    return 0
+
+
+def _of_transfers(path: Path) -> str:
+    """Return the format of *path* if it is what an engine logs of its transfers."""
+    try:
+        tool = importers.tool_of(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""  # said by whoever reads it
+    return tool if tool in importers.SERVED else ""
+
+
+def _transfers(path: Path, tool: str, to: Path) -> int:
+    """Write the transfers that *tool* logged in *path* as samples, which calibrate fits and the model can repeat."""
+    found = importers.read(path, tool)
+    file = make(to, "--to ") / f"{path.stem}.samples.csv"
+    points.write(
+        file, replace(found, about={**found.about, "kind": "measured", "source": f"log of {tool}, {path.name}"})
+    )
+    print(f"{len(found.rows)} kinds of transfers: {file}")  # noqa: T201
+    print(f"fit: pdsim calibrate --from {file} hw=... backend=...")  # noqa: T201
+    print(f"predict: pdsim run experiment=transfer experiment.points={file} hw=... backend=...")  # noqa: T201
     return 0
 
 

@@ -89,6 +89,15 @@ def test_other_files_are_refused_with_the_reason(tmp_path: Path, text: str, kind
         observed.read(tmp_path / "log", kind)
 
 
+def test_what_engines_count_of_transfers_becomes_points_that_the_model_repeats(tmp_path: Path, capsys):
+    log = Path(__file__).parents[2] / "calibration" / "outputs" / "nixl.txt"
+    assert main(["observe", str(log), "--to", str(tmp_path)]) == 0
+    file = tmp_path / "nixl.samples.csv"
+    assert f"8 kinds of transfers: {file}" in capsys.readouterr().out
+    words = ["experiment=transfer", f"experiment.points={file}", "hw=loopback", "backend=nixl_shm"]
+    assert main(["run", *words, f"output={tmp_path / 'run'}"]) == 0
+
+
 def test_vllms_log_has_samples_of_its_reads(tmp_path: Path):
     path = tmp_path / "decode.log"
     path.write_text(VLLM)
