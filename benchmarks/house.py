@@ -53,13 +53,14 @@ ROOMS = {
     "validation": Room(("pdsim.validation",), ("results", "records", "config", "calibration", "waist")),
     "execution": Room(("pdsim.execution",), ("registry", "live", "fabric", "kv", *_OUTCOMES)),
     "sweep": Room(("pdsim.sweep",), ("execution", "results", "records", "config", "waist", "face")),
-    "cli": Room(("pdsim.cli",), ("face", "registry", "live", *_ALL)),
+    "cli": Room(("pdsim.cli",), ("face", "registry", "live", "profiling", *_ALL)),
     "face": Room(("=pdsim", "=pdsim.__main__"), ("cli", *_ALL)),  # `import pdsim`, and its version
     "registry": Room(  # backends without their names
         tuple(f"backends.{name}" for name in ("registry", "capabilities", "diagnosis", "jobs", "emulation")),
         ("backends", "waist"),
     ),
     "backends": Room(("backends",), ("registry", "waist")),
+    "profiling": Room(("backends.profiling",), ("serving", "waist")),  # what a forward is made of, on a GPU
     "testing": Room(("pdsim.testing",), ("registry", "kv", "fabric", "waist")),  # the conformance suite
     "live": Room(("backends.live",), ("registry", "config", "serving", "waist")),  # servers that others wrote
     "experiments": Room(("experiments",), ("live", *_ALL)),

@@ -18,8 +18,9 @@ from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
-from pdsim.serving.compute.operators import LayerShape, Operators, read
+from pdsim.serving.compute.operators import Operators, read
 from pdsim.serving.compute.roofline import forward_time
+from pdsim.serving.compute.shapes import LayerShape
 
 MODELS = {
     "llama-3.1-70b": (4, LayerShape(intermediate=28672)),

@@ -18,7 +18,7 @@ __all__ = ["problem", "write"]
 
 def problem(model: Llm) -> str:
     """Return why *model* cannot be served with dummy weights, in one line, or nothing if it can."""
-    if model.hf_config:
+    if "architectures" in model.hf_config:
         return ""
     return (
         f"live.launch=true needs the architecture of model={model.name}, which conf/model/{model.name}.yaml does not "

@@ -23,7 +23,8 @@ from pdsim.kv.mapping import Grid
 from pdsim.kv.policy import Staging
 from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
-from pdsim.serving.compute.roofline import ForwardTime, forward_time, kv_shape
+from pdsim.serving.compute.forward import ForwardModel, forward
+from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
@@ -146,8 +147,8 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
     def pool(side: Side) -> int:
         return pages(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
 
-    def time(side: Side) -> ForwardTime:
-        return forward_time(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
+    def time(side: Side) -> ForwardModel:
+        return forward(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
 
     return Deployment(
         prefill=_grid(parallel.prefill),

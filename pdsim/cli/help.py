@@ -18,6 +18,7 @@ COMMANDS = {
     "compare": "set the numbers of two or more runs side by side, and what differs in their configurations",
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
+    "profile": "measure what a model's forward is made of on a GPU, fit, and write it down for compute=",
     "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
     "observe": "make a workload and a measured run of what a deployment has logged",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
@@ -202,6 +203,24 @@ Fit again, from the samples in data/ (in a checkout of the repository), and prin
   collectives    conf/collective: all-gathers over NCCL and symmetric memory
   handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
 
+_PROFILE = """\
+usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
+
+  pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
+  pdsim profile --from data/compute/h100.csv hw=8xh100    fit what was measured before
+
+Matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps in CUDA graphs and without,
+as PyTorch runs them.  Every second size and the whole steps are held out of the fit.  hw= names the peaks.
+
+Options:
+  --models LIST     MODEL, MODEL:TP or MODEL:TP:LAYERS with commas; LAYERS of a whole step (default: eight of them)
+  --device cpu      on the processor, in small sizes: to try it
+  --gpus N          of this machine (default: all)
+  --limit TIME      for all measurements, most valuable first (default: 110s)
+  --from FILE       fit these rows instead of measuring
+  --name NAME       of the two files (default: the GPU's)
+  --to DIR          where they are written (default: here; conf/compute makes the YAML a choice)"""
+
 _LIST = """\
 usage: pdsim list [GROUP ...] [--config-dir DIR]
 
@@ -239,6 +258,7 @@ def of(command: str) -> str:
         "show": _SHOW,
         "compare": _COMPARE,
         "refit": _REFIT,
+        "profile": _PROFILE,
         "validate": _VALIDATE,
         "observe": _OBSERVE,
         "doctor": _DOCTOR,

@@ -263,6 +263,13 @@ def _refit(words: Sequence[str]) -> int:
     return refit(words)
 
 
+def _profile(words: Sequence[str]) -> int:
+    from pdsim.cli.profile import profile
+
+    begun()
+    return profile(words)
+
+
 def _validate(words: Sequence[str]) -> int:
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
@@ -330,6 +337,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "compare": _compare,
     "calibrate": _calibrate,
     "refit": _refit,
+    "profile": _profile,
     "validate": _validate,
     "observe": _observe,
     "list": _list,

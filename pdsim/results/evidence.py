@@ -97,10 +97,16 @@ def _of_compute(config: Config) -> str:
     compute = config.compute
     if not compute.source:
         return "assumed: a roofline with the shares and constants of the compute settings"
+    here = config.hw.gpu.name if config.hw.gpu else config.hw.name
+    if compute.kernels is not None and here != compute.kernels.gpu:
+        return f"assumed: measured on {compute.kernels.gpu}, scaled by the peaks to {here}: {_text(compute.source)}"
     if not compute.measured_of or config.model.name in compute.measured_of:
         return compute.source
-    text = compute.source.partition(":")[2].strip()
-    return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {text}"
+    return f"assumed: measured of {compute.measured_of[0]}, not of {config.model.name}: {_text(compute.source)}"
+
+
+def _text(source: str) -> str:
+    return source.partition(":")[2].strip()
 
 
 def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pdsim.kv.layout import KvLayout, KvShape
 from pdsim.kv.mapping import Grid, RankMap
 from pdsim.kv.policy import Policy, Staging
 from pdsim.kv.state import StatePool
+from pdsim.serving.compute.forward import ForwardModel, OperatorForward
 from pdsim.serving.compute.roofline import ForwardTime
 from pdsim.serving.settings import Cache, ServingEngine
 
@@ -90,8 +91,8 @@ class Deployment:
     chunk: int
     prefill_batch: int
     decode_batch: int
-    prefill_time: ForwardTime
-    decode_time: ForwardTime
+    prefill_time: ForwardModel
+    decode_time: ForwardModel
     policy: str  # of the router
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # that it knows: bytes/s to each decode
     output_known: bool = True  # whether the router knows how many tokens a request will generate
@@ -114,7 +115,7 @@ class Deployment:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Deployment:
         """Return the job that `plain` made *plain* of."""
-        return msgspec.convert(dict(plain), cls)
+        return msgspec.convert(dict(plain), cls, dec_hook=_forward)
 
     def plain(self) -> dict[str, Any]:
         """Return the job as dictionaries and numbers."""
@@ -223,3 +224,10 @@ def _groups(side: str, engines: int, dp: int) -> Iterator[str]:
     """Yield the names of the attention groups of so many engines; an engine with one group has no suffix."""
     for engine in range(engines):
         yield from [f"{side}{engine}"] if dp == 1 else [f"{side}{engine}d{group}" for group in range(dp)]
+
+
+def _forward(_: type, plain: Any) -> ForwardModel:
+    """Return the forward that *plain* was made of."""
+    if "kernels" in plain:
+        return msgspec.convert(plain, OperatorForward)
+    return msgspec.convert(plain, ForwardTime)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.kv.pages import ORDERS
+from pdsim.serving.compute.kernels import Kernels
 from pdsim.units import Count, Rate, Seconds, Size
 
 __all__ = [
@@ -362,6 +363,7 @@ class Compute:
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
     measured_of: tuple[str, ...] = ()  # the models (`conf/model`) that it holds for; of others it is assumed
+    kernels: Kernels | None = None  # times of operators, from pdsim profile, in place of the shares
 
     def __post_init__(self) -> None:
         for name in ("flops_share", "memory_share"):

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdsim.errors import ConfigError
+from pdsim.serving.compute.shapes import LayerShape
 from pdsim.serving.settings import Llm
 
-__all__ = ["FILES", "LayerShape", "Operators", "read"]
+__all__ = ["FILES", "Operators", "read"]
 
 FILES = {
     "gemm": "gemm/{engine}/{version}/gemm_perf.parquet",
@@ -36,17 +37,6 @@ FILES = {
 """Files of a GPU's folder, by operator; those that are missing are only missed by models that need them."""
 
 Rows = Mapping[str, npt.NDArray[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """What `Llm` does not say of a model's layers, for the operators of one."""
-
-    intermediate: int  # width of a dense layer's MLP
-    dense: int = 0  # layers without experts, of a mixture of experts
-    expert: int = 0  # width of a routed expert
-    shared: int = 0  # of the shared experts together
-    query_rank: int = 0  # of mla: width of the query's low rank
 
 
 def read(folder: Path, engine: str = "sglang", version: str = "0.5.10") -> Operators:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdsim.serving.compute.roofline import ForwardTime
+from pdsim.serving.compute.forward import ForwardModel
 from pdsim.serving.scheduler_host import StepVariation
 from pdsim.serving.settings import HostCosts
 
@@ -106,7 +106,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        time: ForwardTime,
+        time: ForwardModel,
         limit: int,
         costs: HostCosts | None = None,
         overlap: bool = False,

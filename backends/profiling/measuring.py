@@ -1,0 +1,182 @@
+"""One process of a measurement, on one GPU or the processor: ``python -m backends.profiling.measuring JOB.json RANK``.
+
+A job is a mapping: *cases*, the *device*, the *output* without its number, *deadline* in seconds since the epoch,
+*seconds* and *repeats* of a case, *world*, and *meeting*, a file at which the ranks of all-reduces find each other.
+Rows are appended as they come; a case that cannot be measured is a line of the log with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from backends.profiling.attention import attend
+from backends.profiling.decoder import DecoderStack
+from backends.profiling.inventory import COLUMNS, TIMES, described
+from backends.profiling.operator_calls import build
+from backends.profiling.stopwatch import Stopwatch, Timing
+
+__all__ = ["main"]
+
+
+class _Measurer:
+    """Measures cases one after the other, keeping the decoder of the last whole forward."""
+
+    def __init__(self, job: Mapping[str, Any], rank: int) -> None:
+        self.device, self.rank, self.world = str(job["device"]), rank, int(job["world"])
+        self._watch = Stopwatch(self.device, float(job["seconds"]), int(job["repeats"]), self._agree)
+        self._together = False
+        self._path = Path(f"{job['output']}-{rank}.csv")
+        self._deadline = float(job["deadline"])
+        self._decoder: DecoderStack | None = None
+        self._kernels: dict[str, str] = {}
+
+    def run(self, cases: list[dict[str, Any]]) -> None:
+        """Measure *cases* until the deadline, in their order, and write a row for each."""
+        new = not self._path.exists()
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, [*COLUMNS, *TIMES], lineterminator="\n")
+            if new:
+                table.writeheader()
+            for number, case in enumerate(cases):
+                if self._agree(time.time() - self._deadline) > 0.0:
+                    print(f"rank {self.rank}: out of time, {len(cases) - number} cases left", flush=True)  # noqa: T201
+                    return
+                print(f"case {case['number']} {described(case)}", flush=True)  # noqa: T201
+                if (timing := self._tried(case)) is not None:
+                    values = {name: f"{value:.9g}" for name, value in vars(timing).items()}
+                    table.writerow({key: case[key] for key in COLUMNS if key in case} | values)
+                    file.flush()
+
+    def _tried(self, case: Mapping[str, Any]) -> Timing | None:
+        try:
+            return self._measured(case)
+        except Exception as error:  # one kernel that is not there must not cost the others
+            if "CUDA error" in str(error) or "device-side assert" in str(error):
+                raise  # nothing works in this process any more
+            print(f"failed {described(case)}: {' '.join(str(error).split())[:300]}", flush=True)  # noqa: T201
+            return None
+        finally:
+            self._free()
+
+    def _measured(self, case: Mapping[str, Any]) -> Timing:
+        if case["operator"] in ("step", "forward"):
+            calls: list[Callable[[], object]] = [self._whole(case)]
+        else:
+            self._decoder = None
+            calls = self._collective(case) if case["operator"] == "allreduce" else build(case, self.device)
+        return self._watch.eager(calls) if case["mode"] == "eager" else self._watch.graph(calls)
+
+    def _whole(self, case: Mapping[str, Any]) -> Callable[[], object]:
+        import torch
+
+        with torch.inference_mode():
+            if self._decoder is None or self._decoder.key != DecoderStack.key_of(case):
+                self._decoder = None
+                self._free(all_of_it=True)
+                self._decoder = DecoderStack(case, self.device)
+            if not self._kernels:
+                self._kernels = {"prefill": self._working(256), "decode": self._working(1)}
+                print(f"attention of whole forwards: {self._kernels}", flush=True)  # noqa: T201
+            return self._decoder.call(case, self._kernels)
+
+    def _working(self, new: int) -> str:
+        """Return the attention kernel for *new* tokens that works here, the fastest known first."""
+        import torch
+
+        if self.device == "cpu":
+            return "reference"
+        for kernel in ("cudnn", "flash") if new > 1 else ("flash", "cudnn"):
+            q, k, v = (torch.randn(1, rows, 8, 128, device="cuda").bfloat16() for rows in (new, 256, 256))
+            try:
+                attend(kernel, q, k[:, :, :2], v[:, :, :2])
+                torch.cuda.synchronize()
+            except Exception as error:  # another may be there
+                print(f"no {kernel} here: {str(error)[:200]}", flush=True)  # noqa: T201
+            else:
+                return kernel
+        return "reference"
+
+    def _free(self, all_of_it: bool = False) -> None:
+        if self.device == "cpu":
+            return
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        if all_of_it or torch.cuda.memory_reserved() > 0.5 * total:
+            torch.cuda.empty_cache()
+
+    def _agree(self, value: float) -> float:
+        """Return the largest *value* of all ranks that measure together; alone, *value*."""
+        if not self._together:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        shared = torch.tensor([value], device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return float(shared.item())
+
+    # --- all-reduces ------------------------------------------------------------------------------------------------
+
+    def meet(self, path: str) -> None:
+        """Join the group of all ranks, over NCCL, or over Gloo on a processor."""
+        import torch
+        import torch.distributed as dist
+
+        if self.device != "cpu":
+            torch.cuda.set_device(self.rank)
+        kind = "gloo" if self.device == "cpu" else "nccl"
+        at = f"file://{path}"
+        dist.init_process_group(kind, init_method=at, rank=self.rank, world_size=self.world, timeout=timedelta(0, 60))
+        self._together = True
+
+    def _collective(self, case: Mapping[str, Any]) -> list[Callable[[], object]]:
+        import torch
+        import torch.distributed as dist
+
+        size = int(case["tokens"]) * int(case["n"])
+        if case["kernel"] == "nccl":
+            x = torch.zeros(size, device=self.device, dtype=torch.bfloat16)
+            return [lambda: dist.all_reduce(x)] * 8
+        import torch.distributed._symmetric_memory as symmetric
+
+        shared = symmetric.empty(size, device=self.device, dtype=torch.bfloat16).zero_()
+        group = dist.group.WORLD.group_name
+        symmetric.rendezvous(shared, group)
+        if case["kernel"] == "two_shot":
+            return [lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)] * 8
+        return [lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)] * 8
+
+
+def main(words: list[str]) -> int:
+    """Measure the job in the file that the first of *words* names, as the rank in the second.
+
+    With a third, what follows the case of that number: a process before this one ended at it.
+    """
+    job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
+    rank = int(words[1])
+    after = int(words[2]) if len(words) > 2 else -1
+    import torch
+
+    torch.manual_seed(rank)
+    if job["device"] == "cpu":
+        torch.set_num_threads(1)  # so that it measures beside others
+    worker = _Measurer(job, rank)
+    together = [case for case in job["cases"] if case["operator"] == "allreduce"]
+    cases = together or job["cases"][rank :: job["world"]]
+    if together:
+        worker.meet(job["meeting"])
+    with torch.inference_mode():
+        worker.run([case for case in cases if case["number"] > after])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

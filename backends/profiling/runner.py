@@ -1,0 +1,154 @@
+"""Start a worker for each GPU, keep what they measure, and start one again behind a case that ended its process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from backends.profiling.inventory import allreduces
+from pdsim.errors import BackendUnavailable
+
+__all__ = ["ProfiledDevice", "device", "measure"]
+
+Rows = list[dict[str, str]]
+_RESTARTS = 3
+
+
+class ProfiledDevice:
+    """What PyTorch finds: *kind* "cuda" or "cpu", *count* GPUs, their *name*, and *memory* in bytes."""
+
+    def __init__(self, kind: str, count: int, name: str, memory: float, torch: str) -> None:
+        self.kind, self.count, self.name, self.memory, self.torch = kind, count, name, memory, torch
+
+
+def device(kind: str) -> ProfiledDevice:
+    """Return the device of *kind*.  Raise a `BackendUnavailable` without PyTorch, or without such a device."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BackendUnavailable("profile needs PyTorch; pip install 'pdsim[torch]'") from error
+    if kind == "cpu":
+        return ProfiledDevice(
+            "cpu", 1, "processor", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), torch.__version__
+        )
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("profile found no GPU that PyTorch can use; try --device cpu, or see pdsim doctor")
+    about = torch.cuda.get_device_properties(0)
+    return ProfiledDevice("cuda", torch.cuda.device_count(), about.name, float(about.total_memory), torch.__version__)
+
+
+def measure(
+    cases: Sequence[Mapping[str, Any]],
+    where: ProfiledDevice,
+    *,
+    limit: float,
+    seconds: float,
+    repeats: int,
+    folder: Path,
+    hidden: Sequence[int] = (),
+    gpus: int = 0,
+) -> tuple[Rows, list[str]]:
+    """Return the rows of *cases* on *where*, and a line for each that could not be measured.
+
+    It takes *limit* seconds at most, but for what a case takes that has begun.  Each GPU takes its share of the cases;
+    with several, all-reduces of *hidden* elements a token follow.  Rows are in *folder* as they come.
+    """
+    world = max(1, gpus or where.count)
+    end = time.time() + limit
+    together = allreduces(hidden, world) if world > 1 else []
+    share = max(limit * 0.75, limit - 40.0) if together else limit
+    folder.mkdir(parents=True, exist_ok=True)
+    log = _run(cases, where, world, end - limit + share, seconds, repeats, folder / "alone", [])
+    if together:
+        small = [case for case in together if case["kernel"] == "nccl"][::3] if where.kind == "cpu" else together
+        log += _run(small, where, world, end, seconds, repeats, folder / "together", ["joint"])
+    rows: Rows = []
+    for name in ("alone", "together"):
+        for rank in range(world if name == "alone" else 1):
+            path = Path(f"{folder / name}-{rank}.csv")
+            if path.exists():
+                with path.open(newline="", encoding="utf-8") as file:
+                    rows += list(csv.DictReader(file))
+    return rows, log
+
+
+def _run(
+    cases: Sequence[Mapping[str, Any]],
+    where: ProfiledDevice,
+    world: int,
+    deadline: float,
+    seconds: float,
+    repeats: int,
+    output: Path,
+    joint: list[str],
+) -> list[str]:
+    """Have *world* workers measure *cases*; return what failed.  *joint* workers see all GPUs and are not restarted."""
+    numbered = [{**case, "number": number} for number, case in enumerate(cases)]
+    job = {
+        "cases": numbered,
+        "device": where.kind,
+        "output": str(output),
+        "deadline": deadline,
+        "world": world,
+        "seconds": seconds,
+        "repeats": repeats,
+        "meeting": str(output.with_suffix(".meeting").absolute()),
+    }
+    path = output.with_suffix(".json")
+    path.write_text(json.dumps(job), encoding="utf-8")
+    output.with_suffix(".meeting").unlink(missing_ok=True)
+    logs = [Path(f"{output}-{rank}.log") for rank in range(world)]
+    running = {rank: _start(path, rank, logs[rank], where, bool(joint)) for rank in range(world)}
+    restarts = dict.fromkeys(running, 0)
+    try:
+        while running:
+            time.sleep(0.05)
+            for rank, process in list(running.items()):
+                status = process.poll()
+                if status is None and time.time() > deadline + 30.0:
+                    process.kill()
+                    status = process.wait()
+                if status is None:
+                    continue
+                del running[rank]
+                if status and not joint and restarts[rank] < _RESTARTS and time.time() < deadline:
+                    restarts[rank] += 1
+                    running[rank] = _start(path, rank, logs[rank], where, False, _last(logs[rank]))
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    failed = []
+    for log in logs:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        failed += [line for line in text.splitlines() if line.startswith(("failed", "rank", "not compiled", "no "))]
+        if "Traceback" in text:
+            failed.append(f"a worker ended: {text.strip().splitlines()[-1][:300]}")
+    return failed
+
+
+def _start(
+    job: Path, rank: int, log: Path, where: ProfiledDevice, joint: bool, after: int = -1
+) -> subprocess.Popen[bytes]:
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
+    if where.kind == "cuda" and not joint:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        every = visible.split(",") if visible else [str(number) for number in range(where.count)]
+        environment["CUDA_VISIBLE_DEVICES"] = every[rank]
+    words = [sys.executable, "-m", "backends.profiling.measuring", str(job), str(rank), str(after)]
+    with log.open("ab") as file:
+        return subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _last(log: Path) -> int:
+    """Return the number of the case that a worker began last, -1 if none."""
+    numbers = re.findall(r"^case (\d+) ", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return int(numbers[-1]) if numbers else -1

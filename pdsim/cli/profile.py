@@ -1,0 +1,228 @@
+"""`pdsim profile`: measure what a forward is made of on a GPU, or read what was measured; fit, and write it down.
+
+Measuring needs PyTorch, fitting SciPy: without SciPy the measured rows are kept, and ``--from`` fits them elsewhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pdsim.calibration import provenance
+from pdsim.cli.compose import compose, initialized, plain
+from pdsim.cli.overrides import CommandLine
+from pdsim.config import Config, loading
+from pdsim.errors import ConfigError
+from pdsim.guards import near
+from pdsim.results import store, terminal
+from pdsim.results.record import Table
+from pdsim.serving.compute import kernel_fit as fits
+from pdsim.serving.compute.forward import peaks
+from pdsim.serving.compute.kernels import Kernels, Roof
+from pdsim.units import parse_time
+
+__all__ = ["profile", "read"]
+
+_MODELS = (
+    *(("qwen3-8b", 1, 0), ("llama-3.1-8b", 1, 0), ("llama-3.1-70b", 4, 4), ("llama-3.1-70b", 8, 8)),
+    *(("qwen3-30b-a3b", 1, 8), ("deepseek-v3", 8, 1), ("qwen3-8b", 2, 0), ("qwen3-235b-a22b", 8, 8)),
+)
+"""What is measured by default: models, tensor-parallel ranks, and layers of a whole forward; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ProfileCommand:
+    """The command line: what is not an override of the configuration."""
+
+    overrides: tuple[str, ...]
+    source: Path | None = None  # --from
+    models: tuple[tuple[str, int, int], ...] = _MODELS  # --models
+    device: str = "cuda"  # --device
+    gpus: int = 0  # --gpus; 0: all
+    limit: float = 110.0  # --limit: seconds
+    name: str = ""  # --name
+    to: Path = Path()  # --to
+
+
+def profile(words: Sequence[str]) -> int:
+    """Do what *words* ask for, print what was found, and return the exit status."""
+    asked = _asked(words)
+    config = compose([*asked.overrides, "experiment=serve"])
+    store.make(asked.to, "--to ")
+    name = asked.name or (config.hw.gpu.name.lower() if config.hw.gpu else config.hw.name)
+    if asked.source:
+        about, rows = read(asked.source)
+    else:
+        about, rows = _measured(asked, config, shlex.join(["pdsim", "profile", *words]))
+        path = asked.to / f"{name}.csv"
+        _write(path, about, rows)
+        print(f"profile: {path}")  # noqa: T201
+    if find_spec("scipy") is None:
+        print("not fitted: needs SciPy (pip install 'pdsim[calibrate]'); then pdsim profile --from FILE.csv")  # noqa: T201
+        return 0
+    found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
+    heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
+    errors = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in found.errors]
+    terminal.show_table(Table("Errors", heads, errors))
+    path = asked.to / f"{name}.yaml"
+    path.write_text(_yaml(name, about, rows, found), encoding="utf-8")
+    print(f"compute: {path}")  # noqa: T201
+    return 0
+
+
+def _asked(words: Sequence[str]) -> _ProfileCommand:
+    kinds: dict[str, Any] = {
+        "--from": Path,
+        "--to": Path,
+        "--name": _plain_name,
+        "--models": _models,
+        "--device": _device,
+        "--gpus": int,
+        "--limit": parse_time,
+    }
+    found: dict[str, Any] = {}
+    overrides: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name not in kinds:
+            if word.startswith("-"):
+                raise ConfigError(f"unknown option {name}; {near(name, kinds)}see pdsim profile --help")
+            overrides.append(word)
+            continue
+        if not equals and (value := next(left, "")) == "":
+            raise ConfigError(f"{name} needs a value after it; see pdsim profile --help")
+        try:
+            found["source" if name == "--from" else name[2:]] = kinds[name](value)
+        except ValueError as error:
+            raise ConfigError(f"{name} {value}: {error}") from error
+    if models := [word[6:] for word in overrides if word.startswith("model=")]:
+        found.setdefault("models", _models(models[-1]))
+    return _ProfileCommand(overrides=tuple(word for word in overrides if not word.startswith("model=")), **found)
+
+
+def _models(text: str) -> tuple[tuple[str, int, int], ...]:
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?(?::(\d+))?", word)
+        if match is None or match[2] == "0":
+            raise ValueError("must be models as MODEL, MODEL:TP or MODEL:TP:LAYERS, with commas between them")
+        found.append((match[1], int(match[2] or 1), int(match[3] or 0)))
+    return tuple(found)
+
+
+def _device(text: str) -> str:
+    if text not in ("cuda", "cpu"):
+        raise ValueError("must be cuda or cpu")
+    return text
+
+
+def _plain_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
+    return text
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+Rows = list[dict[str, str]]
+
+
+def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dict[str, str], Rows]:
+    """Measure on this machine; return what is to be known about it, and the rows."""
+    from backends.profiling import inventory, runner
+
+    where = runner.device(asked.device)
+    nothing = CommandLine(words=())
+    with initialized(nothing):  # without the checks of a deployment: a shard alone fits where the model does not
+        shapes = {name: loading.load(plain(nothing, [f"model={name}"])).model for name, _, _ in asked.models}
+    subjects = [inventory.Subject(shapes[name], tp, layers) for name, tp, layers in asked.models]
+    small = where.kind == "cpu"
+    rows, log = runner.measure(
+        inventory.plan(subjects, where.memory, small),
+        where,
+        limit=asked.limit,
+        seconds=0.004 if small else 0.02,
+        repeats=5 if small else 7,
+        folder=store.make(Path(config.output), "output=") / f"profile-{os.getpid()}",
+        hidden=[subject.model.hidden for subject in subjects if subject.tp > 1],
+        gpus=asked.gpus,
+    )
+    for line in log:
+        print(line)  # noqa: T201
+    if not rows:
+        raise ConfigError("nothing could be measured; the lines above say why")
+    about = {"kind": "measured", "source": f"{where.count} x {where.name}, PyTorch {where.torch}", "command": command}
+    return about | provenance.here(), rows
+
+
+def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.writelines(f"# {key}: {value}\n" for key, value in about.items())
+        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def read(path: Path) -> tuple[dict[str, str], Rows]:
+    """Return what the profile in *path* says about itself, and its rows.  Raise a `ConfigError` if there are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: {error}; name a file that pdsim profile wrote") from error
+    about = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    if not rows:
+        raise ConfigError(f"{path} has no rows; name a file that pdsim profile wrote")
+    return about, rows
+
+
+# --- the configuration ----------------------------------------------------------------------------------------------
+
+
+def _yaml(name: str, about: Mapping[str, str], rows: Rows, found: fits.KernelFit) -> str:
+    """Return the text of ``conf/compute/NAME.yaml``: the kernels, where they come from, and how far off they are."""
+    held = [f"{one.what} {100 * one.median:.1f}" for one in found.errors if "fitted to" not in one.what]
+    models = list(dict.fromkeys(row["model"] for row in rows if row.get("model")))
+    source = (
+        f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
+    )
+    lines = [f"# {name}: operators as PyTorch runs them, by pdsim profile", "overhead: 0s"]
+    lines += [f"measured_of: [{', '.join(models)}]", "kernels:", *_block(found.kernels)]
+    lines += ["source: >-", *_wrapped(f"{source}; medians of the error in %: {'; '.join(held)}")]
+    return "\n".join(lines) + "\n"
+
+
+def _block(kernels: Kernels) -> Iterable[str]:
+    yield f"  gpu: {kernels.gpu}"
+    for field in fields(kernels):
+        value = getattr(kernels, field.name)
+        if isinstance(value, Roof):
+            yield f"  {field.name}:"
+            yield from (f"    {key}: {_text(key, own)}" for key, own in vars(value).items() if own and own != 1.0)
+    if kernels.allreduce:
+        yield "  allreduce:"
+    for gpus, ring in kernels.allreduce.items():
+        yield f'    "{gpus}":'
+        yield from (f"      {key}: {_text(key, own)}" for key, own in vars(ring).items())
+    if kernels.layer_launch:
+        yield f"  layer_launch: {_text('launch', kernels.layer_launch)}"
+
+
+def _text(key: str, value: float) -> str:
+    if key in ("launch", "latency"):
+        return f"{value * 1e6:.4g}us"
+    return f"{value / 1e9:.4g}GB/s" if key == "rate" else f"{value:g}"
+
+
+def _wrapped(text: str, width: int = 116) -> Iterable[str]:
+    import textwrap
+
+    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")

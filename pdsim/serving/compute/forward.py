@@ -1,0 +1,222 @@
+"""A rank's forward: what serving asks for, and the sum of operators that answers it where they were measured.
+
+`forward` chooses: a configuration with `Compute.kernels` adds up operators, another has the roofline of
+`pdsim.serving.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+from pdsim.hardware import Machine
+from pdsim.serving.compute.kernels import Kernels, Peaks, Roof
+from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
+from pdsim.serving.compute.shapes import LayerShape, layer_shape, products
+from pdsim.serving.settings import Compute, Llm
+
+__all__ = ["ForwardModel", "OperatorForward", "forward", "peaks"]
+
+
+@runtime_checkable
+class ForwardModel(Protocol):
+    """How long the iterations of a rank take, in seconds."""
+
+    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+
+    def step(self, batch: int) -> float:
+        """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
+
+    @property
+    def context(self) -> float:
+        """Seconds that a token of context adds to a decode iteration."""
+
+    @property
+    def sequence(self) -> float:
+        """Seconds that a token of the longest context alone keeps a decode iteration; 0: there is no such limit."""
+
+
+def forward(
+    model: Llm, machine: Machine, compute: Compute, tp: int, pp: int = 1, cp: int = 1, dp: int = 1
+) -> ForwardModel:
+    """Return the forward of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
+
+    Raise a `ValueError` if *compute* has kernels, but not all that *model* needs.
+    """
+    if compute.kernels is None:
+        return forward_time(model, machine, compute, tp, pp, cp, dp)
+    return OperatorForward(
+        model=model,
+        kernels=compute.kernels,
+        peaks=peaks(machine),
+        tp=tp,
+        dp=dp,
+        share=pp * cp,
+        kv_bytes=kv_shape(model).token_bytes(tp // dp) / (pp * cp),
+        overhead=compute.overhead,
+        scale=compute.scale,
+    )
+
+
+def peaks(machine: Machine) -> Peaks:
+    """Return the peaks that kernels have shares of: those of the GPU, or of a host where compute is emulated."""
+    if machine.gpu is None:
+        return Peaks(HOST_FLOPS, HOST_FLOPS, machine.host.memory_rate)
+    return Peaks(machine.gpu.compute, machine.gpu.compute_fp8 or machine.gpu.compute, machine.gpu.memory_rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorForward:
+    """The forward of a rank as the sum of its operators; the same interface as `roofline.ForwardTime`.
+
+    Attention is divided among ``tp // dp`` ranks, everything else among *tp*, whose tokens are those of *dp* groups.
+    Stages and context-parallel ranks, *share*, divide the work.
+    """
+
+    model: Llm
+    kernels: Kernels
+    peaks: Peaks
+    tp: int = 1
+    dp: int = 1
+    share: int = 1
+    kv_bytes: float  # of a token, on this rank
+    overhead: float = 0.0  # seconds an iteration
+    scale: float = 1.0
+
+    @cached_property
+    def shape(self) -> LayerShape:
+        """The widths of the model's layers."""
+        return layer_shape(self.model)
+
+    def __post_init__(self) -> None:
+        self.step(1)  # refuses a model with operators that nobody measured
+        self.prefill([(0, 1)])
+
+    # --- what serving asks for ----------------------------------------------------------------------------------------
+
+    def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+        taken = list(pieces)
+        tokens = sum(new for _, new in taken)
+        attention = sum(self._attention(before, new) for before, new in taken)
+        device = (self._linear(tokens, len(taken), absorbed=False) + self._layers() * attention) / self.share
+        least = self.kernels.layer_launch * self.model.layers / self.share
+        return self.scale * (max(device, least) + self.overhead)
+
+    def step(self, batch: int) -> float:
+        """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
+        attention = self._decode_roof().launch
+        device = (self._linear(batch, batch, absorbed=True) + self._layers() * attention) / self.share
+        return self.scale * (device + self.overhead)
+
+    @cached_property
+    def context(self) -> float:
+        """Seconds that a token of context adds to a decode iteration."""
+        roof, layers = self._decode_roof(), self._layers()
+        one = roof.seconds(self._decode_flops(), self.kv_bytes / layers, self.peaks) - roof.launch
+        return self.scale * one * layers
+
+    @property
+    def sequence(self) -> float:
+        """Seconds that a token of the longest context alone keeps a decode iteration: there is no such limit."""
+        return 0.0
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _layers(self) -> int:
+        pattern = self.model.hybrid.pattern
+        return max(1, round(self.model.layers * pattern.count("a") / len(pattern)))
+
+    @property
+    def _heads(self) -> int:
+        return max(1, self.model.heads // (self.tp // self.dp))
+
+    def _attention(self, before: int, new: int) -> float:
+        """Return the seconds of one layer's attention of *new* tokens to themselves and *before* earlier ones."""
+        model = self.model
+        pairs = new * before + new * (new + 1) // 2
+        if model.attention == "mla":
+            width, name = 2 * model.head_dim + model.rope_dim, "mla_prefill"
+            nbytes = (before + new) * self._heads * width * 2
+        else:
+            width, name = 2 * model.head_dim, "prefill"
+            nbytes = (before + new) * int(self.kv_bytes * self.share / self._layers())
+        return self.kernels.roof(name, model.name).seconds(2 * pairs * width * self._heads, nbytes, self.peaks)
+
+    def _decode_roof(self) -> Roof:
+        return self.kernels.roof("mla_decode" if self.model.attention == "mla" else "decode", self.model.name)
+
+    def _decode_flops(self) -> float:
+        model = self.model
+        width = 2 * model.head_dim if model.attention == "gqa" else 2 * model.latent_dim - model.rope_dim
+        return 2 * width * self._heads / self.share
+
+    def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
+        """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
+        model, shape, name = self.model, self.shape, self.model.name
+        narrow, every = model.dtype_bytes == 1, tokens * self.dp
+        total = 0.0
+        attention = ("qkv", "qkv_down", "q_up", "kv_up", "out")
+        for product in products(model, self.tp, self.tp // self.dp, absorbed=absorbed):
+            rows = tokens if product.name in attention else every
+            rows = sequences if product.name == "head" else rows
+            wide = product.name in ("head", "router")  # these stay in bf16
+            total += product.times * self.gemm(rows, product.n, product.k, narrow and not wide)
+        if absorbed and model.attention == "mla":
+            total += model.layers * self._absorb(tokens)
+        dense = shape.dense if model.experts else model.layers
+        mixed = model.layers - dense
+        total += 2 * model.layers * self._pointwise("norm", tokens, 4 * model.hidden)
+        if dense:
+            total += dense * self._pointwise("activation", every, 3 * shape.intermediate // self.tp)
+        if model.attention == "gqa":
+            width = self._heads + 2 * max(1, model.kv_heads // (self.tp // self.dp))
+            total += model.layers * self._pointwise("rotary", tokens, 2 * width * model.head_dim)
+        if mixed:
+            total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
+            roof = self.kernels.roof("routing", name)
+            total += mixed * roof.seconds(0.0, self._routing_bytes(every), self.peaks)
+        return total + 2 * model.layers * self._allreduce(tokens)
+
+    def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
+        """Return the seconds of a product of *rows* by *k* with *k* by *n*, of 8-bit elements if *narrow*."""
+        narrow = narrow and self.kernels.gemm_fp8 is not None
+        roof = self.kernels.roof("gemm_fp8" if narrow else "gemm", self.model.name)
+        size = 1 if narrow else 2
+        whole = -(-rows // roof.tile) * roof.tile if roof.tile else rows
+        return roof.seconds(2.0 * whole * n * k, size * (rows * k + n * k) + 2 * rows * n, self.peaks, narrow)
+
+    def experts(self, tokens: int, hit: float, width: int) -> float:
+        """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
+        model = self.model
+        routed = tokens * model.experts_per_token
+        weights = 3 * hit * model.hidden * width
+        nbytes = 2 * weights + 2 * routed * (2 * model.hidden + 4 * width)
+        return self.kernels.roof("experts", model.name).seconds(6.0 * routed * model.hidden * width, nbytes, self.peaks)
+
+    def _hit(self, tokens: int) -> float:
+        """Return how many experts *tokens* hit in the mean: `roofline.ForwardTime` derives it."""
+        model = self.model
+        return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
+
+    def _routing_bytes(self, tokens: int) -> float:
+        return 2.0 * tokens * self.model.experts_per_token * self.model.hidden * 6
+
+    def _absorb(self, tokens: int) -> float:
+        model, rank = self.model, self.model.latent_dim - self.model.rope_dim
+        elements = self._heads * model.head_dim * rank
+        nbytes = 4 * elements + 4 * tokens * self._heads * (rank + model.head_dim)
+        return self.kernels.roof("mla_absorb", model.name).seconds(4.0 * tokens * elements, nbytes, self.peaks)
+
+    def _pointwise(self, name: str, rows: int, width: int) -> float:
+        """Return the seconds of the operator *name*, which moves *width* elements of 2 bytes a row."""
+        return self.kernels.roof(name, self.model.name).seconds(0.0, 2.0 * rows * width, self.peaks)
+
+    def _allreduce(self, tokens: int) -> float:
+        if self.tp == 1:
+            return 0.0
+        ring = self.kernels.ring(self.tp)
+        return ring.latency + 2.0 * tokens * self.model.hidden / ring.rate

@@ -1,0 +1,326 @@
+"""Fit `Kernels` to what was measured, and say how far off they are where they were not fitted.
+
+Every second size of an operator is held out, and all whole forwards.  Fits minimise relative errors, robustly:
+`scipy.optimize.least_squares` on the logarithms of positive parameters (`pdsim profile` asks for SciPy first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pdsim.errors import ConfigError
+from pdsim.serving.compute.forward import OperatorForward
+from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof
+from pdsim.serving.settings import Llm
+
+__all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split", "work"]
+
+Row = Mapping[str, Any]
+_NUMBERS = (
+    *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim", "experts"),
+    *("hit", "per_token", "width", "gpus", "round", "repeats"),
+)
+_SIZES = {"decode": ("batch", "context"), "mla_decode": ("batch", "context"), "mla_absorb": ("batch",)}
+"""Columns whose values are sizes, every second of which is held out; of other operators ``tokens``."""
+_FULL = ("cudnn", "flash", "reference")
+_BEST = {"prefill": _FULL, "mla_prefill": _FULL, "decode": _FULL[1:]}
+"""Kernels of an operator; the first that there is, is fitted."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far off *what* is: medians and 95th percentiles of the absolute relative error, of *count* rows."""
+
+    what: str
+    count: int
+    median: float
+    p95: float
+    bias: float  # the median of the signed error
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """*kernels*, and their *errors*: of rows fitted to, held out, of whole forwards, and of a model left out."""
+
+    kernels: Kernels
+    errors: Sequence[Errors]
+
+
+def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
+    """Return rows of text, as a CSV file has them, with numbers as numbers; empty columns are 0.
+
+    Raise a `ConfigError` for a row whose times are not positive, or without an operator.
+    """
+    found: list[Row] = []
+    for number, text in enumerate(texts, 1):
+        try:
+            row: dict[str, Any] = dict(text)
+            row |= {name: int(text.get(name) or 0) for name in _NUMBERS}
+            row |= {name: float(text[name]) for name in ("seconds", "low", "high")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"row {number} of the profile: {error}; name a file that pdsim profile wrote") from error
+        if not row.get("operator") or not row["seconds"] > 0:
+            raise ConfigError(f"row {number} of the profile has no operator or no time; correct or delete the row")
+        found.append(row)
+    return found
+
+
+def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
+    """Return what fits *rows* of a GPU with these *peaks*, and its errors.
+
+    Raise a `ConfigError` if there are no matrix products or no attention to fit to.
+    """
+    fitted, held = split(rows)
+    kernels = replace(_kernels(fitted, peaks, gpu), layer_launch=layer_launch(rows))
+    whole = [row for row in rows if row["operator"] in ("step", "forward")]
+    errors = [*_of_operators(kernels, fitted, held, peaks), *_of_forwards(kernels, whole, peaks)]
+    for name in dict.fromkeys(str(row["model"]) for row in whole):
+        others = [row for row in fitted if row["model"] != name]
+        if not {"gemm", "decode", "prefill"} <= {str(row["operator"]) for row in others}:
+            continue
+        left = _filled(replace(_kernels(others, peaks, gpu), layer_launch=kernels.layer_launch), kernels)
+        mine = _of_forwards(left, [row for row in whole if row["model"] == name], peaks)
+        errors += [replace(one, what=f"{one.what}, fitted without it") for one in mine]
+    return KernelFit(kernels, errors)
+
+
+def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of operators to fit to, and those held out: every second size, all others' kernels left out."""
+    parts: tuple[list[Row], list[Row]] = ([], [])
+    for operator in dict.fromkeys(str(row["operator"]) for row in rows):
+        if operator in ("step", "forward", "launch"):
+            continue
+        mine = [row for row in rows if row["operator"] == operator and not row["round"]]
+        if operator == "allreduce":
+            mine = _fastest(mine)
+        elif operator in _BEST:
+            kernel = next((name for name in _BEST[operator] if any(row["kernel"] == name for row in mine)), "")
+            mine = [row for row in mine if row["kernel"] == kernel]
+        sizes = _SIZES.get(operator, ("tokens",))
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in mine:
+            alike = (
+                "dtype",
+                "n",
+                "k",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "width",
+                "hit" if operator == "routing" else "n",
+            )
+            key = tuple(row[name] for name in alike)
+            groups.setdefault((*key, 0 if "context" in sizes else row["context"]), []).append(row)
+        for group in groups.values():
+            places = [sorted({row[name] for row in group}) for name in sizes]
+            for row in group:
+                place = sum(values.index(row[name]) for name, values in zip(sizes, places, strict=True))
+                parts[place % 2].append(row)
+    return parts
+
+
+def _fastest(rows: Sequence[Row]) -> list[Row]:
+    """Return, for each size of an all-reduce, that of the fastest kernel."""
+    found: dict[tuple[int, int], Row] = {}
+    for row in rows:
+        key = row["gpus"], row["tokens"] * row["n"]
+        if key not in found or row["seconds"] < found[key]["seconds"]:
+            found[key] = row
+    return list(found.values())
+
+
+def _filled(kernels: Kernels, other: Kernels) -> Kernels:
+    """Return *kernels* with those of *other* where there are none, as of experts, which one model alone has."""
+    lacking = {name: value for name, value in vars(other).items() if getattr(kernels, name) is None}
+    return replace(kernels, **lacking)
+
+
+# --- fitting --------------------------------------------------------------------------------------------------------
+
+_PARTS = {
+    "gemm": "fm",
+    "gemm_fp8": "fm",
+    "prefill": "f",
+    "decode": "m",
+    "mla_prefill": "f",
+    "mla_decode": "fm",
+    "mla_absorb": "fm",
+    "experts": "fm",
+    "routing": "m",
+    "norm": "m",
+    "activation": "m",
+    "rotary": "m",
+}
+"""Operators, and whether their time has a part for arithmetic (f) and one for memory (m)."""
+_TILES = {"gemm": (0, 8, 16, 32, 64, 128), "gemm_fp8": (0, 16, 64, 128)}
+
+
+def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
+    found: dict[str, Any] = {}
+    for name, parts in _PARTS.items():
+        mine = [row for row in rows if _operator(row) == name]
+        if len(mine) >= 3:
+            found[name] = _roof(name, parts, mine, peaks)
+    if "gemm" not in found or not {"decode", "mla_decode"} & found.keys():
+        raise ConfigError("the profile has too few rows of matrix products or attention; measure longer (--limit)")
+    rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
+    return Kernels(gpu=gpu, allreduce={number: _ring(rows, int(number)) for number in sorted(rings)}, **found)
+
+
+def _operator(row: Row) -> str:
+    """Return the name in `Kernels` of the operator of *row*."""
+    return "gemm_fp8" if row["operator"] == "gemm" and row["dtype"] == "fp8" else str(row["operator"])
+
+
+def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
+    """Return the roof that fits *rows* best, of all tiles that are tried."""
+    from scipy.optimize import least_squares
+
+    seconds = np.log([row["seconds"] for row in rows])
+    peak = peaks.narrow if name == "gemm_fp8" else peaks.flops
+
+    def residuals(values: Any, flops: Any, nbytes: Any) -> Any:
+        launch, compute, memory = np.exp(values[0]), np.exp(values[1]), np.exp(values[2])
+        power = 1.0 + np.exp(values[3])
+        one = flops / (peak * compute) if "f" in parts else 0.0 * flops
+        other = nbytes / (peaks.memory * memory) if "m" in parts else 0.0 * nbytes
+        return np.log(launch + (one**power + other**power) ** (1.0 / power)) - seconds
+
+    best: tuple[float, Roof] | None = None
+    start = [np.log(min(row["seconds"] for row in rows)), np.log(0.5), np.log(0.5), np.log(1.0)]
+    for tile in _TILES.get(name, (0,)):
+        flops, nbytes = (np.array(column) for column in zip(*(work(row, tile) for row in rows), strict=True))
+        found = least_squares(residuals, start, args=(flops, nbytes), loss="soft_l1", f_scale=0.05)
+        launch, compute, memory = (float(f"{value:.4g}") for value in np.exp(found.x[:3]))
+        roof = Roof(
+            launch=launch,
+            flops_share=compute if "f" in parts else 0.0,
+            memory_share=memory if "m" in parts else 0.0,
+            blend=float(f"{min(64.0, 1.0 + np.exp(found.x[3])):.4g}") if parts == "fm" else 1.0,
+            tile=tile,
+        )
+        if best is None or found.cost < best[0]:
+            best = found.cost, roof
+    assert best is not None
+    return best[1]
+
+
+def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
+    """Return the all-reduce among *gpus* that fits *rows*."""
+    from scipy.optimize import least_squares
+
+    mine = [row for row in rows if row["operator"] == "allreduce" and row["gpus"] == gpus]
+    nbytes = np.array([2.0 * row["tokens"] * row["n"] for row in mine])
+    seconds = np.array([row["seconds"] for row in mine])
+
+    def residuals(values: Any) -> Any:
+        return np.log((np.exp(values[0]) + nbytes / np.exp(values[1])) / seconds)
+
+    start = [np.log(seconds.min()), np.log(nbytes.max() / seconds.max())]
+    latency, rate = np.exp(least_squares(residuals, start, loss="soft_l1", f_scale=0.05).x)
+    return AllReduce(latency=float(f"{latency:.4g}"), rate=float(f"{rate:.4g}"))
+
+
+def work(row: Row, tile: int = 0) -> tuple[float, float]:
+    """Return the arithmetic and the bytes of an operator's *row*, as `OperatorForward` counts them."""
+    tokens, n, k, heads, kv = (row[name] for name in ("tokens", "n", "k", "heads", "kv_heads"))
+    batch, context, width, value = (row[name] for name in ("batch", "context", "head_dim", "value_dim"))
+    name = _operator(row)
+    if name in ("gemm", "gemm_fp8"):
+        size = 1 if name == "gemm_fp8" else 2
+        whole = -(-tokens // tile) * tile if tile else tokens
+        return 2.0 * whole * n * k, size * (tokens * k + n * k) + 2.0 * tokens * n
+    if name in ("prefill", "mla_prefill"):
+        pairs = tokens * context + tokens * (tokens + 1) // 2
+        both = (k or width) + value
+        return 2.0 * pairs * both * heads, 2.0 * (context + tokens) * kv * both
+    if name == "decode":
+        return 4.0 * batch * context * heads * width, 4.0 * batch * context * kv * width
+    if name == "mla_decode":
+        return 2.0 * batch * context * heads * (k + value), 2.0 * batch * context * k
+    if name == "mla_absorb":
+        elements = heads * width * value
+        return 4.0 * batch * elements, 4.0 * elements + 4.0 * batch * heads * (value + width)
+    routed = tokens * row["per_token"]
+    if name == "experts":
+        return 6.0 * routed * n * row["width"], 6.0 * row["hit"] * n * row["width"] + 2.0 * routed * (
+            2 * n + 4 * row["width"]
+        )
+    moved = {
+        "routing": 6 * row["per_token"] * n,
+        "norm": 4 * n,
+        "activation": 3 * n,
+        "rotary": 2 * (heads + 2 * kv) * width,
+    }
+    return 0.0, 2.0 * tokens * moved[name]
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
+    for name in [*_PARTS, "allreduce"]:
+        for rows, where in ((fitted, "fitted to"), (held, "held out")):
+            ratios = [_seconds(kernels, row, peaks) / row["seconds"] for row in rows if _operator(row) == name]
+            if ratios:
+                yield _errors(f"{name}, {where}", ratios)
+
+
+def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
+    """Return what *kernels* say of an operator's *row*."""
+    name = _operator(row)
+    if name == "allreduce":
+        ring = kernels.allreduce[str(row["gpus"])]
+        return float(ring.latency + 2.0 * row["tokens"] * row["n"] / ring.rate)
+    roof: Roof | None = getattr(kernels, name)
+    if roof is None:
+        return float("nan")
+    return roof.seconds(*work(row, roof.tile), peaks, name == "gemm_fp8")
+
+
+def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
+    """Yield the errors of whole steps and prefills: of each model, operator and mode."""
+    keys = dict.fromkeys((str(row["model"]), row["tp"], str(row["operator"]), str(row["mode"])) for row in rows)
+    for model, tp, operator, mode in keys:
+        if operator == "step" and mode == "eager":
+            continue  # no engine decodes so
+        ratios = []
+        for row in rows:
+            if (row["model"], row["tp"], row["operator"], row["mode"]) == (model, tp, operator, mode):
+                time = forward_of(kernels if mode == "eager" else replace(kernels, layer_launch=0.0), row, peaks)
+                step = operator == "step"
+                found = (
+                    time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+                    if step
+                    else time.prefill([(row["context"], row["tokens"])])
+                )
+                ratios.append(found / row["seconds"])
+        yield _errors(f"{operator} of {model} tp{tp}, {mode}", ratios)
+
+
+def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
+    """Return the forward of the decoder in *row*: a shard, as if it were the whole of a model."""
+    widths = {"intermediate_size": row["n"], "vocab_size": row["hit"], "moe_intermediate_size": row["width"]}
+    model = Llm(
+        name=str(row["model"]), parameters=1, active=1, layers=row["layers"], hidden=row["k"], heads=row["heads"],
+        kv_heads=row["kv_heads"], head_dim=row["head_dim"], experts=row["experts"],
+        experts_per_token=row["per_token"], hf_config=widths,
+    )  # fmt: skip
+    kv_bytes = 4.0 * row["kv_heads"] * row["head_dim"] * row["layers"]
+    return OperatorForward(model=model, kernels=kernels, peaks=peaks, kv_bytes=kv_bytes)
+
+
+def layer_launch(rows: Sequence[Row]) -> float:
+    """Return the least seconds a layer of a prefill launched kernel by kernel; 0 if none was measured."""
+    found = [row["seconds"] / row["layers"] for row in rows if row["operator"] == "forward" and row["mode"] == "eager"]
+    return float(f"{min(found, default=0.0):.4g}")
+
+
+def _errors(what: str, ratios: Sequence[float]) -> Errors:
+    apart = np.array(ratios) - 1.0
+    found = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
+    return Errors(what, len(ratios), *(float(value) for value in found))

@@ -1,0 +1,129 @@
+"""Forwards by operators: the sum that docs/model.md names, and fits that find again what rows were made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.profiling.inventory import Subject, plan
+from pdsim.errors import ConfigError
+from pdsim.serving.compute import kernel_fit as fit
+from pdsim.serving.compute.forward import OperatorForward, forward
+from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof
+from pdsim.serving.compute.shapes import layer_shape, products
+from pdsim.serving.settings import Compute, Llm
+from tests.support.machines import machine
+
+PEAKS = Peaks(flops=1e15, narrow=2e15, memory=4e12)
+DENSE = Llm(
+    name="dense", parameters=1e9, active=1e9, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16,
+    hf_config={"intermediate_size": 96},
+)  # fmt: skip
+ONE = Roof(launch=1e-6, memory_share=1.0)
+KERNELS = Kernels(
+    gpu="H", gemm=replace(ONE, flops_share=1.0), prefill=Roof(launch=2e-6, flops_share=0.5), decode=ONE, norm=ONE,
+    activation=ONE, rotary=ONE,
+)  # fmt: skip
+
+
+def whole(**changes: object) -> OperatorForward:
+    """A forward of `DENSE` with 256 bytes of keys and values a token."""
+    given = {"model": DENSE, "kernels": KERNELS, "peaks": PEAKS, "kv_bytes": 256.0} | changes
+    return OperatorForward(**given)  # type: ignore[arg-type]
+
+
+def test_a_step_is_the_sum_of_its_operators():
+    products = [(128, 64), (64, 64), (192, 64), (64, 96)]
+    gemm = sum(1e-6 + 2 * 3 * n * k / 1e15 + 2 * (3 * k + n * k + 3 * n) / 4e12 for n, k in products)
+    norms = 2 * (1e-6 + 2 * 3 * 4 * 64 / 4e12)
+    rest = 2e-6 + 2 * 3 * (3 * 96 + 2 * 8 * 16) / 4e12
+    assert whole().step(3) == pytest.approx(2 * (gemm + norms + rest + 1e-6))
+
+
+def test_context_is_read_once_a_step():
+    assert whole().context == pytest.approx(256 / 4e12)
+    assert whole().sequence == 0.0
+
+
+def test_a_chunk_attends_to_earlier_tokens():
+    later, first = whole().prefill([(100, 10)]), whole().prefill([(0, 10)])
+    assert later - first == pytest.approx(2 * 4 * 16 * 4 * 1000 / 0.5e15)
+
+
+def test_launching_bounds_a_prefill_from_below():
+    slow = replace(KERNELS, layer_launch=1.0)
+    assert whole(kernels=slow).prefill([(0, 10)]) == 2.0
+    assert whole(kernels=slow).step(1) == whole().step(1)
+
+
+def test_all_reduces_are_scaled_from_those_that_were_measured():
+    pair = replace(KERNELS, allreduce={"2": AllReduce(latency=1e-5, rate=1e11)})
+    assert pair.ring(2) == AllReduce(latency=1e-5, rate=1e11)
+    assert pair.ring(4).latency == pytest.approx(2e-5)
+    assert pair.ring(4).rate == pytest.approx(1e11 * 0.5 / 0.75)
+    with pytest.raises(ValueError, match="measure one on several GPUs"):
+        KERNELS.ring(2)
+
+
+def test_a_model_needs_operators_that_were_measured():
+    latent = replace(DENSE, attention="mla", latent_dim=24, rope_dim=8)
+    with pytest.raises(ValueError, match="has no mla_decode, which model=dense needs"):
+        whole(model=latent)
+
+
+def test_widths_come_from_the_configuration_or_from_the_parameters():
+    assert layer_shape(DENSE).intermediate == 96
+    assert layer_shape(replace(DENSE, hf_config={}, active=2 * (3 * 64 * 100 + 64 * 16 * 12))).intermediate == 100
+    mixed = replace(DENSE, experts=8, experts_per_token=2, parameters=2e6, active=2e6 - 2 * 6 * 3 * 64 * 32)
+    assert layer_shape(mixed).expert == 32
+    assert [each.name for each in products(mixed, 1)] == ["qkv", "out", "router"]
+
+
+def test_without_kernels_a_forward_is_the_roofline():
+    given = forward(DENSE, machine(), Compute(kernels=KERNELS), tp=1)
+    assert isinstance(given, OperatorForward)
+    assert not isinstance(forward(DENSE, machine(), Compute(), tp=1), OperatorForward)
+
+
+def test_a_fit_finds_the_kernels_that_rows_were_made_with():
+    rows = made()
+    found = fit.fit(rows, PEAKS, "H")
+    held = [one for one in found.errors if "fitted to" not in one.what]
+    assert {"gemm, held out", "decode, held out", "step of dense tp1, graph"} <= {one.what for one in held}
+    assert max(one.median for one in held) < 0.01
+
+
+def test_every_second_size_is_held_out():
+    fitted, held = fit.split(made())
+    sizes = [sorted({row["tokens"] for row in part if row["operator"] == "norm"}) for part in (fitted, held)]
+    assert sizes == [[1, 4, 64], [2, 16, 256]]
+    assert not {row["operator"] for row in (*fitted, *held)} & {"step", "forward", "launch"}
+
+
+def test_rows_without_a_time_are_refused():
+    with pytest.raises(ConfigError, match="row 1 of the profile"):
+        fit.rows_of([{"operator": "gemm", "seconds": "x", "low": "1", "high": "1"}])
+    with pytest.raises(ConfigError, match="too few rows"):
+        fit.fit([row for row in made() if row["operator"] != "gemm"], PEAKS)
+
+
+def made() -> list[fit.Row]:
+    """The rows that a profile of `DENSE` would have on a GPU of exactly these kernels."""
+    rows = []
+    for case in plan([Subject(DENSE)], 1e12, small=True):
+        text = {key: str(value) for key, value in case.items()} | dict.fromkeys(("seconds", "low", "high"), "1")
+        (row,) = fit.rows_of([{"kernel": "", "mode": "", "dtype": "bf16", "model": "", **text}])
+        if case["operator"] in ("step", "forward"):
+            time = fit.forward_of(KERNELS, row, PEAKS)
+            if case["operator"] == "step":
+                seconds = time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+            else:
+                seconds = time.prefill([(row["context"], row["tokens"])])
+        elif case["operator"] != "launch":
+            roof: Roof = getattr(KERNELS, str(row["operator"]))
+            seconds = roof.seconds(*fit.work(row), PEAKS)
+        else:
+            seconds = 1e-6
+        rows.append({**row, "seconds": seconds})
+    return rows
