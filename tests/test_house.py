@@ -25,6 +25,8 @@ PRIVATE = {
     "backends.collectives.nccl": (2, "PyTorch: an all-gather into one tensor of a group that is not the default one"),
     "backends.engines.nixl": (2, "NIXL's classes are in modules with private names"),
     "backends.jobs.worker": (1, "SimPy's counter of events, as of 6db8051"),
+    "backends.profiling.mixture": (1, "PyTorch: grouped products of matrices have no public name before 2.10"),
+    "backends.profiling.operator_calls": (1, "PyTorch: products in FP8, likewise"),
     "pdsim.kv.verify.invariants": (2, "as of 6db8051, of pdsim.kv"),
 }
 """Uses of private names of other packages, by module."""
