@@ -65,7 +65,7 @@ def profile(words: Sequence[str]) -> int:
         _write(path, about, rows)
         print(f"profile: {path}")  # noqa: T201
     if find_spec("scipy") is None:
-        print("not fitted: needs SciPy (pip install 'pdsim[calibrate]'); then pdsim profile --from FILE.csv")  # noqa: T201
+        print("not fitted: SciPy is missing; fit with pdsim profile --from FILE.csv where there is one")  # noqa: T201
         return 0
     found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}

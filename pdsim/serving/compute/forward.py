@@ -85,6 +85,7 @@ class OperatorForward:
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
     scale: float = 1.0
+    even: bool = False  # whether tokens are spread over experts evenly, instead of independently of each other
 
     @cached_property
     def shape(self) -> LayerShape:
@@ -102,7 +103,8 @@ class OperatorForward:
         taken = list(pieces)
         tokens = sum(new for _, new in taken)
         attention = sum(self._attention(before, new) for before, new in taken)
-        device = (self._linear(tokens, len(taken), absorbed=False) + self._layers() * attention) / self.share
+        linear = self._linear(tokens, len(taken), absorbed=self.kernels.absorbed_prefill)
+        device = (linear + self._layers() * attention) / self.share
         least = self.kernels.layer_launch * self.model.layers / self.share
         return self.scale * (max(device, least) + self.overhead)
 
@@ -139,8 +141,10 @@ class OperatorForward:
         model = self.model
         pairs = new * before + new * (new + 1) // 2
         if model.attention == "mla":
-            width, name = 2 * model.head_dim + model.rope_dim, "mla_prefill"
-            nbytes = (before + new) * self._heads * width * 2
+            width, heads, name = 2 * model.head_dim + model.rope_dim, self._heads, "mla_prefill"
+            if self.kernels.absorbed_prefill:
+                width, heads = 2 * model.latent_dim - model.rope_dim, 1
+            nbytes = (before + new) * heads * width * 2
         else:
             width, name = 2 * model.head_dim, "prefill"
             nbytes = (before + new) * int(self.kv_bytes * self.share / self._layers())
@@ -156,7 +160,7 @@ class OperatorForward:
 
     def _linear(self, tokens: int, sequences: int, absorbed: bool) -> float:
         """Return the seconds of all that is not attention, of *tokens* of a group in so many *sequences*."""
-        model, shape, name = self.model, self.shape, self.model.name
+        model, shape = self.model, self.shape
         narrow, every = model.dtype_bytes == 1, tokens * self.dp
         total = 0.0
         attention = ("qkv", "qkv_down", "q_up", "kv_up", "out")
@@ -177,8 +181,7 @@ class OperatorForward:
             total += model.layers * self._pointwise("rotary", tokens, 2 * width * model.head_dim)
         if mixed:
             total += mixed * self.experts(every, self._hit(every), shape.expert // self.tp)
-            roof = self.kernels.roof("routing", name)
-            total += mixed * roof.seconds(0.0, self._routing_bytes(every), self.peaks)
+            total += mixed * self._pointwise("routing", every, 6 * model.experts_per_token * model.hidden)
         return total + 2 * model.layers * self._allreduce(tokens)
 
     def gemm(self, rows: int, n: int, k: int, narrow: bool) -> float:
@@ -193,27 +196,33 @@ class OperatorForward:
         """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
         model = self.model
         routed = tokens * model.experts_per_token
+        narrow = model.dtype_bytes == 1 and self.kernels.experts_fp8 is not None
+        roof = self.kernels.roof("experts_fp8" if narrow else "experts", model.name)
         weights = 3 * hit * model.hidden * width
-        nbytes = 2 * weights + 2 * routed * (2 * model.hidden + 4 * width)
-        return self.kernels.roof("experts", model.name).seconds(6.0 * routed * model.hidden * width, nbytes, self.peaks)
+        nbytes = (1 if narrow else 2) * weights + 2 * routed * (2 * model.hidden + 4 * width)
+        return roof.seconds(6.0 * routed * model.hidden * width, nbytes, self.peaks, narrow)
 
     def _hit(self, tokens: int) -> float:
-        """Return how many experts *tokens* hit in the mean: `roofline.ForwardTime` derives it."""
+        """Return how many experts *tokens* hit: in the mean, or all that they can if they are spread evenly."""
         model = self.model
+        if self.even:
+            return min(model.experts, tokens * model.experts_per_token)
         return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
-
-    def _routing_bytes(self, tokens: int) -> float:
-        return 2.0 * tokens * self.model.experts_per_token * self.model.hidden * 6
 
     def _absorb(self, tokens: int) -> float:
         model, rank = self.model, self.model.latent_dim - self.model.rope_dim
         elements = self._heads * model.head_dim * rank
         nbytes = 4 * elements + 4 * tokens * self._heads * (rank + model.head_dim)
-        return self.kernels.roof("mla_absorb", model.name).seconds(4.0 * tokens * elements, nbytes, self.peaks)
+        roof = self.kernels.mla_absorb or self.kernels.roof("gemm", model.name)
+        return roof.seconds(4.0 * tokens * elements, nbytes, self.peaks)
 
     def _pointwise(self, name: str, rows: int, width: int) -> float:
-        """Return the seconds of the operator *name*, which moves *width* elements of 2 bytes a row."""
-        return self.kernels.roof(name, self.model.name).seconds(0.0, 2.0 * rows * width, self.peaks)
+        """Return the seconds of the operator *name*, which moves *width* elements of 2 bytes a row.
+
+        Published tables have none of these: a forward by them is short by so much.
+        """
+        roof: Roof | None = getattr(self.kernels, name)
+        return roof.seconds(0.0, 2.0 * rows * width, self.peaks) if roof is not None else 0.0
 
     def _allreduce(self, tokens: int) -> float:
         if self.tp == 1:

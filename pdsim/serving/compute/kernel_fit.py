@@ -27,7 +27,7 @@ _NUMBERS = (
 _SIZES = {"decode": ("batch", "context"), "mla_decode": ("batch", "context"), "mla_absorb": ("batch",)}
 """Columns whose values are sizes, every second of which is held out; of other operators ``tokens``."""
 _FULL = ("cudnn", "flash", "reference")
-_BEST = {"prefill": _FULL, "mla_prefill": _FULL, "decode": _FULL[1:]}
+_BEST = {"prefill": (*_FULL, ""), "mla_prefill": (*_FULL, "absorbed"), "decode": (*_FULL[1:], "")}
 """Kernels of an operator; the first that there is, is fitted."""
 
 
@@ -98,7 +98,8 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         if operator == "allreduce":
             mine = _fastest(mine)
         elif operator in _BEST:
-            kernel = next((name for name in _BEST[operator] if any(row["kernel"] == name for row in mine)), "")
+            there = {row["kernel"] for row in mine}
+            kernel = next((name for name in _BEST[operator] if name in there), "")
             mine = [row for row in mine if row["kernel"] == kernel]
         sizes = _SIZES.get(operator, ("tokens",))
         groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -150,6 +151,7 @@ _PARTS = {
     "mla_decode": "fm",
     "mla_absorb": "fm",
     "experts": "fm",
+    "experts_fp8": "fm",
     "routing": "m",
     "norm": "m",
     "activation": "m",
@@ -167,13 +169,15 @@ def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
             found[name] = _roof(name, parts, mine, peaks)
     if "gemm" not in found or not {"decode", "mla_decode"} & found.keys():
         raise ConfigError("the profile has too few rows of matrix products or attention; measure longer (--limit)")
+    absorbed = any(row["kernel"] == "absorbed" for row in rows if row["operator"] == "mla_prefill")
     rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
-    return Kernels(gpu=gpu, allreduce={number: _ring(rows, int(number)) for number in sorted(rings)}, **found)
+    shared = {number: _ring(rows, int(number)) for number in sorted(rings)}
+    return Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **found)
 
 
 def _operator(row: Row) -> str:
     """Return the name in `Kernels` of the operator of *row*."""
-    return "gemm_fp8" if row["operator"] == "gemm" and row["dtype"] == "fp8" else str(row["operator"])
+    return f"{row['operator']}_fp8" if row["dtype"] == "fp8" else str(row["operator"])
 
 
 def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
@@ -181,7 +185,7 @@ def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
     from scipy.optimize import least_squares
 
     seconds = np.log([row["seconds"] for row in rows])
-    peak = peaks.narrow if name == "gemm_fp8" else peaks.flops
+    peak = peaks.narrow if name.endswith("_fp8") else peaks.flops
 
     def residuals(values: Any, flops: Any, nbytes: Any) -> Any:
         launch, compute, memory = np.exp(values[0]), np.exp(values[1]), np.exp(values[2])
@@ -246,10 +250,9 @@ def work(row: Row, tile: int = 0) -> tuple[float, float]:
         elements = heads * width * value
         return 4.0 * batch * elements, 4.0 * elements + 4.0 * batch * heads * (value + width)
     routed = tokens * row["per_token"]
-    if name == "experts":
-        return 6.0 * routed * n * row["width"], 6.0 * row["hit"] * n * row["width"] + 2.0 * routed * (
-            2 * n + 4 * row["width"]
-        )
+    if row["operator"] == "experts":
+        weights = 3.0 * row["hit"] * n * row["width"] * (1 if row["dtype"] == "fp8" else 2)
+        return 6.0 * routed * n * row["width"], weights + 2.0 * routed * (2 * n + 4 * row["width"])
     moved = {
         "routing": 6 * row["per_token"] * n,
         "norm": 4 * n,
@@ -279,7 +282,7 @@ def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
     roof: Roof | None = getattr(kernels, name)
     if roof is None:
         return float("nan")
-    return roof.seconds(*work(row, roof.tile), peaks, name == "gemm_fp8")
+    return roof.seconds(*work(row, roof.tile), peaks, name.endswith("_fp8"))
 
 
 def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:

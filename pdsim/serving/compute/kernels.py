@@ -78,7 +78,9 @@ class Kernels:
     mla_prefill: Roof | None = None
     mla_decode: Roof | None = None
     mla_absorb: Roof | None = None
+    absorbed_prefill: bool = False  # whether *mla_prefill* is of latent rows, as decode is, instead of heads
     experts: Roof | None = None  # both products of the routed experts
+    experts_fp8: Roof | None = None
     routing: Roof | None = None  # choosing, sorting, gathering, adding
     norm: Roof | None = None
     activation: Roof | None = None
