@@ -28,7 +28,7 @@ from pdsim.serving.compute.forward import peaks
 from pdsim.serving.compute.kernels import Kernels, Roof
 from pdsim.units import parse_time
 
-__all__ = ["profile", "read"]
+__all__ = ["errors", "profile", "read"]
 
 _MODELS = (
     *(("qwen3-8b", 1, 0), ("llama-3.1-8b", 1, 0), ("llama-3.1-70b", 4, 4), ("llama-3.1-70b", 8, 8)),
@@ -68,13 +68,18 @@ def profile(words: Sequence[str]) -> int:
         print("not fitted: SciPy is missing; fit with pdsim profile --from FILE.csv where there is one")  # noqa: T201
         return 0
     found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
-    heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
-    errors = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in found.errors]
-    terminal.show_table(Table("Errors", heads, errors))
+    terminal.show_table(errors(found))
     path = asked.to / f"{name}.yaml"
     path.write_text(_yaml(name, about, rows, found), encoding="utf-8")
     print(f"compute: {path}")  # noqa: T201
     return 0
+
+
+def errors(found: fits.KernelFit) -> Table:
+    """Return how far off *found* is, in per cent."""
+    heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
+    rows = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in found.errors]
+    return Table("Errors", heads, rows)
 
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from pdsim.hardware import Machine
-from pdsim.serving.compute.kernels import Kernels, Peaks, Roof
+from pdsim.serving.compute.kernels import Kernels, Peaks, Roof, tiled
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.compute.shapes import LayerShape, layer_shape, products
 from pdsim.serving.settings import Compute, Llm
@@ -200,7 +200,8 @@ class OperatorForward:
         roof = self.kernels.roof("experts_fp8" if narrow else "experts", model.name)
         weights = 3 * hit * model.hidden * width
         nbytes = (1 if narrow else 2) * weights + 2 * routed * (2 * model.hidden + 4 * width)
-        return roof.seconds(6.0 * routed * model.hidden * width, nbytes, self.peaks, narrow)
+        whole = tiled(routed, hit, roof.tile)
+        return roof.seconds(6.0 * whole * model.hidden * width, nbytes, self.peaks, narrow)
 
     def _hit(self, tokens: int) -> float:
         """Return how many experts *tokens* hit: in the mean, or all that they can if they are spread evenly."""

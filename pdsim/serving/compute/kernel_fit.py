@@ -14,7 +14,7 @@ import numpy as np
 
 from pdsim.errors import ConfigError
 from pdsim.serving.compute.forward import OperatorForward
-from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof
+from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof, tiled
 from pdsim.serving.settings import Llm
 
 __all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split", "work"]
@@ -159,6 +159,7 @@ _PARTS = {
 }
 """Operators, and whether their time has a part for arithmetic (f) and one for memory (m)."""
 _TILES = {"gemm": (0, 8, 16, 32, 64, 128), "gemm_fp8": (0, 16, 64, 128)}
+_TILES |= {"experts": (0, 8, 16, 32, 64), "experts_fp8": (0, 8, 16, 32, 64)}
 
 
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
@@ -252,7 +253,8 @@ def work(row: Row, tile: int = 0) -> tuple[float, float]:
     routed = tokens * row["per_token"]
     if row["operator"] == "experts":
         weights = 3.0 * row["hit"] * n * row["width"] * (1 if row["dtype"] == "fp8" else 2)
-        return 6.0 * routed * n * row["width"], weights + 2.0 * routed * (2 * n + 4 * row["width"])
+        whole = tiled(routed, row["hit"], tile)
+        return 6.0 * whole * n * row["width"], weights + 2.0 * routed * (2 * n + 4 * row["width"])
     moved = {
         "routing": 6 * row["per_token"] * n,
         "norm": 4 * n,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pdsim.guards import not_negative
 from pdsim.units import Rate, Seconds
 
-__all__ = ["AllReduce", "Kernels", "Peaks", "Roof"]
+__all__ = ["AllReduce", "Kernels", "Peaks", "Roof", "tiled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,11 @@ class Peaks:
     flops: float
     narrow: float
     memory: float
+
+
+def tiled(rows: float, parts: float, tile: int) -> float:
+    """Return how many rows are computed if *rows* lie in so many *parts* of whole tiles; *rows* if *tile* is 0."""
+    return parts * math.ceil(rows / parts / tile) * tile if tile and parts else rows
 
 
 @dataclass(frozen=True, kw_only=True)
