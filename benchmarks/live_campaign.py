@@ -35,9 +35,9 @@ from experiments.serve.live_run import result
 from pdsim.cli.run import compose
 from pdsim.config import Config
 from pdsim.errors import ConfigError, PdsimError
+from pdsim.results.config_file import as_written, plain
 from pdsim.results.environment import environment
 from pdsim.results.record import Result
-from pdsim.results.store import as_written, plain
 from pdsim.serving.workload import Request, load
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -15,8 +15,8 @@ from pdsim.config import Config, Launch
 from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
 from pdsim.progress import ShowProgress, silent
+from pdsim.results.config_file import plain
 from pdsim.results.environment import commit
-from pdsim.results.store import plain
 from pdsim.validation.intervals import predicted, variants
 from pdsim.validation.verdicts import Value, seal
 

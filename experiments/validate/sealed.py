@@ -17,8 +17,8 @@ from experiments.validate.values import values
 from pdsim.config import ExperimentOptions
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
+from pdsim.results.config_file import plain
 from pdsim.results.record import Result
-from pdsim.results.store import plain
 from pdsim.transfer import TransferRecord
 from pdsim.validation.agreement import EXPECTED, MEASURED
 from pdsim.validation.verdicts import seal, unseal

@@ -20,9 +20,9 @@ from experiments.validate_live.parts import WARMUP, Parts, predicted, single_req
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.progress import ShowProgress
+from pdsim.results.config_file import as_written
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
-from pdsim.results.store import as_written
 from pdsim.serving.workload import Request, draw
 from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, judged, quantiles, tables
 from pdsim.validation.verdicts import seal

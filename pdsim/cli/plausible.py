@@ -22,7 +22,7 @@ from pdsim.calibration.definition import covers
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 
-__all__ = ["BOUNDS", "Quantity", "check", "quantities"]
+__all__ = ["BOUNDS", "Quantity", "check"]
 
 _DAY = 86400.0
 _MONTH = 30 * _DAY
@@ -158,8 +158,8 @@ def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> No
     """
     keys = tuple(typed)
     found = (
-        _bare(quantity, values, keys) or (_beyond(quantity) if config.check.plausible else "")
-        for quantity in quantities(config)
+        _bare(quantity, values, keys) or (beyond if config.check.plausible else "")
+        for quantity, beyond in _judged(config)
     )
     if problems := [line for line in found if line]:
         raise ConfigError("\n".join(problems))
@@ -193,22 +193,21 @@ def _counted(number: float) -> str:
     return f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
 
 
-def quantities(config: Config) -> Iterator[Quantity]:
-    """Yield every number of *config* but those of its calibration and of sources."""
-    for name in (
-        "hw",
-        "backend",
-        "model",
-        "parallel",
-        "collective",
-        "workload",
-        "kv",
-        "scheduler",
-        "compute",
-        "slo",
-        "experiment",
-    ):
-        yield from _of(getattr(config, name), name)
+_JUDGED = (
+    *("hw", "backend", "model", "parallel", "collective", "workload", "kv", "scheduler", "compute", "slo"),
+    "experiment",
+)
+_last: dict[str, tuple[Any, list[tuple[Quantity, str]]]] = {}
+"""The parts of the configuration that was judged last: in a sweep most are those of the next, too."""
+
+
+def _judged(config: Config) -> Iterator[tuple[Quantity, str]]:
+    """Yield every number of *config* but those of its calibration and of sources, each with what `_beyond` says."""
+    for name in _JUDGED:
+        part = getattr(config, name)
+        if name not in _last or _last[name][0] is not part:
+            _last[name] = part, [(quantity, _beyond(quantity)) for quantity in _of(part, name)]
+        yield from _last[name][1]
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:

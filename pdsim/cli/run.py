@@ -18,7 +18,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.execution import execute
 from pdsim.progress import ShowProgress
-from pdsim.results import store, terminal
+from pdsim.results import config_file, terminal
 from pdsim.results.record import Result
 
 __all__ = ["compose", "measure", "only_json", "run"]
@@ -59,7 +59,7 @@ def _show(config: Config) -> int:
     """Print *config* as the run will use it: typed, calibrated, and complete."""
     from omegaconf import OmegaConf
 
-    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(store.as_written(config))))
+    sys.stdout.write(OmegaConf.to_yaml(OmegaConf.create(config_file.as_written(config))))
     return 0
 
 

@@ -15,7 +15,7 @@ from pdsim.calibration.definition import Calibration, applied, covers
 from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.config.sources import ON_THE_COMMAND_LINE, borrowed, sourced
-from pdsim.config.typed import build, required
+from pdsim.config.typed import Known, build, required
 from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.hardware import Machine
@@ -24,6 +24,9 @@ from pdsim.kv.policy import Policy
 __all__ = ["defaults", "load"]
 
 _HOST = [f"backend.{at}.{name}" for at in ("intra", "inter") for name in ("call", "descriptor", "latency", "ramp")]
+
+_known: Known = {}
+"""The parts of the configuration that was loaded last: frozen, so that the next may have them, too."""
 
 
 def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
@@ -40,7 +43,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     keys = tuple(overridden)
     values, policy = _without_policy(values)
     values, calibration, calibrated = _calibrated(values, keys)
-    config = build(Config, values)
+    config = build(Config, values, known=_known)
     backend, changed = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     if config.host_factor != 1.0 and config.target == "model":

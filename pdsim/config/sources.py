@@ -96,8 +96,20 @@ def sourced(instance: Sourced, at: str, new: Mapping[str, str]) -> Sourced:
     Keys of *sources* may name several numbers, divided by commas, or a group of them.  A number that nothing speaks
     for is `UNSAID`.  Raise a `ConfigError` for a source that begins with no known kind of evidence.
     """
-    found = list(numbers(instance))
     named = {key.removeprefix(f"{at}."): text for key, text in new.items() if key.startswith(f"{at}.")}
+    last = _last.get(at)
+    if last is None or last[0] != instance or last[1] != named:
+        last = _last[at] = instance, named, _sourced(instance, at, dict(named))
+    found: Sourced = last[2]
+    return found
+
+
+_last: dict[str, tuple[Any, dict[str, str], Any]] = {}
+"""By key, what `sourced` was asked last, and its answer: in a sweep most parts are what they were."""
+
+
+def _sourced(instance: Sourced, at: str, named: dict[str, str]) -> Sourced:
+    found = list(numbers(instance))
     named = {key: text for key, text in named.items() if any(covers([key], number) for number in found)}
     sources: dict[str, str] = {}
     for keys, text in instance.sources.items():

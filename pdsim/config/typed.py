@@ -7,6 +7,7 @@ particular dataclass; `pdsim.config.loading` builds the whole `pdsim.config.Conf
 
 from __future__ import annotations
 
+import marshal
 import sys
 import types
 import typing
@@ -22,9 +23,11 @@ from pdsim.guards import near
 __all__ = ["build", "required"]
 
 T = TypeVar("T")
+Known = dict[str, tuple[bytes, Any]]
+"""By key, what a value was when it was converted last, and what came of it: `build`."""
 
 
-def build(cls: type[T], values: object, at: str = "") -> T:
+def build(cls: type[T], values: object, at: str = "", known: Known | None = None) -> T:
     """Return a *cls*, a dataclass, from the mapping *values* found at the dotted key *at*.
 
     Raise a `ConfigError` with one line for every unknown key, missing key and value of a wrong type, unit or range.
@@ -33,6 +36,9 @@ def build(cls: type[T], values: object, at: str = "") -> T:
     `Literal`, tuples, mappings, unions with None and nested dataclasses.  A dataclass with a static method
     ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in any
     mapping below it.
+
+    With *known*, a field whose value is what it was in the last call is what that call made of it: a sweep changes a
+    key or two of some hundred.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{at} must have keys of its own ({', '.join(_names(cls))}), got {values!r}")
@@ -45,7 +51,7 @@ def build(cls: type[T], values: object, at: str = "") -> T:
         key = join(at, field.name)
         if field.name in values:
             try:
-                found[field.name] = _convert(hints[field.name], values[field.name], key)
+                found[field.name] = _made(hints[field.name], values[field.name], key, known)
             except ConfigError as error:
                 problems.append(str(error))
         elif required(field):
@@ -59,6 +65,19 @@ def build(cls: type[T], values: object, at: str = "") -> T:
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
+
+
+def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
+    """Return *value* as `_convert` does, or what *known* has of the very same; remember it there."""
+    if known is None:
+        return _convert(hint, value, at)
+    try:
+        content = marshal.dumps(value, 2)  # which tells 1 from True and from 1.0, as == does not
+    except ValueError:
+        return _convert(hint, value, at)
+    if at not in known or known[at][0] != content:
+        known[at] = content, _convert(hint, value, at)
+    return known[at][1]
 
 
 def _convert(hint: Any, value: Any, at: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,15 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
     if not left:
         return
     progress(before / len(points), f"{before} of {len(points)} points, {len(left)} begin")
+    best = max(map(_goodput, book.rows.values()), default=(0.0, ""))
     found = executor.run(measure, [point.within(str(folder)) for point in left])
     try:
         for done, row in enumerate(found, 1):
             _keep(book, row)
             rate = done / max(time.monotonic() - begun, 1e-9)
+            best = max(best, _goodput(row))
             text = f"{before + done} of {len(points)} points, {rate:.3g}/s"
-            progress(
-                (before + done) / len(points),
-                text + _best(book.rows[each.name] for each in points if each.name in book.rows),
-            )
+            progress((before + done) / len(points), text + (f"; best {best[0]:.3g} good/s/GPU ({best[1]})" * any(best)))
     finally:
         found.close()
 
@@ -76,14 +75,7 @@ def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
         book.append(content, definitions)
 
 
-def _best(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the point with the most goodput for each GPU so far, if goodput is what its experiment measures."""
-    found = [
-        (row["metrics"]["goodput"] / row["gpus"], row)
-        for row in rows
-        if row.get("gpus") and row["metrics"].get("goodput")
-    ]
-    if not found:
-        return ""
-    value, row = max(found, key=lambda each: each[0])
-    return f"; best {value:.3g} good/s/GPU ({row['point']})"
+def _goodput(row: Mapping[str, Any]) -> tuple[float, str]:
+    """Return the goodput for each GPU of *row*, and its point: 0 and none if that is not what it measures."""
+    value = row.get("gpus") and row["metrics"].get("goodput")
+    return (value / row["gpus"], str(row["point"])) if value else (0.0, "")

@@ -14,7 +14,7 @@ from typing import Any
 
 from pdsim.config import Config
 from pdsim.errors import ConfigError
-from pdsim.results import store
+from pdsim.results.config_file import canonical
 from pdsim.version import __version__
 
 __all__ = ["Axis", "Point", "axes", "combinations", "name_of"]
@@ -111,7 +111,5 @@ def name_of(config: Config) -> str:
 
     Two spellings of one configuration have one name, so a point is measured once however it was written.
     """
-    content = store.as_written(config)
-    del content["output"]
-    text = json.dumps([__version__, content], sort_keys=True, ensure_ascii=True)
+    text = f"[{json.dumps(__version__)}, {canonical(config, 'output')}]"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

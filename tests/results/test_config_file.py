@@ -1,0 +1,42 @@
+"""A configuration is written as if it were the first one, whatever was written before it."""
+
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+
+from pdsim.cli.compose import compose
+from pdsim.config.loading import load
+from pdsim.errors import ConfigError
+from pdsim.results import config_file
+from pdsim.results.config_file import as_written, canonical, config_yaml
+from pdsim.sweep.points import name_of
+
+WORDS = (["workload=smoke"], ["hw=2xh200", "backend=nixl"], ["workload=smoke", "kv.staging=true"], ["workload=smoke"])
+
+
+def test_what_was_written_before_leaves_no_trace(monkeypatch):
+    configs = [compose(words) for words in WORDS]
+    together = [(config_yaml(config), canonical(config), name_of(config)) for config in configs]
+    assert together[0] == together[3] != together[2]
+    for config, found in zip(configs, together, strict=True):
+        monkeypatch.setattr(config_file, "_written", {})
+        assert (config_yaml(config), canonical(config), name_of(config)) == found
+
+
+def test_it_is_read_as_it_was():
+    config = compose(WORDS[1])
+    written = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    assert {key: written[key] for key in as_written(config)} == as_written(config)
+
+
+def test_the_folder_of_the_results_is_not_in_the_name():
+    config = compose(WORDS[0])
+    assert name_of(config) == name_of(replace(config, output="elsewhere")) != name_of(replace(config, seed=7))
+
+
+def test_a_value_that_equals_another_but_is_of_another_type_is_typed_anew():
+    values = as_written(compose(WORDS[0]))
+    load(values)  # has kv.staging=False, which equals 0
+    with pytest.raises(ConfigError, match=r"kv\.staging must be true or false, got 0"):
+        load({**values, "kv": {**values["kv"], "staging": 0}})
