@@ -92,6 +92,8 @@ def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Ite
     experiment = config.experiment.name
     measures = config.target != "model" or experiment in _OWN_FILES
     with terminal.Progress(f"{experiment} on {config.hw.name}", at_once=measures) as bar:
+        if measures:
+            bar(0.0, "begins")
         yield bar
 
 

@@ -155,6 +155,7 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
     chosen = [*defaults, *asked.overrides, "experiment=transfer", "calibration=none", *own]
     runs = []
     with terminal.Progress(f"calibrate {_where(config)}", at_once=True) as bar:
+        bar(0.0, f"begins, {len(cells) + len(left)} points in {asked.jobs} jobs")
         for job in range(asked.jobs):
             shown = within(bar, job / asked.jobs, (job + 1) / asked.jobs, f"job {job + 1} of {asked.jobs},")
             runs.append(measure(compose([*chosen, f"seed={config.seed + job}"]), chosen, progress=shown))

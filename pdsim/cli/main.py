@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
     except KeyboardInterrupt as interrupt:
-        return _fail(130, f"interrupted; {str(interrupt) or 'a run that had begun is marked incomplete'}")
+        kept = "a run that had begun is marked incomplete" if words[0] in _KEEP else "nothing was kept"
+        return _fail(130, f"interrupted; {str(interrupt) or kept}")
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -344,6 +345,9 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "completion": _completion,
 }
+
+_KEEP = ("run", "sweep", "calibrate", "validate", "observe")
+"""Commands that keep runs."""
 
 # --- speaking -------------------------------------------------------------------------------------------------------
 

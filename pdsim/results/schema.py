@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.job import SampleRow
+from pdsim.results.columns import array
 from pdsim.transfer import TransferRecord
 from pdsim.transfer_log import TransferLog, logs
 
@@ -173,10 +174,10 @@ def _transfers(columns: dict[str, Any]) -> pa.Table:
             "tx_us": (seen - posted) * 1e6,
             "poll_us": (seen - completed) * 1e6,
             "latency_us": (seen - submitted) * 1e6,
-            "bw_gbs": pa.array(nbytes / (seen - submitted) / 1e9, mask=~(ok & (seen > submitted))),
+            "bw_gbs": np.ma.array(nbytes / (seen - submitted) / 1e9, mask=~(ok & (seen > submitted))),
         }
     schema = _schema(TRANSFERS)
-    return pa.table([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
+    return pa.table([array(columns[f.name], f.type) for f in schema], schema=schema)
 
 
 def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
@@ -185,7 +186,7 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
     schema = _schema(SAMPLES)
-    return pa.table([pa.array(values, type=f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
+    return pa.table([array(values, f.type) for f, values in zip(schema, columns, strict=True)], schema=schema)
 
 
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
@@ -212,7 +213,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     arrays = []
     for field in schema:
         try:
-            arrays.append(pa.array(requests.get(field.name, [None] * rows), type=field.type))
+            arrays.append(array(requests.get(field.name, [None] * rows), field.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ValueError(f"requests column {field.name} does not hold {field.type}: {error}") from None
     return pa.table(arrays, schema=schema)

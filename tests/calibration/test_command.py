@@ -43,7 +43,7 @@ def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     rows = list(csv.DictReader(line for line in (tmp_path / "mooncake_nvlink-2xh200.csv").open() if line[0] != "#"))
     assert [sum((row["held"], row["operation"]) == ("1", kind) for row in rows) for kind in ("write", "read")] == [4, 2]
     out, err = capsys.readouterr()
-    assert err.startswith("calibrate mooncake_nvlink on 2xh200 (the model) job 1 of 2,")
+    assert err.startswith("calibrate mooncake_nvlink on 2xh200 (the model) begins, ")
     assert "Held-out error" in out
     assert "jobs differ by 0.0% in the median" in out
 

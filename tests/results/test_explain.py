@@ -94,3 +94,12 @@ def test_explain_says_what_a_relief_brings_and_what_makes_two_runs_differ(tmp_pa
     assert json.loads(capsys.readouterr().out)["folders"] == [first, second]
     assert main(["explain", first, "--request", "many"]) == 2
     assert main(["explain", first, second, "--request", "1"]) == 2
+
+
+def test_ctrl_c_in_explain_speaks_of_no_run(monkeypatch, capsys, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pdsim.cli.what_bounds.explain_one", interrupted)
+    assert main(["explain", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "pdsim: interrupted; nothing was kept\n"

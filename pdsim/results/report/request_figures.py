@@ -87,6 +87,10 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
         "A curve further left is faster; where it crosses 50 % is the median, and the share above the crossing with "
         "the line of the SLO missed it."
     )
+    if "itl_p50" not in columns and len(_finite(columns.get("tpot", np.empty(0)))):
+        reading += (
+            " Inter-token latency (ITL) is of live runs: here the first and the last token of a request are kept."
+        )
     return Figure("latency", "Latency", reading, panels)
 
 

@@ -1,0 +1,56 @@
+"""Arrow arrays of what results are made of, without pandas.
+
+`pyarrow.array` imports pandas, if it is installed, to ask whether it was given some of it: a third of a second in every
+process that keeps a run.  Buffers need no such question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["array"]
+
+_NUMBERS: dict[str, tuple[Any, set[type]]] = {"double": (np.float64, {float, int}), "int64": (np.int64, {int})}
+"""By the name of Arrow's type, that of numpy and those of Python that it holds without loss."""
+
+
+def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
+    """Return *values* as an Arrow array of the type *kind*, None and what is masked as null, as `pyarrow.array` does.
+
+    Raise what that raises for values that *kind* does not hold.
+    """
+    import pyarrow as pa
+
+    if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
+        known = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+        return _of_buffers(kind, len(values), known, np.ascontiguousarray(np.ma.getdata(values)))
+    found = values.tolist() if isinstance(values, np.ndarray) else values
+    types = set(map(type, found))
+    present = None if type(None) not in types else np.fromiter((v is not None for v in found), np.bool_, len(found))
+    types.discard(type(None))
+    if str(kind) in _NUMBERS and types <= _NUMBERS[str(kind)][1]:
+        filled = found if present is None else [0 if value is None else value for value in found]
+        try:
+            return _of_buffers(kind, len(found), present, np.array(filled, dtype=_NUMBERS[str(kind)][0]))
+        except OverflowError:  # of integers beyond 64 bits: Arrow says so in its own words
+            return pa.array(values, type=kind)
+    if str(kind) == "string" and types <= {str}:
+        texts = [b"" if value is None else value.encode() for value in found]
+        ends: npt.NDArray[np.int64] = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+        if ends[-1] < 1 << 31:
+            return _of_buffers(kind, len(found), present, ends.astype(np.int32), b"".join(texts))
+    return pa.array(values, type=kind)
+
+
+def _of_buffers(kind: pa.DataType, length: int, present: npt.NDArray[np.bool_] | None, *data: Any) -> pa.Array:
+    import pyarrow as pa
+
+    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(kind, length, [valid, *(pa.py_buffer(each) for each in data)])
