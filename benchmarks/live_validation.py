@@ -75,7 +75,7 @@ def parts_of(base: Sequence[str], like: Path | None) -> Parts:
     found |= single_requests(LENGTHS, SINGLE_OUTPUT, REPEAT, context)
     for name, words in scaled(",".join(LOADS), SECONDS, 1.0):
         config = compose(["hw=2xh200", *base, *words])
-        found[name] = drawn(config.workload, config.seed, config.model.context)
+        found[name] = list(drawn(config.workload, config.seed, config.model.context))
     return found
 
 

@@ -261,7 +261,7 @@ def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Reques
         loads[f"trace-{100 * SHARE:.0f}"] = slices
     for name, words in loads.items():
         config = compose([*base, *words])
-        found[name] = drawn(config.workload, config.seed, config.model.context)
+        found[name] = list(drawn(config.workload, config.seed, config.model.context))
     return found
 
 

@@ -16,15 +16,16 @@ from pdsim import plugins
 from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.progress import Meter, ShowProgress
-from pdsim.results import terminal
+from pdsim.results import reading, terminal
 from pdsim.results.evidence import extrapolations, host_spread
+from pdsim.results.journal import JOURNALS, entries
 from pdsim.results.record import Result
 from pdsim.results.store import Run
 
 if TYPE_CHECKING:
     from pdsim.kv.verify.laws import LawChecker
 
-__all__ = ["execute", "simulated"]
+__all__ = ["execute", "recovered", "simulated"]
 
 _OWN_FILES = ("validate", "validate_live")
 """The experiments that keep files of their own beside those of every run."""
@@ -61,7 +62,7 @@ def execute(
             meter = Meter(show)
             own = {"folder": kept.folder} if experiment in _OWN_FILES else {}
             checker = _checker(config)
-            with _target(config, meter, kept.folder, checker) as target:
+            with _target(config, meter, kept, checker) as target:
                 result = measure(config, target, meter, **own)
                 if config.checks == "on":
                     result = _checked(result, checker)
@@ -95,6 +96,26 @@ def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Ite
         if measures:
             bar(0.0, "begins")
         yield bar
+
+
+def recovered(folder: Path) -> bool:
+    """Write the files of the run in *folder*, which was killed, from what its journals have; return whether it could.
+
+    The folder stays marked incomplete, and the first of its failures says how many requests had ended.  It holds for
+    experiments that name a function ``partial``, such as `serve`.
+    """
+    if not any((folder / name).is_file() for name in JOURNALS):
+        return False
+    from pdsim.config import loading
+
+    values = reading.nested(folder / "config.yaml")
+    config = loading.load({key: value for key, value in values.items() if key not in ("defaults", "hydra")})
+    partial = getattr(plugins.resolve(plugins.EXPERIMENTS, config.experiment.name), "partial", None)
+    result = None if partial is None else partial(config, *(entries(folder / name) for name in JOURNALS))
+    if result is None:
+        return False
+    Run(config, left=folder).write_partial(result)
+    return True
 
 
 def simulated(config: Config, progress: ShowProgress | None = None) -> Result:
@@ -144,7 +165,7 @@ def _checked(result: Result, checker: LawChecker | None) -> Result:
 
 
 @contextmanager
-def _target(config: Config, meter: Meter, folder: Path, observer: LawChecker | None = None) -> Iterator[Any]:
+def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None = None) -> Iterator[Any]:
     """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
 
     Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
@@ -164,12 +185,13 @@ def _target(config: Config, meter: Meter, folder: Path, observer: LawChecker | N
             jitter=config.jitter,
             samples=config.samples,
             fold=config.simulate.fold == "auto",
+            journal=kept.journal,
         )
         return
     if config.target == "live":
         from backends.live.live_deployment import deployed
 
-        with deployed(config, folder, meter) as deployment:
+        with deployed(config, kept.folder, meter) as deployment:
             yield deployment
         return
     from backends.jobs.launcher import SILENCE, Processes

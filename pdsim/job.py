@@ -15,13 +15,26 @@ from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable
 from pdsim.group import Group
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
+from pdsim.transfer_log import Spill
 
-__all__ = ["Gauge", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
+__all__ = ["Gauge", "JobJournal", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
 
 
 Gauge = Callable[[str, str, Callable[[], float]], None]
 SampleRow = tuple[str, str, float, float]
 """Kind, name, seconds since the start of the job, and a share from 0 to 1."""
+
+
+class JobJournal(Protocol):
+    """Where a modelled job leaves what it need not keep in memory: `pdsim.results.journal`."""
+
+    @property
+    def transfers(self) -> Spill:
+        """Blocks of records."""
+
+    @property
+    def requests(self) -> Spill:
+        """Rows of requests that are over."""
 
 
 @dataclass
@@ -53,6 +66,7 @@ class Rank:
     groups: Callable[[tuple[str, ...]], Group] | None = None  # how the target makes them
     sampler: Gauge | None = None  # on the model, if samples are kept
     counted: tuple[Callable[[], int], int] | None = None  # what `counts` was given
+    journal: Spill | None = None  # on the model, where rows of requests that are over are left
 
     def gauge(self, kind: str, name: str, read: Callable[[], float]) -> None:
         """Have ``read()``, a share from 0 to 1, sampled as *name* where samples are kept; *kind* says what it is."""

@@ -2,26 +2,44 @@
 
 What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them: they
 are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of transfers;
-as objects each takes 330 bytes, here 40 and a share of its run.
+as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them in a file.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.compact import ArrayColumn
 from pdsim.transfer import TransferRecord
 
-__all__ = ["Kind", "RecordRun", "TransferLog", "joined", "logs", "runs"]
+__all__ = [
+    "Kind",
+    "LogBlock",
+    "RecordRun",
+    "Spill",
+    "TransferLog",
+    "TransferShape",
+    "distinct",
+    "joined",
+    "logs",
+    "shapes",
+]
 
 TIMES = ("submitted", "prepared", "posted", "completed", "seen")
+
+KEPT = 4096
+"""Records in memory of a log that leaves the others elsewhere."""
 
 
 class Kind(NamedTuple):
@@ -44,20 +62,120 @@ class RecordRun(NamedTuple):
     count: int  # type: ignore[assignment]  # hides a method of tuples that nobody calls
 
 
-class TransferLog(Sequence[TransferRecord]):
-    """Records in the order in which they were appended; equal to any sequence of equal records."""
+class TransferShape(NamedTuple):
+    """What a transfer looks like to its engine."""
 
-    def __init__(self, records: Iterable[TransferRecord] = ()) -> None:
+    engine: str
+    operation: str
+    descriptors: int
+    nbytes: int
+
+
+class Spill(Protocol):
+    """Where logs leave what they do not keep in memory: see `pdsim.results.journal`."""
+
+    def append(self, payload: bytes) -> int:
+        """Keep *payload*, and return where."""
+
+    def read(self, position: int) -> bytes:
+        """Return what was kept at *position*."""
+
+
+class LogBlock(msgspec.Struct, array_like=True, gc=False):
+    """Records of *rank* that are kept together: arrays as bytes, in the order of this machine."""
+
+    rank: str
+    kinds: list[Kind]
+    of: bytes  # by run: uint16, its kind
+    labels: list[str]
+    nbytes: bytes  # int64
+    descriptors: bytes  # int64
+    ends: bytes  # int64: how many records of the block there are up to its end
+    times: list[bytes]  # of `TIMES`: float64
+
+
+class _Runs(NamedTuple):
+    """Records one after the other, as arrays: runs, and the times of each record."""
+
+    of: Sequence[int]
+    labels: Sequence[str]
+    nbytes: Sequence[int]
+    descriptors: Sequence[int]
+    ends: Sequence[int]
+    times: Sequence[Sequence[float]]
+
+    @classmethod
+    def read(cls, payload: bytes) -> _Runs:
+        return cls.of_block(_decode(payload))
+
+    @classmethod
+    def of_block(cls, block: LogBlock) -> _Runs:
+        nbytes, descriptors, ends = (_array("q", part) for part in (block.nbytes, block.descriptors, block.ends))
+        times = [_array("d", part) for part in block.times]
+        return cls(_array("H", block.of), block.labels, nbytes, descriptors, ends, times)
+
+    def columns(self, kinds: Sequence[Kind], first: int, end: int) -> dict[str, ArrayColumn]:
+        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log."""
+        low = bisect_right(self.ends, first)
+        high = bisect_left(self.ends, end) + 1
+        ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
+        counts = ends - np.concatenate(([first], ends[:-1]))
+        codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
+        found = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
+        found["label"] = ArrayColumn(np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high])
+        found["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
+        found["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
+        times = zip(TIMES, self.times, strict=True)
+        return found | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
+
+
+def _array(kind: str, content: bytes) -> array[Any]:
+    found: array[Any] = array(kind)
+    found.frombytes(content)
+    return found
+
+
+class TransferLog(Sequence[TransferRecord]):
+    """Records in the order in which they were appended; equal to any sequence of equal records.
+
+    With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they are
+    needed.  *rank* is who made them.
+    """
+
+    def __init__(self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None) -> None:
         self._kinds: list[Kind] = []
         self._codes: dict[Kind, int] = {}
+        self._rank = rank
+        self._spill = spill
+        self._parts: list[int] = []  # where records are that are not in memory
+        self._before: list[int] = [0]  # how many there are before each part, and before those in memory
+        self._clear()
+        for record in records:
+            self.append(record)
+
+    @classmethod
+    def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
+        """Return what *journal* has of the records of each rank, all in memory."""
+        found: dict[str, TransferLog] = {}
+        for payload in journal:
+            block = _decode(payload)
+            log = found.setdefault(block.rank, cls(rank=block.rank))
+            runs = _Runs.of_block(block)
+            before = 0
+            times = [np.frombuffer(part, np.float64) for part in block.times]
+            for code, label, nbytes, descriptors, end in zip(*runs[:5], strict=True):
+                run = RecordRun(Kind(*block.kinds[code]), label, nbytes, descriptors, end - before)
+                log.extend_run(run, *(column[before:end] for column in times))
+                before = end
+        return found
+
+    def _clear(self) -> None:
         self._of: array[int] = array("H")  # by run: its kind
         self._labels: list[str] = []
         self._nbytes: array[int] = array("q")
         self._descriptors: array[int] = array("q")
-        self._ends: array[int] = array("q")  # by run: how many records there are up to its end
+        self._ends: array[int] = array("q")  # by run: how many records in memory there are up to its end
         self._times: tuple[array[float], ...] = tuple(array("d") for _ in TIMES)
-        for record in records:
-            self.append(record)
 
     def append(self, record: TransferRecord) -> None:
         """Add *record*."""
@@ -75,6 +193,11 @@ class TransferLog(Sequence[TransferRecord]):
             column.frombytes(np.ascontiguousarray(values, np.float64).tobytes())
 
     def _begin(self, kind: Kind, label: str, nbytes: int, descriptors: int, count: int) -> None:
+        ends = self._ends
+        before = ends[-1] if ends else 0
+        if before >= KEPT and self._spill is not None:
+            self._put_away(self._spill)
+            ends, before = self._ends, 0
         code = self._codes.get(kind)
         if code is None:
             code = self._codes[kind] = len(self._kinds)
@@ -83,7 +206,22 @@ class TransferLog(Sequence[TransferRecord]):
         self._labels.append(label)
         self._nbytes.append(nbytes)
         self._descriptors.append(descriptors)
-        self._ends.append((self._ends[-1] if self._ends else 0) + count)
+        ends.append(before + count)
+
+    def _put_away(self, spill: Spill) -> None:
+        block = LogBlock(
+            self._rank,
+            self._kinds,
+            self._of.tobytes(),
+            self._labels,
+            self._nbytes.tobytes(),
+            self._descriptors.tobytes(),
+            self._ends.tobytes(),
+            [column.tobytes() for column in self._times],
+        )
+        self._parts.append(spill.append(_encode(block)))
+        self._before.append(self._before[-1] + self._ends[-1])
+        self._clear()
 
     def renamed(self, names: Mapping[str, str]) -> TransferLog:
         """Return the same records with other *names* of source and target; they share their columns."""
@@ -100,45 +238,67 @@ class TransferLog(Sequence[TransferRecord]):
         ]
         return other
 
+    def _stretches(self) -> Iterator[_Runs]:
+        """Yield all records, a part at a time."""
+        for number in range(len(self._parts) + 1):
+            yield self._stretch(number)
+
+    def _stretch(self, number: int) -> _Runs:
+        if number < len(self._parts):
+            assert self._spill is not None
+            return _Runs.read(self._spill.read(self._parts[number]))
+        return _Runs(self._of, self._labels, self._nbytes, self._descriptors, self._ends, self._times)
+
     def runs(self) -> Iterator[RecordRun]:
         """Yield what the records have in common, run by run."""
-        kinds, before = self._kinds, 0
-        for code, label, nbytes, descriptors, end in zip(
-            self._of, self._labels, self._nbytes, self._descriptors, self._ends, strict=True
-        ):
-            yield RecordRun(kinds[code], label, nbytes, descriptors, end - before)
-            before = end
+        kinds = self._kinds
+        for stretch in self._stretches():
+            before = 0
+            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
+                yield RecordRun(kinds[code], label, nbytes, descriptors, end - before)
+                before = end
 
-    def columns(self, first: int = 0, end: int | None = None) -> dict[str, Any]:
-        """Return the columns of `TransferRecord`, of the records from *first* to before *end*, as arrays."""
-        end = len(self) if end is None else min(end, len(self))
-        low = bisect_right(self._ends, first)
-        high = bisect_left(self._ends, end) + 1
-        ends = np.clip(np.array(self._ends[low:high], np.int64), first, end)
-        counts = np.diff(ends, prepend=first)
-        codes = np.array(self._of[low:high], np.int64)
-        found: dict[str, Any] = {}
-        for at, name in enumerate(Kind._fields):
-            words = np.array([kind[at] for kind in self._kinds], object)
-            found[name] = np.repeat(words[codes], counts) if len(words) else words
-        found["label"] = np.repeat(np.array(self._labels[low:high], object), counts)
-        found["nbytes"] = np.repeat(np.array(self._nbytes[low:high], np.int64), counts)
-        found["descriptors"] = np.repeat(np.array(self._descriptors[low:high], np.int64), counts)
-        times = zip(TIMES, self._times, strict=True)
-        return found | {name: np.array(column[first:end], np.float64) for name, column in times}
+    def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
+        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time; none if there are no records."""
+        for stretch in self._stretches():
+            count = stretch.ends[-1] if stretch.ends else 0
+            for first in range(0, count, rows):
+                yield stretch.columns(self._kinds, first, min(first + rows, count))
+
+    def shapes(self) -> Counter[TransferShape]:
+        """Return how many records have which engine, operation, descriptors and bytes."""
+        found = Counter[tuple[int, int, int]]()
+        for stretch in self._stretches():
+            counts = np.diff(np.array(stretch.ends, np.int64), prepend=0).tolist()
+            for code, descriptors, nbytes, count in zip(
+                stretch.of, stretch.descriptors, stretch.nbytes, counts, strict=True
+            ):
+                found[code, descriptors, nbytes] += count
+        of = Counter[TransferShape]()
+        for (code, descriptors, nbytes), count in found.items():
+            of[TransferShape(self._kinds[code].engine, self._kinds[code].operation, descriptors, nbytes)] += count
+        return of
+
+    @property
+    def identity(self) -> int:
+        """A number that logs have in common that share their columns, and no others."""
+        return id(self._times)
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return self._ends[-1] if self._ends else 0
+        return self._before[-1] + (self._ends[-1] if self._ends else 0)
 
     def __iter__(self) -> Iterator[TransferRecord]:
         """Yield the records, made as they are read."""
-        rows = zip(*self._times, strict=True)
-        for kind, label, nbytes, descriptors, count in self.runs():
-            engine, operation, source, target, status = kind
-            for _ in range(count):
-                values: tuple[Any, ...] = (nbytes, descriptors, *next(rows), status, label)
-                yield TransferRecord(engine, operation, source, target, *values)
+        for stretch in self._stretches():
+            rows = zip(*stretch.times, strict=True)
+            before = 0
+            for code, label, nbytes, descriptors, end in zip(*stretch[:5], strict=True):
+                engine, operation, source, target, status = self._kinds[code]
+                for _ in range(end - before):
+                    values: tuple[Any, ...] = (nbytes, descriptors, *next(rows), status, label)
+                    yield TransferRecord(engine, operation, source, target, *values)
+                before = end
 
     @overload
     def __getitem__(self, index: int) -> TransferRecord: ...
@@ -151,11 +311,14 @@ class TransferLog(Sequence[TransferRecord]):
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"record {index} is not one of {len(self)}")
-        run = bisect_right(self._ends, number)
-        kind = self._kinds[self._of[run]]
-        times = (column[number] for column in self._times)
-        first = (*kind[:4], self._nbytes[run], self._descriptors[run])
-        values: tuple[Any, ...] = (*first, *times, kind.status, self._labels[run])
+        part = bisect_right(self._before, number) - 1
+        number -= self._before[part]
+        stretch = self._stretch(part)
+        run = bisect_right(stretch.ends, number)
+        kind = self._kinds[stretch.of[run]]
+        times = (column[number] for column in stretch.times)
+        first = (*kind[:4], stretch.nbytes[run], stretch.descriptors[run])
+        values: tuple[Any, ...] = (*first, *times, kind.status, stretch.labels[run])
         return TransferRecord(*values)
 
     def __eq__(self, other: object) -> bool:
@@ -168,11 +331,24 @@ class TransferLog(Sequence[TransferRecord]):
         return f"<TransferLog of {len(self)} records>"
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(LogBlock).decode
+
+
 class _Joined(Sequence[TransferRecord]):
     """Logs one after the other."""
 
     def __init__(self, logs: Sequence[TransferLog]) -> None:
         self.logs = logs
+
+    @cached_property
+    def shapes(self) -> Counter[TransferShape]:
+        """How many records have which shape."""
+        found = Counter[TransferShape]()
+        for log, count in distinct(self):
+            for shape, own in log.shapes().items():
+                found[shape] += own * count
+        return found
 
     def __len__(self) -> int:
         return sum(map(len, self.logs))
@@ -219,6 +395,18 @@ def logs(records: Sequence[TransferRecord]) -> Sequence[TransferLog]:
     return [records if isinstance(records, TransferLog) else TransferLog(records)]
 
 
-def runs(records: Sequence[TransferRecord]) -> Iterator[RecordRun]:
-    """Yield what *records* have in common, run by run."""
-    return chain.from_iterable(log.runs() for log in logs(records))
+def distinct(records: Sequence[TransferRecord]) -> list[tuple[TransferLog, int]]:
+    """Return the logs of *records* that share their columns with none before, and how many share those of each."""
+    found: list[tuple[TransferLog, int]] = []
+    places: dict[int, int] = {}
+    for log in logs(records):
+        place = places.setdefault(log.identity, len(found))
+        if place == len(found):
+            found.append((log, 0))
+        found[place] = found[place][0], found[place][1] + 1
+    return found
+
+
+def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:
+    """Return how many of *records* have which engine, operation, descriptors and bytes."""
+    return records.shapes if isinstance(records, _Joined) else _Joined(logs(records)).shapes

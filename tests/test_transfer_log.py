@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pdsim import transfer_log
+from pdsim.results.journal import JournalFile, entries
 from pdsim.results.schema import transfers_table, transfers_tables
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import Kind, RecordRun, TransferLog, joined, runs
+from pdsim.transfer_log import Kind, RecordRun, TransferLog, joined, shapes
 
 
 def record(number: int, **changes: object) -> TransferRecord:
@@ -59,7 +63,7 @@ def test_it_is_equal_to_equal_records(log: TransferLog):
 
 def test_runs_are_what_records_have_in_common(log: TransferLog):
     assert [run.count for run in log.runs()] == [1, 1, 7, 1]
-    assert sum(run.count * run.nbytes for run in runs(RECORDS)) == 640
+    assert sum(count * shape.nbytes for shape, count in shapes(RECORDS).items()) == 640
 
 
 def test_renamed_has_other_ranks_and_the_same_times(log: TransferLog):
@@ -83,3 +87,29 @@ def test_tables_in_pieces_are_the_table_of_all(log: TransferLog, rows: int):
     pieces = list(transfers_tables(joined([log, RECORDS]), rows))
     assert pa.concat_tables(pieces).combine_chunks().equals(transfers_table([*RECORDS, *RECORDS]))
     assert len(pieces) == -(-20 // rows) or rows in (3, 4)
+
+
+def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(transfer_log, "KEPT", 3)
+    journal = JournalFile(tmp_path / "transfers.journal")
+    log = TransferLog(RECORDS, rank="a", spill=journal)
+    renamed = log.renamed({"b": "d"})
+    assert log == RECORDS
+    assert [log[number] for number in range(10)] == RECORDS
+    assert renamed == [one._replace(target="d") for one in RECORDS]
+    assert transfers_table(log) == transfers_table(TransferLog(RECORDS))
+    assert shapes(joined([log, renamed])) == shapes([*RECORDS, *RECORDS])
+    kept = TransferLog.by_rank(entries(tmp_path / "transfers.journal"))
+    assert kept == {"a": RECORDS[:9]}  # the last are in memory only
+
+
+def test_a_journal_that_was_cut_short_has_its_whole_entries(tmp_path: Path):
+    path = tmp_path / "a.journal"
+    journal = JournalFile(path)
+    assert [journal.read(position) for position in [journal.append(b"one"), journal.append(b"more")]] == [
+        b"one",
+        b"more",
+    ]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert list(entries(path)) == [b"one"]
+    assert not list(entries(tmp_path / "none"))

@@ -15,6 +15,7 @@ import msgspec
 
 from backends.base.authentication import Keys
 from backends.collectives.base import Settings
+from pdsim.compact import plain
 from pdsim.errors import MessageError, PeerLost
 from pdsim.transfer import TransferRecord
 
@@ -116,7 +117,7 @@ class Done(msgspec.Struct, tag=True):
 Message = Start | WorkerReady | Go | Moved | Alive | WorkerFailed | Done
 _Kind = TypeVar("_Kind", Start, Go)
 _decode = msgspec.msgpack.Decoder(Message).decode
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=plain).encode
 
 
 def check_plain(value: object) -> None:

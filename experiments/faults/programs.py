@@ -14,7 +14,8 @@ from pdsim.kv.messages import Submit
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import Deployment, instance_of
-from pdsim.serving.router import RoutedRequest, Router
+from pdsim.serving.routed_requests import RoutedRequest
+from pdsim.serving.router import Router
 from pdsim.transfer import Program
 
 __all__ = ["LINGER", "HoldingScheduler", "decode", "router"]

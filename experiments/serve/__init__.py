@@ -7,13 +7,17 @@ experiments (handoff, capacity, faults, validate) use the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
+
+import numpy as np
 
 from experiments.serve import tables
 from experiments.serve.kv_paths import Paths, notes
 from pdsim import plugins
+from pdsim.compact import ArrayColumn, rows
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.job import Outcome, Place, RankResult, RankSpec
@@ -28,12 +32,15 @@ from pdsim.serving.compute.roofline import kv_shape
 from pdsim.serving.deployment import ROUTER, Deployment, rank_name
 from pdsim.serving.load import OfferedLoad, offered_load, scaled
 from pdsim.serving.placement import pages, places
+from pdsim.serving.request_log import RequestLog
+from pdsim.serving.request_log import columns as request_columns
+from pdsim.serving.requests import Request, RequestTable
 from pdsim.serving.settings import Parallel, Side, Workload
-from pdsim.serving.workload import Request, draw
-from pdsim.transfer_log import joined
+from pdsim.serving.workload import draw
+from pdsim.transfer_log import TransferLog, joined
 from pdsim.units import Seconds
 
-__all__ = ["TARGETS", "ServeOptions", "check_fits", "job", "observed", "run", "specs"]
+__all__ = ["TARGETS", "ServeOptions", "check_fits", "job", "observed", "partial", "run", "specs"]
 
 TARGETS = ("model", "real", "live")
 """Where the experiment can run."""
@@ -81,7 +88,7 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     options = ServeOptions.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
     if config.target == "live":
-        if any(request.after >= 0 for request in drawn.requests):
+        if drawn.requests.after is not None:
             raise ConfigError("workload.arrivals=sessions has target=model or real only; choose other arrivals")
         from experiments.serve import live_run
 
@@ -93,13 +100,35 @@ def run(config: Config, target: Any, progress: ShowProgress) -> Result:
         return replace(found, notes=[*drawn.notes, *found.notes])
     what = job(config, options)
     requests = scaled(config.workload, what, drawn.requests, config.seed)
-    first = [*_first(config.workload, offered_load(what, requests)), *drawn.notes]
+    offered = offered_load(what, requests)
+    first = [*_first(config.workload, offered), *drawn.notes]
     check_fits(what, requests)
     progress(0.0, f"serving {len(requests)} requests", 1.0)
     outcome = target.run(specs(config, what, requests))
     progress(1.0, "")
-    found = result(config, what, requests, outcome)
+    found = result(config, what, requests, outcome, offered)
     return replace(found, notes=[*first, *found.notes])
+
+
+def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) -> Result | None:
+    """Return what is known of a run of *config* that was killed, from its journals; None if nothing is.
+
+    Requests are those that had ended by then, transfers those of ranks that stood for others once.
+    """
+    log = RequestLog.read(ended)
+    drawn = draw(config.workload, config.seed, config.model.context)
+    if not len(log):
+        return None
+    what = job(config, ServeOptions.of(config))
+    requests = scaled(config.workload, what, drawn.requests, config.seed)
+    value = {"start": log.start, "rows": log}
+    ranks = {name: RankResult(name, transfers=own) for name, own in TransferLog.by_rank(transfers).items()}
+    seconds = float(np.nanmax(np.append(log.column("finished").values, 0.0)))
+    outcome = Outcome({ROUTER: RankResult(ROUTER, value=value)} | ranks, seconds)
+    found = result(config, what, requests, outcome, ended=True)
+    count = len(found.requests["id"])
+    failure = f"the run ended early: these are {count} of {len(requests)} requests, which had ended by then"
+    return replace(found, failures=[failure, *found.failures])
 
 
 def observed(config: Config, found: Any, source: str) -> Result:
@@ -263,18 +292,19 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     """
     plain = what.plain()
     more: dict[str, Any] = {}
+    requests = RequestTable.of(requests)
     if what.cache.prefill or what.cache.decode or what.policy == "cache_aware":
         more["blocks"] = [list(request.hash_ids) for request in requests]
-    if any(request.after >= 0 for request in requests):
-        more["after"] = [request.after for request in requests]
-    if any(request.priority for request in requests):
-        more["priorities"] = [request.priority for request in requests]
+    if requests.after is not None and (requests.after >= 0).any():
+        more["after"] = requests.after.tolist()
+    if requests.priority is not None and requests.priority.any():
+        more["priorities"] = requests.priority.tolist()
     if what.colocated:
-        rows = [list(request[:3]) for request in requests]
-        own = {"job": plain, "requests": rows, **more}
+        own = {"job": plain, "requests": requests, **more}
         return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), own)]
-    leaves = [[number, request.patience] for number, request in enumerate(requests) if request.patience is not None]
-    arguments = {"job": plain, "requests": [list(request[:3]) for request in requests], "leaves": leaves, **more}
+    waits = () if requests.patience is None else enumerate(requests.patience.tolist())
+    leaves = [[number, patience] for number, patience in waits if not isnan(patience)]
+    arguments = {"job": plain, "requests": requests, "leaves": leaves, **more}
     found = [RankSpec(ROUTER, "pdsim.serving.router:program", Place(), arguments)]
     prefill, decode = places(config.parallel, config.hw)
     for side, instances, dp, where in (
@@ -309,8 +339,18 @@ def _sizes(parallel: Parallel) -> str:
     return f"({text(parallel.prefill)} to {text(parallel.decode)})"
 
 
-def result(config: Config, what: Deployment, requests: Sequence[Request], outcome: Outcome) -> Result:
-    """Return what *outcome* says of *requests*.
+def result(
+    config: Config,
+    what: Deployment,
+    requests: Sequence[Request],
+    outcome: Outcome,
+    offered: OfferedLoad | None = None,
+    *,
+    ended: bool = False,
+) -> Result:
+    """Return what *outcome* says of *requests*; *offered* is their load, computed here if it is not known.
+
+    With *ended*, only of those that had ended.
 
     Failures are ranks that ended with an error, and requests that did not succeed and whose user had not left; those
     that the router refused are none.
@@ -318,19 +358,18 @@ def result(config: Config, what: Deployment, requests: Sequence[Request], outcom
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
     value = router.value or {"start": 0.0, "rows": [["", "", 0, lost, *[None] * 8]] * len(requests)}
-    columns = tables.columns(requests, value)
-    offered = offered_load(what, requests)
+    requests = RequestTable.of(requests)
+    columns = request_columns(requests, value)
+    offered = offered or offered_load(what, requests)
     paths = Paths(len(requests), outcome)
     columns["path"] = paths.of_requests()
     columns |= tables.cached(outcome, len(requests))
-    if any(request.priority for request in requests):
-        columns["priority"] = [request.priority for request in requests]
+    if requests.priority is not None and requests.priority.any():
+        columns["priority"] = ArrayColumn(requests.priority)
+    if ended:
+        columns = rows(columns, tables.with_status(columns, bool))
     failures = [f"{name}: {_line(rank)}" for name, rank in outcome.ranks.items() if rank.error]
-    failures += [
-        f"request {number}: {status}"
-        for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))
-        if status != "ok" and not tables.left(status, patience) and not tables.shed(status)
-    ]
+    failures += tables.failed(columns)
     return Result(
         summary=[
             *tables.metrics(columns, config.workload, config.slo, outcome),
@@ -360,7 +399,7 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
 
     Both pools count: the input at prefill, input and output at decode, and pages of sliding-window layers on either.
     """
-    for number, request in enumerate(requests):
+    for number, request in _largest(RequestTable.of(requests), what):
         for side, tokens, have in (
             ("prefill", request.input, what.prefill_pages),
             ("decode", request.input + request.output, what.decode_pages),
@@ -377,3 +416,15 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
                     f"side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or parallel.{side}.tp, "
                     "or choose a workload of shorter requests"
                 )
+
+
+def _largest(requests: RequestTable, what: Deployment) -> Iterable[tuple[int, Request]]:
+    """Return *requests* and their numbers if one may be too large for *what*; none if the largest are not."""
+    prompts, ends = requests.input, requests.input + requests.output
+    if not len(requests):
+        return ()
+    for most, have in ((int(prompts.max()), what.prefill_pages), (int(ends.max()), what.decode_pages)):
+        window = what.shape.state.window and what.window_need(most) > what.window_pages(have)
+        if window or what.page_count(most) > have:
+            return enumerate(requests)
+    return ()

@@ -8,7 +8,7 @@ from typing import Any
 from pdsim.job import Outcome
 from pdsim.kv.paths import PATHS
 from pdsim.results.record import Metric, Table
-from pdsim.transfer_log import RecordRun, runs
+from pdsim.transfer_log import RecordRun, distinct, joined
 
 __all__ = ["Paths", "notes"]
 
@@ -22,18 +22,18 @@ class Paths:
     def __init__(self, count: int, outcome: Outcome) -> None:
         self._taken: list[str] = [""] * count
         self._totals: dict[str, list[int]] = {}
-        for rank in outcome.ranks.values():
-            for run in runs(rank.transfers):
-                self._count(run)
+        for log, ranks in distinct(joined(rank.transfers for rank in outcome.ranks.values())):
+            for run in log.runs():
+                self._count(run, run.count * ranks)
 
-    def _count(self, run: RecordRun) -> None:
+    def _count(self, run: RecordRun, count: int) -> None:
         room, _, path = run.label.split("/")
         total = self._totals.get(path)
         if total is None:
             total = self._totals[path] = [0, 0, 0]
-        total[0] += run.count
-        total[1] += run.nbytes * run.count
-        total[2] += run.descriptors * run.count
+        total[0] += count
+        total[1] += run.nbytes * count
+        total[2] += run.descriptors * count
         number = (int(room) - 1) % len(self._taken)  # a request that is sent out anew has another room
         taken = self._taken[number]
         if path not in taken:  # most rooms take one path, so its very name is kept

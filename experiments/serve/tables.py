@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.compact import ArrayColumn, rows
 from pdsim.job import Outcome
 from pdsim.results.batch_means import intervals, trend
 from pdsim.results.record import Metric, Table
-from pdsim.results.schema import INSTANTS
 from pdsim.results.statistics import distribution, mean, percentile
 from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
+from pdsim.serving.requests import HASHED, Request
 from pdsim.serving.settings import Slo, Workload
-from pdsim.serving.workload import HASHED, Request
 from pdsim.units import format_time
 
 __all__ = [
     "PHASES",
     "cache_metrics",
     "cached",
-    "columns",
     "counted",
+    "failed",
     "instances",
     "left",
     "load_metrics",
@@ -38,6 +38,7 @@ __all__ = [
     "tables",
     "totals",
     "values",
+    "with_status",
 ]
 
 Columns = Mapping[str, Sequence[Any]]
@@ -61,32 +62,6 @@ LATENCIES = {
 }
 
 
-def columns(requests: Sequence[Request], value: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return one row a request, in columns, from the router's *value*; times of a failed request are None.
-
-    Durations are seconds.  *value* is what the router's rank returned: rows of instances, bytes, status and stamps.
-    """
-    start = value["start"]
-    names = ("id", "arrival", "input", "output", "patience", "prefill", "decode", "nbytes", "status")
-    found: dict[str, list[Any]] = {name: [] for name in (*names, *LATENCIES_AND_PHASES, *_INSTANTS)}
-    if "arrivals" in value:  # of users who wait for their answers
-        actual = zip(requests, value["arrivals"], strict=True)
-        requests = [Request(arrival, *request[1:]) for request, arrival in actual]
-    for number, (request, row) in enumerate(zip(requests, value["rows"], strict=True)):
-        prefill, decode, nbytes, status, *times = row
-        found["id"].append(number)
-        for name, item in zip(names[1:], (*request[:4], prefill, decode, nbytes, status), strict=True):
-            found[name].append(item)
-        durations = _durations(start + request.arrival, request.output, times) if times[0] is not None else {}
-        for name in LATENCIES_AND_PHASES:
-            found[name].append(durations.get(name))
-        instants = dict(zip(_TIMES, times, strict=False))
-        for name in _INSTANTS:
-            instant = instants.get(name)
-            found[name].append(None if instant is None else instant - start)
-    return found
-
-
 def left(status: str, patience: float | None) -> bool:
     """Return whether a request of this *status* ended because its user left, as the workload says.
 
@@ -100,67 +75,51 @@ def shed(status: str) -> bool:
     return status.startswith("Shed: ")
 
 
-LATENCIES_AND_PHASES = ("ttft", "tpot", "e2e", *PHASES)
-
-_INSTANTS = tuple(column.name for column in INSTANTS)
-_TIMES = (
-    *("reserved_at", "noticed_at", "started_at", "prefilled_at", "arrived_at", "polled_at", "joined_at"),
-    *("finished_at", "first_at", "asked_at"),
-)
-"""What the router reports of a request, in its order; of the last two, those that differ from others."""
-
-
-def _durations(arrival: float, output: int, times: Sequence[float]) -> dict[str, float | None]:
-    """Return latencies and phases of a request, in seconds, from the stamps of `Finished`.
-
-    Phases add up to the end-to-end time; where decode pulls, it waits for pages after the prefill and not before.
-    """
-    reserved, noticed, started, prefilled, arrived, polled, joined, finished = times[:8]
-    first, asked = (times[8], times[9]) if len(times) > 8 else (polled, None)
-    durations = {
-        "ttft": first - arrival,
-        "tpot": (finished - first) / (output - 1) if output > 1 else None,
-        "e2e": finished - arrival,
-        "compute": (prefilled - started) + (finished - joined),
-        "polling": polled - arrived,
-    }
-    if asked is not None:  # decode heard of it after prefill had answered
-        return durations | {
-            "queueing": (started - arrival) + (reserved - asked) + (joined - polled),
-            "handshake": asked - prefilled,
-            "transfer": arrived - reserved,
-        }
-    return durations | {
-        "queueing": (reserved - arrival) + (started - noticed) + (joined - polled),
-        "handshake": noticed - reserved,
-        "transfer": arrived - prefilled,
-    }
+def _numbers(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return *values* as an array, floats with NaN for None."""
+    return values.values if isinstance(values, ArrayColumn) else ArrayColumn.of(values).values
 
 
 def values(table: Columns, name: str) -> Floats:
     """Return the column *name* of the requests that have a value in it."""
-    return np.array([value for value in table[name] if value is not None], dtype=np.float64)
+    column = table[name]
+    return column.known() if isinstance(column, ArrayColumn) else ArrayColumn.of(column).known()
 
 
 def makespan(table: Columns) -> float:
     """Return the seconds from the start to the last token."""
-    ends = [arrival + e2e for arrival, e2e in zip(table["arrival"], table["e2e"], strict=True) if e2e is not None]
-    return max(ends, default=0.0)
+    ends = _numbers(table["arrival"]) + _numbers(table["e2e"])
+    return float(np.nanmax(ends)) if len(ends) and not np.isnan(ends).all() else 0.0
 
 
 def _good(table: Columns, slo: Slo) -> int:
-    rows = zip(table["ttft"], table["tpot"], strict=True)
-    return sum(ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows)
+    ttft, tpot = _numbers(table["ttft"]), _numbers(table["tpot"])
+    return int(((ttft <= slo.ttft) & (np.nan_to_num(tpot) <= slo.tpot)).sum())
+
+
+def with_status(table: Columns, holds: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+    """Return for each request whether *holds* is true of its status."""
+    status = table["status"]
+    if isinstance(status, ArrayColumn) and status.words is not None:
+        true = np.array([holds(word or "") for word in status.words], dtype=np.bool_)
+        return np.asarray(true[status.values], dtype=np.bool_)
+    return np.array([holds(word) for word in status], dtype=np.bool_)
+
+
+def failed(table: Columns) -> list[str]:
+    """Return a line for each request that failed: users who leave and requests that were refused have not."""
+    stays = np.isnan(_numbers(table["patience"]))
+    bad = with_status(table, lambda word: word != "ok" and not shed(word))
+    bad &= ~(with_status(table, lambda word: left(word, 0.0)) & ~stays)
+    return [f"request {number}: {table['status'][number]}" for number in np.flatnonzero(bad).tolist()]
 
 
 def counted(table: Columns, workload: Workload) -> Columns:
     """Return the rows of requests that arrive neither in the warm-up nor in the cool-down."""
-    arrivals = table["arrival"]
-    if not (workload.warmup or workload.cooldown) or not arrivals:
+    arrivals = _numbers(table["arrival"])
+    if not (workload.warmup or workload.cooldown) or not len(arrivals):
         return table
-    first, last = workload.warmup, max(arrivals) - workload.cooldown
-    kept = [index for index, arrival in enumerate(arrivals) if first <= arrival <= last]
-    return {name: [column[index] for index in kept] for name, column in table.items()}
+    return rows(table, (arrivals >= workload.warmup) & (arrivals <= arrivals.max() - workload.cooldown))
 
 
 def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
@@ -236,7 +195,7 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
     steady = counted(table, workload)
     found = [
         *totals(table, slo, steady),
-        Metric("kv_bytes", sum(table["nbytes"]), "bytes of KV and metadata transferred"),
+        Metric("kv_bytes", _total(table["nbytes"]), "bytes of KV and metadata transferred"),
     ]
     for name, definition in LATENCIES.items():
         these = values(steady, name)
@@ -270,9 +229,10 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
     """
     steady = table if steady is None else steady
     total, seconds = len(table["id"]), makespan(table)
-    done = [index for index, status in enumerate(table["status"]) if status == "ok"]
-    gone = sum(map(left, table["status"], table["patience"]))
-    refused = sum(map(shed, table["status"]))
+    ok = with_status(table, lambda word: word == "ok")
+    done = int(ok.sum())
+    gone = int((with_status(table, lambda word: left(word, 0.0)) & ~np.isnan(_numbers(table["patience"]))).sum())
+    refused = int(with_status(table, shed).sum())
     good = _good(table, slo)
 
     def rate(amount: float) -> float | None:
@@ -280,18 +240,16 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
 
     return [
         Metric("requests", total, "requests of the workload"),
-        Metric("requests_ok", len(done), "requests that got all their tokens"),
+        Metric("requests_ok", done, "requests that got all their tokens"),
         Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
-        Metric("requests_failed", total - len(done) - gone - refused, "requests that failed"),
+        Metric("requests_failed", total - done - gone - refused, "requests that failed"),
         *([Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")] if refused else []),
         Metric("makespan_s", seconds, "from the start of the workload to the last token"),
-        Metric("request_rate", rate(len(done)), "requests_ok / makespan, 1/s"),
-        Metric(
-            "input_tokens_per_s", rate(sum(table["input"][i] for i in done)), "input tokens of requests_ok / makespan"
-        ),
+        Metric("request_rate", rate(done), "requests_ok / makespan, 1/s"),
+        Metric("input_tokens_per_s", rate(_total(table["input"], ok)), "input tokens of requests_ok / makespan"),
         Metric(
             "output_tokens_per_s",
-            rate(sum(table["output"][i] for i in done)),
+            rate(_total(table["output"], ok)),
             "output tokens of requests_ok / makespan",
         ),
         Metric(
@@ -359,12 +317,21 @@ def instances(table: Columns) -> list[list[Any]]:
     """Return name, requests and tokens of each instance, input of prefill and output of decode."""
     found: dict[str, list[Any]] = {}
     for side, tokens in (("prefill", "input"), ("decode", "output")):
-        for instance, amount in zip(table[side], table[tokens], strict=True):
+        names, where = np.unique(np.array(list(table[side]), dtype=np.str_), return_inverse=True)
+        amounts = np.array(list(table[tokens]), dtype=np.int64)
+        for number, instance in enumerate(names.tolist()):
             if instance:
                 row = found.setdefault(instance, [instance, 0, 0])
-                row[1] += 1
-                row[2] += amount
+                mine = where == number
+                row[1] += int(mine.sum())
+                row[2] += int(amounts[mine].sum())
     return [found[name] for name in sorted(found)]
+
+
+def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) -> int:
+    """Return the sum of whole numbers, of those for which *which* is true."""
+    numbers = values.values if isinstance(values, ArrayColumn) else np.array(values, dtype=np.int64)
+    return int(numbers[slice(None) if which is None else which].sum())
 
 
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:

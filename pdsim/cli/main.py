@@ -244,6 +244,11 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
         raise ConfigError(f"{wrong[0]} is no folder; name the folder of a run, such as one in results")
     if not folders:
         raise ConfigError(f"{command} needs the folder of a run, such as one in results; see pdsim {command} --help")
+    for folder in folders:
+        if folder.name.endswith(".incomplete"):
+            from pdsim.execution import recovered
+
+            recovered(folder)
     return folders
 
 

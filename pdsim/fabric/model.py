@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simpy.core import EmptySchedule
 
+from pdsim.compact import Compact, plain
 from pdsim.costs import Jitter
 from pdsim.errors import ConfigError
 from pdsim.fabric.channel import Absent, SimChannel
@@ -31,7 +32,7 @@ from pdsim.fabric.shared import Fabric
 from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
-from pdsim.job import Outcome, Rank, RankResult, RankSpec
+from pdsim.job import JobJournal, Outcome, Rank, RankResult, RankSpec
 from pdsim.transfer import Program
 from pdsim.transfer_log import TransferLog, joined, logs
 
@@ -64,6 +65,8 @@ class Model:
     ``progress(now, done, of)`` is called now and then with the virtual time and what a rank has counted
     (`pdsim.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
 
+    With *journal*, records and rows of requests are left there while the job runs, so that memory does not grow.
+
     With *fold*, ranks that say that they are alike run once (`pdsim.fabric.fold`) where that is exact: with
     ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody killed.
     If a rank of such a job ends with an error, it is run again with all of them.
@@ -81,6 +84,7 @@ class Model:
     jitter: Jitter | None = None
     samples: int = 0
     fold: bool = True
+    journal: JobJournal | None = None
 
     def __post_init__(self) -> None:
         if self.memory not in ("timing", "tracked"):
@@ -113,10 +117,10 @@ class Model:
 
 
 class _Records:
-    """A rank's recorder: keeps everything."""
+    """The recorder of *rank*: keeps everything, most of it in *journal* if there is one."""
 
-    def __init__(self) -> None:
-        self.transfers = TransferLog()
+    def __init__(self, rank: str = "", journal: JobJournal | None = None) -> None:
+        self.transfers = TransferLog(rank=rank, spill=None if journal is None else journal.transfers)
         self.transfer = self.transfers.append
         self.series = self.transfers.extend_run
 
@@ -271,7 +275,7 @@ class _ModelJob:
         host_latency = HostLatency(host, self._clock.now)
         offload = self._topology.offload(site)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, offload)
-        records = _Records()
+        records = _Records(spec.name, self._model.journal)
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer
         watch = observer.sent if observer is not None else None
@@ -318,6 +322,7 @@ class _ModelJob:
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
         rank = Rank(name, *parts, peers, self._model.observer)
+        rank.journal = None if self._model.journal is None else self._model.journal.requests
         if self._sampling is not None:
             rank.sampler = self._sampling.gauge
         if (groups := self._groups) is not None:
@@ -433,5 +438,13 @@ def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, 
 
 
 def _plain(value: Any) -> Any:
-    """Return *value* as it would come out on the other side of a process boundary."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    """Return *value* as it would come out on the other side of a process boundary; columns stay as they are."""
+    if isinstance(value, dict):
+        kept = {name: part for name, part in value.items() if isinstance(part, Compact)}
+        rest = {name: part for name, part in value.items() if name not in kept}
+        return _crossed(rest) | kept
+    return _crossed(value)
+
+
+def _crossed(value: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=plain))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pdsim.compact import ArrayColumn
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -28,6 +30,11 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
     """
     import pyarrow as pa
 
+    if isinstance(values, ArrayColumn):
+        if values.words is not None:
+            return array(values.words, kind).take(array(values.values.astype(np.int64), pa.int64()))
+        numbers = values.values
+        values = np.ma.array(numbers, mask=np.isnan(numbers)) if numbers.dtype.kind == "f" else numbers
     if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
         known = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
         return _of_buffers(kind, len(values), known, np.ascontiguousarray(np.ma.getdata(values)))

@@ -16,7 +16,7 @@ from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.hardware import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import runs
+from pdsim.transfer_log import shapes
 from pdsim.units import format_rate, format_size
 
 __all__ = ["Evidence", "extrapolations", "gather", "host_spread"]
@@ -126,7 +126,7 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
-    largest = max(run.nbytes for run in runs(transfers))
+    largest = max(shape.nbytes for shape in shapes(transfers))
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
         source = next(
@@ -153,7 +153,7 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str
     calibration, model = config.calibration, config.backend.intra
     if config.target != "model" or not transfers or calibration is None or not calibration.hosts or model is None:
         return []
-    shapes = {(run.descriptors, run.nbytes, run.kind.operation == "read") for run in runs(transfers)}
+    moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in shapes(transfers)}
     spans = []
     for factor in (min(calibration.hosts), max(calibration.hosts)):
         moved = on_host(config.backend, factor).intra
@@ -161,7 +161,7 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str
         line = config.hw.interconnect.rate
         ratios = [
             moved.alone(count, size, line, read=read) / model.alone(count, size, line, read=read)
-            for count, size, read in shapes
+            for count, size, read in moves
         ]
         spans.append(median(ratios))
     low, high = min(calibration.hosts), max(calibration.hosts)
@@ -177,8 +177,8 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
     if calibration is None:
         return
     counts = Counter[tuple[int, int]]()
-    for run in runs(transfers):
-        counts[run.descriptors, run.nbytes] += run.count
+    for shape, count in shapes(transfers).items():
+        counts[shape.descriptors, shape.nbytes] += count
     yield from _outside(calibration.name, "descriptors", str, calibration.descriptors, counts, 0)
     yield from _outside(calibration.name, "bytes", format_size, calibration.bytes, counts, 1)
 

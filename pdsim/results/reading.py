@@ -20,7 +20,7 @@ from pdsim.results import schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["about", "configuration", "points", "summary"]
+__all__ = ["about", "configuration", "nested", "points", "summary"]
 
 _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Number = _Whole | float | None
@@ -136,6 +136,11 @@ def summary(path: Path) -> dict[str, Any]:
 
 def configuration(path: Path) -> dict[str, Any]:
     """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written."""
+    return dict(_flat(nested(path)))
+
+
+def nested(path: Path) -> dict[str, Any]:
+    """Return the ``config.yaml`` at *path* as it is written."""
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     try:
@@ -143,7 +148,7 @@ def configuration(path: Path) -> dict[str, Any]:
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} has no keys; {_AGAIN}")
         json.dumps(plain, default=str, skipkeys=True)  # a ValueError of what contains itself
-        return dict(_flat(plain))
+        return plain
     except (yaml.YAMLError, OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a configuration: {_line(error)}; {_AGAIN}") from error
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdsim.compact import ArrayColumn
 from pdsim.job import SampleRow
 from pdsim.results.columns import array
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import TransferLog, logs
+from pdsim.transfer_log import logs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,7 +24,7 @@ __all__ = [
 
 VERSION = 1
 
-ROW_GROUP = 1 << 19
+ROW_GROUP = 1 << 17
 """Rows of transfers that are made and written at a time."""
 
 
@@ -145,29 +146,32 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
     import pyarrow as pa
 
     found: list[pa.Table] = []
+    size = 0
     for log in logs(records):
-        for first in range(0, len(log), rows):
-            found.append(_transfers(log.columns(first, first + rows)))
-            if sum(table.num_rows for table in found) >= rows:
+        for columns in log.columns(rows):
+            found.append(_transfers(columns))
+            size += found[-1].num_rows
+            if size >= rows:
                 yield pa.concat_tables(found).combine_chunks()
-                found = []
+                found, size = [], 0
     if found or not records:
-        yield pa.concat_tables(found).combine_chunks() if found else _transfers(TransferLog().columns())
+        yield pa.concat_tables(found).combine_chunks() if found else _schema(TRANSFERS).empty_table()
 
 
-def _transfers(columns: dict[str, Any]) -> pa.Table:
+def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
     import numpy as np
     import pyarrow as pa
 
-    ok = columns["status"] == "ok"
-    nbytes = columns["nbytes"].astype(np.float64)
-    columns["batch_size"] = columns.pop("descriptors")
-    batch = columns["batch_size"].astype(np.float64)
+    numbers = {name: column.values for name, column in columns.items() if column.words is None}
+    words = columns["status"].words or ()
+    ok = np.array([word == "ok" for word in words])[columns["status"].values]
+    nbytes, batch = (numbers[name].astype(np.float64) for name in ("nbytes", "descriptors"))
     submitted, prepared, posted, completed, seen = (
-        columns[name] for name in ("submitted", "prepared", "posted", "completed", "seen")
+        numbers[name] for name in ("submitted", "prepared", "posted", "completed", "seen")
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        columns |= {
+        numbers |= {
+            "batch_size": numbers["descriptors"],
             "block_size": nbytes / batch,
             "prep_us": (prepared - submitted) * 1e6,
             "post_us": (posted - prepared) * 1e6,
@@ -177,7 +181,8 @@ def _transfers(columns: dict[str, Any]) -> pa.Table:
             "bw_gbs": np.ma.array(nbytes / (seen - submitted) / 1e9, mask=~(ok & (seen > submitted))),
         }
     schema = _schema(TRANSFERS)
-    return pa.table([array(columns[f.name], f.type) for f in schema], schema=schema)
+    arrays = [array(numbers.get(f.name, columns.get(f.name, ())), f.type) for f in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def samples_table(samples: Sequence[SampleRow]) -> pa.Table:

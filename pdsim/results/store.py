@@ -7,6 +7,7 @@
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
 ``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
+``*.journal``          while a modelled run goes on: what it need not keep in memory (`pdsim.results.journal`)
 =====================  ===============================================================================================
 
 The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any moment
@@ -32,8 +33,9 @@ from pdsim.job import Outcome
 from pdsim.results import evidence, reading, schema
 from pdsim.results.config_file import as_written, config_yaml, plain
 from pdsim.results.environment import environment
+from pdsim.results.journal import JOURNALS, Journal
 from pdsim.results.record import Result
-from pdsim.transfer_log import runs
+from pdsim.transfer_log import shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,7 +52,8 @@ class Run:
     Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
     folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep, *name*
     that of the folder if it is not to be the usual one.  A run that is not *durable* leaves it to the system when its
-    files reach the disk: a sweep runs what a loss of power took again.
+    files reach the disk: a sweep runs what a loss of power took again.  *left* is the folder of a run whose process has
+    ended, for `write_partial`.
 
     Raise a `ConfigError` if *config.output* cannot be written to.
     """
@@ -63,12 +66,19 @@ class Run:
         overrides: Sequence[str] = (),
         name: str = "",
         durable: bool = True,
+        left: Path | None = None,
     ) -> None:
+        self._about: dict[str, Any]
         self.config = config
         self._durable = durable
+        if left is not None:
+            self.folder = self._final = left
+            self._about = reading.about(left / "run.json", ended=False)
+            return
         self.folder, self._final = _reserve(Path(config.output), name or _stem(config))
+        self.journal = Journal(self.folder)
         self._began = time.monotonic()
-        self._about: dict[str, Any] = {
+        self._about = {
             "schema": schema.VERSION,
             "status": "running",
             "error": "",
@@ -89,8 +99,21 @@ class Run:
 
     def finish(self, result: Result) -> Path:
         """Write *result*, take the mark off the folder and return where it now is."""
+        self._describe(result)
+        if self.config.target != "model":
+            self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
+        self._keep(result)
+        self.journal.remove()
+        self._sync_folder(self.folder)
+        self.folder.rename(self._final)
+        self._sync_folder(self._final.parent)
+        self.folder = self._final
+        return self.folder
+
+    def _describe(self, result: Result) -> None:
+        """Say in ``run.json`` what *result* rests on."""
         serving = bool(result.requests)
-        gathering = any(run.kind.operation == "all_gather" for run in runs(result.transfers))
+        gathering = any(shape.operation == "all_gather" for shape in shapes(result.transfers))
         self._about |= {
             "status": "partial" if result.failures else "ok",
             "error": result.failures[0] if result.failures else "",
@@ -99,19 +122,21 @@ class Run:
         }
         if result.offered_load is not None:
             self._about["offered_load"] = dict(result.offered_load)
-        if self.config.target != "model":
-            self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
-        self._write("requests.parquet", _parquet([schema.requests_table(result.requests)]))
-        self._write("transfers.parquet", _parquet(schema.transfers_tables(result.transfers)))
+
+    def write_partial(self, result: Result) -> None:
+        """Write what is known of a run that was killed; its folder and its journals stay as they are."""
+        status = "interrupted" if self._about["status"] == "running" else self._about["status"]
+        self._describe(result)
+        self._about |= {"status": status, "error": result.failures[0]}
+        self._keep(result)
+
+    def _keep(self, result: Result) -> None:
+        self._write_tables("requests.parquet", [schema.requests_table(result.requests)])
+        self._write_tables("transfers.parquet", schema.transfers_tables(result.transfers))
         if result.outcome is not None and result.outcome.samples:
-            self._write("samples.parquet", _parquet([schema.samples_table(result.outcome.samples)]))
+            self._write_tables("samples.parquet", [schema.samples_table(result.outcome.samples)])
         self._write("summary.json", _json(summary(result)))
         self._write_about()
-        self._sync_folder(self.folder)
-        self.folder.rename(self._final)
-        self._sync_folder(self._final.parent)
-        self.folder = self._final
-        return self.folder
 
     def __enter__(self) -> Run:
         return self
@@ -137,6 +162,21 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
         return path
+
+    def _write_tables(self, name: str, tables: Iterable[pa.Table]) -> None:
+        """Write *tables* of one schema, one or more, as row groups: no two of them are in memory together."""
+        import pyarrow.parquet as pq
+
+        with (self.folder / name).open("wb") as file:
+            writer = None
+            for table in tables:
+                writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
+                writer.write_table(table)
+            assert writer is not None
+            writer.close()
+            if self._durable:
+                file.flush()
+                os.fsync(file.fileno())
 
     def _sync_folder(self, folder: Path) -> None:
         if not self._durable:
@@ -185,7 +225,7 @@ def load(folder: Path) -> dict[str, Any]:
     Raise a `ConfigError` if *folder* is not a complete run, or if its files are not what this version writes.
     """
     missing = [name for name in FILES if not (folder / name).is_file()]
-    if missing or folder.name.endswith(INCOMPLETE):
+    if missing or (folder.name.endswith(INCOMPLETE) and not any((folder / name).is_file() for name in JOURNALS)):
         what = "is marked incomplete" if not missing else f"has no {', '.join(missing)}"
         raise ConfigError(f"{folder} {what}: a complete run is needed, such as any folder without {INCOMPLETE}")
     about, summary = reading.about(folder / "run.json"), reading.summary(folder / "summary.json")
@@ -240,7 +280,7 @@ def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
 def _engines(result: Result) -> list[str]:
     """Return what moved bytes, as the engines named themselves: never as the configuration did."""
     ranks = result.outcome.ranks.values() if result.outcome else ()
-    return sorted({rank.engine for rank in ranks if rank.engine} | {run.kind.engine for run in runs(result.transfers)})
+    return sorted({rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in shapes(result.transfers)})
 
 
 def _json(value: Any) -> bytes:
@@ -249,19 +289,3 @@ def _json(value: Any) -> bytes:
     # json indents in Python, a tenth as fast
     text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
     return msgspec.json.format(text.encode(), indent=2) + b"\n"
-
-
-def _parquet(tables: Iterable[pa.Table]) -> bytes:
-    """Return *tables* of one schema, one or more, as a file: no two of them are in memory together."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    sink = pa.BufferOutputStream()
-    writer = None
-    for table in tables:
-        writer = writer or pq.ParquetWriter(sink, table.schema, compression="zstd")
-        writer.write_table(table)
-    assert writer is not None
-    writer.close()
-    content: bytes = sink.getvalue().to_pybytes()
-    return content

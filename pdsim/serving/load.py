@@ -16,9 +16,9 @@ from math import isfinite
 
 from pdsim.errors import ConfigError
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.requests import Request, RequestTable, stream
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts, Workload
-from pdsim.serving.workload import Request, stream
 
 __all__ = ["WARNING", "OfferedLoad", "offered_load", "prefill_iterations", "scaled"]
 
@@ -92,7 +92,8 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
 
     *requests* are in order of arrival.  Takes time in proportion to their chunks, and simulates nothing.
     """
-    if any(request.after >= 0 for request in requests):
+    requests = RequestTable.of(requests)
+    if requests.after is not None and (requests.after >= 0).any():
         return None
     span = requests[-1].arrival - requests[0].arrival if requests else 0.0
     if not (span > 0 and isfinite(span)):
@@ -158,6 +159,7 @@ class _Decoding:
         engine, reserved = job.engine, not handoff_of(job.engine).serial
         steps = tokens = 0
         pages = before = held_up = 0.0
+        alone: dict[int, float] = {}  # by the tokens of a prompt: seconds of its own prefill
         for request in requests:
             own = request.output - 1 + engine.recompute
             last = request.input + (own // 2 if engine.memory == "grow" else request.output)
@@ -167,7 +169,9 @@ class _Decoding:
             pages += own * size
             held_up += engine.decode.admit + engine.decode.admit_token * request.input
             if reserved:
-                before += size * sum(prefill_iterations(job, [request]))
+                if request.input not in alone:
+                    alone[request.input] = sum(prefill_iterations(job, [request]))
+                before += size * alone[request.input]
         return cls(steps, tokens, pages, before, held_up)
 
     def step(self, job: Deployment, batch: int) -> float:
@@ -190,7 +194,7 @@ class _Decoding:
         return low
 
 
-def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> list[Request]:
+def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], seed: int) -> RequestTable:
     """Return *requests* as `Workload.load` asks for: the busier side of *job* is offered that.
 
     With ``scaling=time`` all gaps change by one factor, so the order stays and the load is met exactly.  With
@@ -200,8 +204,9 @@ def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], see
     The random numbers of thinning are a stream of their own, so that two loads thin the same trace alike: a request
     that is kept at a low load is kept at a higher one.
     """
+    requests = RequestTable.of(requests)
     if not workload.load:
-        return list(requests)
+        return requests
     offered = offered_load(job, requests)
     if offered is None or not offered.highest:
         raise ConfigError(
@@ -210,14 +215,13 @@ def scaled(workload: Workload, job: Deployment, requests: Sequence[Request], see
         )
     share = workload.load / offered.highest
     if workload.scaling == "time":
-        return [Request(request.arrival / share, *request[1:]) for request in requests]
+        return requests.but(arrival=requests.arrival / share)
     if share > 1:
         raise ConfigError(
             f"workload.load={workload.load:g} is above the {offered.highest:.3g} that all requests offer, and "
             "workload.scaling=thinning only drops some; set workload.scaling=time"
         )
-    chances = stream(seed, "workload.thinning").random(len(requests)).tolist()
-    kept = [request for request, chance in zip(requests, chances, strict=True) if chance < share]
+    kept = requests.taken(stream(seed, "workload.thinning").random(len(requests)) < share)
     if len(kept) < 2:
         raise ConfigError(
             f"workload.load={workload.load:g} by thinning leaves {len(kept)} of {len(requests)} requests; set more "

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pdsim.kv.pages import Pool
 from pdsim.kv.pages import page_pool as in_order
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.serving.requests import HASHED, Request
+from pdsim.serving.requests import HASHED, Request, RequestTable
 from pdsim.serving.settings import Cache
 
 __all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
@@ -75,10 +75,13 @@ class PrefixCache:
 
     def insert(self, request: Request) -> None:
         """Hold the prompt of *request*, and evict what is too much."""
-        for number, block in reversed(tuple(enumerate(request.hash_ids))):  # the first is the most recently used
-            tokens = min(HASHED, request.input - number * HASHED)
-            self._blocks[block] = max(tokens, self._blocks.get(block, 0))
-            self._blocks.move_to_end(block)
+        blocks, ids = self._blocks, request.hash_ids
+        left = request.input - (len(ids) - 1) * HASHED  # tokens from the start of the last block on
+        for block in reversed(ids):  # the first is the most recently used
+            tokens = min(HASHED, left)
+            held = blocks.pop(block, 0)
+            blocks[block] = max(held, tokens)
+            left += HASHED
         while self._capacity is not None and len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
 
@@ -88,6 +91,8 @@ def hit_share(requests: Iterable[Request], capacity: int | None = None) -> float
 
     Each prompt is held from its arrival on, not from the end of its prefill.  None if no request has `hash_ids`.
     """
+    if isinstance(requests, RequestTable) and requests.hash_ids is None:
+        return None
     cache, held, tokens, hashed = PrefixCache(capacity), 0, 0, False
     for request in requests:
         hashed = hashed or bool(request.hash_ids)

@@ -6,7 +6,6 @@ It is also where ranks enrol (`pdsim.kv.bootstrap`) and where it is decided that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -41,6 +40,8 @@ from pdsim.kv.messages import (
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
 from pdsim.serving.instances import InstanceRegistry, own_place
 from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.request_log import RequestLog
+from pdsim.serving.routed_requests import ComingRequests, RoutedRequest
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import HostCosts
@@ -69,32 +70,6 @@ def program(
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
 
-@dataclass(slots=True)
-class RoutedRequest:
-    """What the router knows of a request."""
-
-    arrival: float
-    input: int
-    output: int
-    patience: float | None = None  # of its user
-    blocks: tuple[int, ...] = ()  # hashes of its prompt's, where prefixes are cached
-    priority: int = 0
-    number: int = 0  # its place in the list
-    room: int = 0  # a new one each time that it is sent out
-    tries: int = 0
-    prefill: str = ""  # life
-    decode: str = ""  # life
-    nbytes: int = 0
-    answered: bool = False  # prefill has computed it, and decode is asked to pull it
-    prefilled: bool = False
-    counted: bool = False  # among the tokens outstanding
-    expected: int = 0  # tokens of its output that are counted
-    lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
-    asked: str = ""  # the leader of that
-    status: str = ""  # "" while it is under way
-    finished: Finished | None = None
-
-
 class Router(RankProcess):
     """The rank that requests arrive at.
 
@@ -118,21 +93,17 @@ class Router(RankProcess):
         priorities: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, job)
-        self.requests = [RoutedRequest(arrival, int(given), int(wanted)) for arrival, given, wanted in requests]
-        for number, request in enumerate(self.requests):
-            request.number = number
-        for which, patience in leaves:
-            self.requests[int(which)].patience = patience
-        for request, hashes in zip(self.requests, blocks, strict=False):
-            request.blocks = tuple(hashes)
-        for request, priority in zip(self.requests, priorities, strict=False):
-            request.priority = priority
-        self._waiting: dict[int, list[RoutedRequest]] = {}  # by the number of the one whose end they come after
-        for request, earlier in zip(self.requests, after, strict=False):
-            if earlier >= 0:
-                self._waiting.setdefault(earlier, []).append(request)
-        self._open = [one for one, earlier in zip(self.requests, after, strict=True) if earlier < 0] if after else None
-        self._later = sum(earlier >= 0 for earlier in after)  # requests whose users wait for an answer, or think
+        self.requests: Sequence[RoutedRequest] = ComingRequests(requests, leaves, blocks, priorities)
+        self.log = RequestLog(len(requests), rank.journal)
+        self._waiting: dict[int, list[int]] = {}  # by the number of the one whose end they come after
+        self._open: list[int] | None = None  # those that wait for no other
+        if after:
+            for number, earlier in enumerate(after):
+                if earlier >= 0:
+                    self._waiting.setdefault(earlier, []).append(number)
+            self._open = [number for number, earlier in enumerate(after) if earlier < 0]
+        self._later = sum(map(len, self._waiting.values()))  # requests whose users wait for an answer, or think
+        self._arrivals = [float(row[0]) for row in requests] if after else []
         self.registry = InstanceRegistry(job)
         self.directory = RoomDirectory(rank.clock)
         self.serial = handoff_of(job.engine).serial
@@ -141,8 +112,8 @@ class Router(RankProcess):
         self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
         self._next = 0  # the request that arrives next
-        given = max((request.input for request in self.requests), default=1)
-        wanted = max((request.output for request in self.requests), default=1)
+        given = max((int(row[1]) for row in requests), default=1)
+        wanted = max((int(row[2]) for row in requests), default=1)
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere, or a write of one
@@ -169,9 +140,10 @@ class Router(RankProcess):
 
     def report(self) -> dict[str, Any]:
         """Return the start, the rows, and how many messages came too late."""
-        rows = [_row(request) for request in self.requests]
-        found = {"start": self.start, "rows": rows, "ignored": self.ignored, "open_rooms": len(self._rooms)}
-        return found if self._open is None else found | {"arrivals": [request.arrival for request in self.requests]}
+        for request in self._rooms.values():
+            self._note(request)
+        found = {"start": self.start, "rows": self.log, "ignored": self.ignored, "open_rooms": len(self._rooms)}
+        return found if self._open is None else found | {"arrivals": self._arrivals}
 
     def watch(self) -> Program:
         """Ping every rank three times a deadline, and give up instances that do not answer."""
@@ -200,13 +172,12 @@ class Router(RankProcess):
     def _begin(self) -> None:
         """Let requests arrive from now on, once all instances are connected or lost, or the deadline has passed."""
         if not self.start and (self.registry.connected or self.clock.now - self._born > self.job.deadline):
-            self.start = self.clock.now
+            self.start = self.log.start = self.clock.now
             self._arrive(None)
 
     def _arrive(self, _: Event | None) -> None:
-        coming = self.requests if self._open is None else self._open
-        while self._next < len(coming) and not self.ended.triggered:
-            request = coming[self._next]
+        while self._next < self._count() and not self.ended.triggered:
+            request = self.requests[self._next if self._open is None else self._open[self._next]]
             arrival = self.start + request.arrival
             if arrival > self.clock.now:
                 event = self.clock.at(arrival)
@@ -217,6 +188,10 @@ class Router(RankProcess):
             self._come(request)
         self._stop_if_done()
 
+    def _count(self) -> int:
+        """Return how many requests arrive by themselves."""
+        return len(self.requests) if self._open is None else len(self._open)
+
     def _come(self, request: RoutedRequest) -> None:
         """Have *request* arrive now."""
         if request.patience is not None:
@@ -225,10 +200,11 @@ class Router(RankProcess):
 
     def _go_on(self, request: RoutedRequest) -> None:
         """Let the requests arrive that come after *request*, each after its think time."""
-        for follower in self._waiting.pop(request.number, ()):
+        for number in self._waiting.pop(request.number, ()):
+            follower = self.requests[number]
             ended = request.finished.finished if request.finished is not None else self.clock.now
             arrival = max(self.clock.now, ended + follower.arrival)
-            follower.arrival = arrival - self.start
+            follower.arrival = self._arrivals[number] = arrival - self.start
             self.clock.call_at(arrival, lambda request: self.guard(self._come_later, request), follower)
 
     def _come_later(self, request: RoutedRequest) -> None:
@@ -387,10 +363,17 @@ class Router(RankProcess):
         if status == "ok":
             self._generated = self._generated[0] + 1, self._generated[1] + request.output
         self._moved = self.clock.now
+        self._note(request)
         self._forget(request.room)
         self._uncount(request)
         self._go_on(request)
         self._stop_if_done()
+
+    def _note(self, request: RoutedRequest) -> None:
+        """Keep what became of *request*, if it is one of those to serve."""
+        if request.number < len(self.log):
+            prefill, decode = instance_of(request.prefill), instance_of(request.decode)
+            self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
 
     def _forget(self, room: int) -> None:
         del self._rooms[room]
@@ -413,8 +396,7 @@ class Router(RankProcess):
         return tokens // count if count else 0
 
     def _stop_if_done(self) -> None:
-        coming = self.requests if self._open is None else self._open
-        if not self._rooms and self._next == len(coming) and not self._later and not self.ended.triggered:
+        if not self._rooms and self._next == self._count() and not self._later and not self.ended.triggered:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()
@@ -479,22 +461,3 @@ class Router(RankProcess):
         request.lost, request.asked = reason, leader(other)
         self._moved = self.clock.now
         self._abort(request)
-
-
-def _row(request: RoutedRequest) -> list[Any]:
-    finished = request.finished
-    times: list[float | None] = [None] * 8
-    if finished is not None:
-        times = [
-            finished.reserved,
-            finished.noticed,
-            finished.started,
-            finished.prefilled,
-            finished.arrived,
-            finished.polled,
-            finished.joined,
-            finished.finished,
-        ]
-    if isinstance(finished, Streamed):
-        times += [finished.first, finished.asked]
-    return [instance_of(request.prefill), instance_of(request.decode), request.nbytes, request.status, *times]

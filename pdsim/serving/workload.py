@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pdsim.errors import ConfigError
 from pdsim.progress import ShowProgress
 from pdsim.serving import traces
-from pdsim.serving.requests import HASHED, Request, stream
+from pdsim.serving.requests import HASHED, Request, RequestTable, stream
 from pdsim.serving.sessions import lengths, sessions
 from pdsim.serving.settings import Workload
 from pdsim.units import format_time
@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 class Drawn:
     """Requests in order of arrival, and what a reader must know of how they came about."""
 
-    requests: list[Request]
+    requests: RequestTable
     notes: tuple[str, ...] = ()
 
 
@@ -44,7 +44,7 @@ def load(
     seed: int,
     context: int,
     progress: ShowProgress = lambda *_: None,
-) -> list[Request]:
+) -> RequestTable:
     """Return the requests of `draw`."""
     return draw(workload, seed, context, progress).requests
 
@@ -65,18 +65,20 @@ def draw(
     The order is: skip, seconds, count, speed, patience, priority.  Equal arguments give equal requests on any machine.
     """
     requests, notes = _all(workload, seed, context, progress)
-    if workload.skip:
-        requests = _after(requests, workload.skip)
-    if workload.seconds:
-        requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
-    requests = islice(requests, workload.count)
+    if isinstance(requests, RequestTable):
+        found = _cut(requests, workload)
+    else:
+        if workload.skip:
+            requests = _after(requests, workload.skip)
+        if workload.seconds:
+            requests = takewhile(lambda request: request.arrival < workload.seconds, requests)
+        found = RequestTable.of(islice(requests, workload.count))
     if workload.trace is not None or workload.arrivals == "embedded":
-        requests = (Request(request.arrival / workload.speed, *request[1:]) for request in requests)
-    found = _impatient(list(requests), workload, seed)
+        found = found.but(arrival=found.arrival / workload.speed)
+    found = _impatient(found, workload, seed)
     if workload.priority:
-        chances = stream(seed, "workload.priority").random(len(found)).tolist()
-        drawn = zip(found, chances, strict=True)
-        found = [Request(*one[:6], int(chance < workload.priority)) for one, chance in drawn]
+        chances = stream(seed, "workload.priority").random(len(found))
+        found = found.but(priority=(chances < workload.priority).astype(np.int64))
     if not found:
         cut = f" after workload.skip={workload.skip:g} s" if workload.skip else ""
         raise ConfigError(f"workload.trace={workload.trace} has no requests{cut}; name a file that has some")
@@ -85,8 +87,11 @@ def draw(
 
 def _all(
     workload: Workload, seed: int, context: int, progress: ShowProgress
-) -> tuple[Iterator[Request], tuple[str, ...]]:
-    """Return the requests of *workload* before any are chosen, and how their arrivals were changed."""
+) -> tuple[Iterator[Request] | RequestTable, tuple[str, ...]]:
+    """Return the requests of *workload* before any are chosen, and how their arrivals were changed.
+
+    A trace is read as its requests are needed; what is drawn is a table.
+    """
     if workload.trace is None and workload.arrivals == "sessions":
         users = workload.users
         starts = (
@@ -94,11 +99,21 @@ def _all(
         )
         return iter(sessions(workload, starts, seed, context)), ()
     if workload.trace is None and workload.arrivals != "embedded":
-        return iter(_generate(workload, seed, context, progress)), ()
+        return _generate(workload, seed, context, progress), ()
     path = Path(str(files("pdsim.serving") / "data" / EMBEDDED)) if workload.trace is None else Path(workload.trace)
     rows = traces.read(path, context)
     requests = (Request(row.time, row.input, row.output, None, row.hash_ids) for row in rows)
-    return _spread(list(requests), seed) if workload.jitter == "auto" else (requests, ())
+    return _spread(RequestTable.of(requests), seed) if workload.jitter == "auto" else (requests, ())
+
+
+def _cut(requests: RequestTable, workload: Workload) -> RequestTable:
+    """Return what ``skip``, ``seconds`` and ``count`` of *workload* leave of *requests*."""
+    if workload.skip:
+        requests = requests.taken(np.logical_or.accumulate(~(requests.arrival < workload.skip)))
+        requests = requests.but(arrival=requests.arrival - workload.skip)
+    if workload.seconds:
+        requests = requests.taken(np.logical_and.accumulate(requests.arrival < workload.seconds))
+    return requests[: workload.count]
 
 
 def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
@@ -113,7 +128,7 @@ _GRID_SHARE = 0.99
 """Of the gaps between different arrival times, which must be whole multiples of the spacing within a hundredth."""
 
 
-def grid(arrivals: Sequence[float]) -> float:
+def grid(arrivals: Sequence[float] | Floats) -> float:
     """Return the spacing in seconds of the grid that *arrivals* lie on, 0 if there is none.
 
     There is one if several requests arrive at a time on average and nearly all gaps are multiples of the median gap.
@@ -130,12 +145,12 @@ def grid(arrivals: Sequence[float]) -> float:
     return spacing if float(np.mean(off <= 0.01)) >= _GRID_SHARE else 0.0
 
 
-def _spread(requests: list[Request], seed: int) -> tuple[Iterator[Request], tuple[str, ...]]:
+def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str, ...]]:
     """Return *requests*, those of one point of the grid at random times before the next, in their order."""
-    spacing = grid([request.arrival for request in requests])
+    spacing = grid(requests.arrival)
     if not spacing:
-        return iter(requests), ("workload.jitter=auto: arrivals lie on no grid and stay as they are",)
-    arrivals = np.array([request.arrival for request in requests])
+        return requests, ("workload.jitter=auto: arrivals lie on no grid and stay as they are",)
+    arrivals = requests.arrival.copy()
     times, first, counts = np.unique(arrivals, return_index=True, return_counts=True)
     room = np.minimum(np.append(np.diff(times), spacing), spacing)
     shares = stream(seed, "workload.jitter").random(len(arrivals))
@@ -145,33 +160,25 @@ def _spread(requests: list[Request], seed: int) -> tuple[Iterator[Request], tupl
         f"workload.jitter=auto: arrivals lie on a grid of {format_time(spacing)}, {len(arrivals) / len(times):.1f} at "
         "a time; each was moved by a random part of that, in order"
     )
-    moved = zip(requests, arrivals.tolist(), strict=True)
-    return (Request(arrival, *request[1:]) for request, arrival in moved), (note,)
+    return requests.but(arrival=arrivals), (note,)
 
 
 # --- users who leave ------------------------------------------------------------------------------------------------
 
 
-def _impatient(requests: list[Request], workload: Workload, seed: int) -> list[Request]:
+def _impatient(requests: RequestTable, workload: Workload, seed: int) -> RequestTable:
     """Return *requests*, some of which have users who leave.  More requests change nothing for those before."""
     if not workload.aborts:
         return requests
     chances, waits = stream(seed, "workload.aborts"), stream(seed, "workload.patience")
-    drawn = zip(
-        chances.random(len(requests)).tolist(),
-        waits.exponential(workload.patience, len(requests)).tolist(),
-        strict=True,
-    )
-    return [
-        Request(*request[:3], wait, *request[4:]) if chance < workload.aborts else request
-        for request, (chance, wait) in zip(requests, drawn, strict=True)
-    ]
+    leaves = chances.random(len(requests)) < workload.aborts
+    return requests.but(patience=np.where(leaves, waits.exponential(workload.patience, len(requests)), np.nan))
 
 
 # --- generated ------------------------------------------------------------------------------------------------------
 
 
-def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> list[Request]:
+def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> RequestTable:
     """Return requests with drawn arrivals and lengths, none with more tokens than *context*.
 
     Outputs are drawn first and kept; what exceeds the context is taken from the input.
@@ -179,16 +186,18 @@ def _generate(workload: Workload, seed: int, context: int, progress: ShowProgres
     arrivals = _arrivals(workload, seed)
     count = len(arrivals)
     outputs, inputs = stream(seed, "workload.output"), stream(seed, "workload.input")
-    found: list[Request] = []
+    wanted, given = np.empty(count, np.int64), np.empty(count, np.int64)
+    start = 0
     for size in _blocks(count):
         output = lengths(outputs, size, workload.output_mean, workload.output_cv)
-        given = lengths(inputs, size, workload.input_mean, workload.input_cv)
+        prompt = lengths(inputs, size, workload.input_mean, workload.input_cv)
         output = np.minimum(output, context - 1)
-        given = np.minimum(given, context - output)  # the tail of a log-normal has no end, the model's context has
-        times = arrivals[len(found) : len(found) + size]
-        progress(0.0, f"drawing request {len(found)} of {count}")
-        found += [Request(*row) for row in zip(times.tolist(), given.tolist(), output.tolist(), strict=True)]
-    return found
+        progress(0.0, f"drawing request {start} of {count}")
+        wanted[start : start + size] = output
+        # the tail of a log-normal has no end, the model's context has
+        given[start : start + size] = np.minimum(prompt, context - output)
+        start += size
+    return RequestTable(arrivals, given, wanted)
 
 
 def _arrivals(workload: Workload, seed: int) -> Floats:

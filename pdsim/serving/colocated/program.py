@@ -100,7 +100,7 @@ class _Service:
 
     def _arrive(self, number: int) -> None:
         """Choose the engine of a request and submit it, once its host has made it known."""
-        _, given, wanted = map(int, self.requests[number])
+        given, wanted = map(int, self.requests[number][1:3])
         blocks = tuple(self.blocks[number]) if self.blocks else ()
         name = route(self.policy, RoutingQuery(list(self.engines), self.load, given, blocks))
         self.where[number] = name

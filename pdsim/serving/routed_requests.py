@@ -1,0 +1,73 @@
+"""What a router knows of the requests that it is given, from their arrival until they are over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from pdsim.kv.messages import Finished
+
+__all__ = ["ComingRequests", "RoutedRequest"]
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """What the router knows of a request."""
+
+    arrival: float
+    input: int
+    output: int
+    patience: float | None = None  # of its user
+    blocks: tuple[int, ...] = ()  # hashes of its prompt's, where prefixes are cached
+    priority: int = 0
+    number: int = 0  # its place in the list
+    room: int = 0  # a new one each time that it is sent out
+    tries: int = 0
+    prefill: str = ""  # life
+    decode: str = ""  # life
+    nbytes: int = 0
+    answered: bool = False  # prefill has computed it, and decode is asked to pull it
+    prefilled: bool = False
+    counted: bool = False  # among the tokens outstanding
+    expected: int = 0  # tokens of its output that are counted
+    lost: str = ""  # why it cannot go on; its other instance is asked whether it can start anew
+    asked: str = ""  # the leader of that
+    status: str = ""  # "" while it is under way
+    finished: Finished | None = None
+
+
+class ComingRequests(Sequence[RoutedRequest]):
+    """The requests that a router is given, each made when it is asked for: a new one each time.
+
+    *rows* are arrival, input and output; *leaves*, *blocks* and *priorities* are those of the router's program.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[float]],
+        leaves: Sequence[Sequence[float]],
+        blocks: Sequence[Sequence[int]],
+        priorities: Sequence[int],
+    ) -> None:
+        self._rows = rows
+        self._leaves = {int(which): patience for which, patience in leaves}
+        self._blocks = blocks
+        self._priorities = priorities
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> RoutedRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RoutedRequest]: ...
+    def __getitem__(self, index: int | slice) -> RoutedRequest | list[RoutedRequest]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        arrival, given, wanted = self._rows[index][:3]
+        blocks = tuple(self._blocks[index]) if self._blocks else ()
+        priority = self._priorities[index] if self._priorities else 0
+        return RoutedRequest(
+            arrival, int(given), int(wanted), self._leaves.get(index), blocks, priority, range(len(self))[index]
+        )
