@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -27,15 +28,22 @@ PAGE = DATA.parent.parent / "docs" / "validation.md"
 FIGURE = PAGE.parent / "live.svg"
 
 BLIND = DATA / "blind"
-"""Sealed predictions, ``expected-VARIANT.json``, and what was measured then, ``VARIANT/``."""
+"""Sealed predictions, ``expected-VARIANT.json``, and what was measured then, ``VARIANT/``.
+
+``second-VARIANT.json`` are of the model after a change, sealed while the servers were measured, before their author had
+seen a figure of it.
+"""
 
 ROWS = {
     "vllm": "**vLLM, blind**",
     "vllm-as-sglang": "vLLM, blind, by `engine=sglang`",
+    "vllm26-pull": "vLLM 0.26.0, blind",
     "vllm-llama": "vLLM, Llama-3.1-8B, blind",
     "sglang": "**SGLang, blind**",
+    "second-sglang": "**SGLang, blind, second model**",
     "sglang-as-vllm": "SGLang, blind, by `engine=vllm`",
     "sglang-llama": "SGLang, Llama-3.1-8B, blind",
+    "second-sglang-llama": "SGLang, Llama-3.1-8B, blind, second model",
 }
 """Predictions of the blind campaign, and what they are called in the table."""
 
@@ -44,12 +52,18 @@ SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p
 
 
 def _read(name: str) -> dict[str, Any]:
-    return unseal((BLIND / f"expected-{name}.json").read_bytes(), name)
+    file = f"{name}.json" if name.startswith("second-") else f"expected-{name}.json"
+    return unseal((BLIND / file).read_bytes(), name)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of what was measured of the variant that the prediction *name* is about."""
+    return BLIND / name.removeprefix("second-").partition("-as-")[0]
 
 
 def _measured(name: str) -> dict[str, Any]:
     """Return the metrics of what was measured of the variant that *name* predicts; nothing if it was not."""
-    path = BLIND / name.partition("-as-")[0] / "summary.json"
+    path = _folder(name) / "summary.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -69,9 +83,17 @@ def floors() -> dict[str, float]:
 def _blind_rows() -> Iterator[str]:
     for name, label in ROWS.items():
         if measured := _measured(name):
-            folder = BLIND / name.partition("-as-")[0]
             count = sum(load in measured for load in _read(name)["loads"])
-            yield _row(f"{label}, {count} loads", means(_read(name), folder))
+            yield _row(f"{label}, {count} loads", means(_read(name), _folder(name)))
+
+
+def _counted() -> Iterator[str]:
+    """Yield for each prediction of the blind campaign how many of its points are within what."""
+    for table in points():
+        verdicts = [row[-1] for row in table.rows]
+        if "bound" in verdicts:
+            counts = (verdicts.count(one) for one in ("bound", "floor", "MISSED"))
+            yield f"{table.title.replace('*', '').replace(', blind', '')} " + ", ".join(map(str, counts))
 
 
 def _change_rows() -> Iterator[str]:
@@ -120,10 +142,10 @@ def points() -> Iterator[Table]:
                     )
         heads = ("load", "metric", "predicted ms", "measured ms", "error %", "bound %", "floor %", "within")
         yield Table(label, {head: _MEANING.get(head, head) for head in heads}, rows)
-        *_, singles = compare(_read(name), BLIND / name.partition("-as-")[0])
+        *_, singles = compare(_read(name), _folder(name))
         yield singles
     gains = [
-        [change, load, metric, made.get(metric), value, _judged(made.get(metric), value)]
+        [change, load, metric, made.get(metric), value, _judged(made.get(metric), value, floor[metric])]
         for change, load, made, found in changes()
         for metric, value in found.items()
         if metric in METRICS
@@ -136,19 +158,24 @@ _MEANING = {
     "error %": "predicted over measured, less 1",
     "bound %": "the relative error that is asked for",
     "floor %": "twice what two hosts differ by in this metric",
-    "within": "the bound, else twice the floor; of changes: sign and a quarter of the size",
+    "within": "the bound, else twice the floor; of changes: sign, and a quarter of the size or the floor",
     "predicted": "how many times as large after the change",
     "measured": "how many times as large after the change",
 }
 
 
-def _judged(made: float | None, found: float) -> str:
-    """Return whether a predicted change has the sign of the one that was found, and its size within a quarter."""
+def _judged(made: float | None, found: float, floor: float) -> str:
+    """Return whether a predicted change has the sign of the one that was found, and its size within a quarter.
+
+    A change that is smaller than the *floor* is none.
+    """
     if made is None:
         return "-"
     sign = (made - 1.0) * (found - 1.0) >= 0.0
-    size = abs(made - found) <= 0.25 * abs(found - 1.0)
-    return f"sign {'right' if sign else 'wrong'}, size {'right' if size else 'wrong'}"
+    size = (
+        "right" if abs(made - found) <= 0.25 * abs(found - 1.0) else "floor" if abs(made - found) <= floor else "wrong"
+    )
+    return f"sign {'right' if sign else 'wrong'}, size {size}"
 
 
 def page() -> Iterator[str]:
@@ -184,6 +211,10 @@ def page() -> Iterator[str]:
         made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
         yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
     yield from _blind_rows()
+    yield ""
+    yield "Points of the blind campaign within the bound, else within twice what two hosts differ by, or missed:"
+    yield ""
+    yield from (f"- {line}" for line in _counted())
     yield from _change_rows()
     yield ""
     yield "![Predicted and measured latencies over load](live.svg)"

@@ -217,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
     parser.add_argument("--fitted", default="none", help="names of loads that parameters were fitted to, with commas")
-    asked = parser.parse_args(words)
+    asked = parser.parse_intermixed_args(words)
     if len(asked.rest) < (2 if asked.what != "floor" else 1):
         parser.error(f"{asked.what} needs more than {asked.rest}; see the top of this file")
     first, *rest = asked.rest
