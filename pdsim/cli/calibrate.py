@@ -54,15 +54,17 @@ def calibrate(words: Sequence[str]) -> int:
     base_of(config.backend, at)  # refuses what it has to before minutes of measuring
     store.make(asked.to, "--to ")
     samples = importers.read(asked.source, asked.tool) if asked.source else _measured(asked, config, command)
-    done = fitted(
-        samples,
-        config.hw,
-        config.backend,
-        str(vars(config.experiment)["operation"]),
-        at,
-        asked.name or f"{config.backend.name}-{config.hw.name}",
-        command,
-    )
+    with terminal.Progress("calibrate", at_once=True) as bar:
+        bar(0.0, f"fits {len(samples.rows)} samples")  # hundreds of times, for the intervals
+        done = fitted(
+            samples,
+            config.hw,
+            config.backend,
+            str(vars(config.experiment)["operation"]),
+            at,
+            asked.name or f"{config.backend.name}-{config.hw.name}",
+            command,
+        )
     title = f"{config.backend.name} on {config.hw.name}, {at}, {done.calibration.kind}: {done.calibration.form}"
     path = files.save(asked.to, done.calibration, done.samples, title)
     for one in (summary.parameters(done), summary.table([done])):

@@ -1,4 +1,8 @@
-"""What ``--help`` prints.  It is read by whoever knows nothing yet, and must answer in a blink: no heavy imports."""
+"""What ``--help`` prints.  It is read by whoever knows nothing yet, and must answer in a blink: no heavy imports.
+
+Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it would not know, and its
+messages name no way out.  The shell's completion is argcomplete's (`pdsim.cli.complete`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A namespace is there as long as a process or a descriptor is in it, so that nothing is left behind however all of them
 end.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN, as root has them, and ``/dev/net/tun``.
+
+Not pyroute2: its namespaces are files with names, which outlive a process that is killed; the rest is a few ioctls.
 """
 
 from __future__ import annotations
