@@ -7,6 +7,7 @@ as objects each takes 330 bytes, here 40 and a share of its run, and nothing whe
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -135,7 +136,37 @@ def _array(kind: str, content: bytes) -> array[Any]:
     return found
 
 
-class TransferLog(Sequence[TransferRecord]):
+class _RecordSequence(Sequence[TransferRecord]):
+    """What sequences of records have in common: places from the end, slices, and that equal ones compare equal.
+
+    A subclass says how many records there are, yields them, and returns the one at a place.
+    """
+
+    @abstractmethod
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*, from 0 and less than the length."""
+
+    @overload
+    def __getitem__(self, index: int) -> TransferRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TransferRecord]: ...
+    def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
+        """Return a record, or a list of them.  Raise an `IndexError` for a place that there is not."""
+        if isinstance(index, slice):
+            return [self.record(i) for i in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"record {index} is not one of {len(self)}")
+        return self.record(number)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare with any sequence, record by record."""
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # records are appended
+
+
+class TransferLog(_RecordSequence):
     """Records in the order in which they were appended; equal to any sequence of equal records.
 
     With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they are
@@ -300,17 +331,8 @@ class TransferLog(Sequence[TransferRecord]):
                     yield TransferRecord(engine, operation, source, target, *values)
                 before = end
 
-    @overload
-    def __getitem__(self, index: int) -> TransferRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TransferRecord]: ...
-    def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
-        """Return a record, or a list of them."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = index + len(self) if index < 0 else index
-        if not 0 <= number < len(self):
-            raise IndexError(f"record {index} is not one of {len(self)}")
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*; see `_RecordSequence`."""
         part = bisect_right(self._before, number) - 1
         number -= self._before[part]
         stretch = self._stretch(part)
@@ -321,12 +343,6 @@ class TransferLog(Sequence[TransferRecord]):
         values: tuple[Any, ...] = (*first, *times, kind.status, stretch.labels[run])
         return TransferRecord(*values)
 
-    def __eq__(self, other: object) -> bool:
-        """Compare with any sequence, record by record."""
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # it grows
-
     def __repr__(self) -> str:
         return f"<TransferLog of {len(self)} records>"
 
@@ -335,8 +351,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(LogBlock).decode
 
 
-class _Joined(Sequence[TransferRecord]):
-    """Logs one after the other."""
+class _Joined(_RecordSequence):
+    """Logs one after the other, as one sequence; none of their records is copied."""
 
     def __init__(self, logs: Sequence[TransferLog]) -> None:
         self.logs = logs
@@ -356,24 +372,13 @@ class _Joined(Sequence[TransferRecord]):
     def __iter__(self) -> Iterator[TransferRecord]:
         return chain.from_iterable(self.logs)
 
-    @overload
-    def __getitem__(self, index: int) -> TransferRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TransferRecord]: ...
-    def __getitem__(self, index: int | slice) -> TransferRecord | list[TransferRecord]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = index + len(self) if index < 0 else index
+    def record(self, number: int) -> TransferRecord:
+        """Return the record at the place *number*; see `_RecordSequence`."""
         for log in self.logs:
-            if 0 <= number < len(log):
-                return log[number]
+            if number < len(log):
+                return log.record(number)
             number -= len(log)
-        raise IndexError(f"record {index} is not one of {len(self)}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_equal, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
+        raise IndexError(f"there are {len(self)} records")
 
     def __repr__(self) -> str:
         return f"<{len(self)} records of {len(self.logs)} logs>"

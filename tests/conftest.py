@@ -3,6 +3,7 @@
 import signal
 import threading
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell without job control starts background jobs with Ctrl-C ignored, and what they start inherits that; tests of
@@ -14,3 +15,17 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 # How long an example takes says how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture
+def pdsim_says(capfd):
+    """Return a function that runs a command line and returns exit status, standard output and standard error."""
+
+    def say(*words):
+        from pdsim.cli.main import main  # few tests need it
+
+        status = main(words)
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return say

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 
 import experiments.transfer
 import pdsim
-from pdsim.cli.main import main
 
 ROOT = Path(pdsim.__file__).parent.parent
 QUICK = (
@@ -31,18 +30,6 @@ QUICK = (
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PDSIM_DEBUG", raising=False)
-
-
-@pytest.fixture
-def pdsim_says(capfd):
-    """Return a function that runs a command line and returns exit status, standard output and standard error."""
-
-    def say(*words):
-        status = main(words)
-        out, err = capfd.readouterr()
-        return status, out, err
-
-    return say
 
 
 def started(*words, python=(), **options):

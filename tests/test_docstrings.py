@@ -8,6 +8,10 @@ import pytest
 MODULES = (
     *("pdsim.costs", "pdsim.guards", "pdsim.hardware", "pdsim.units"),
     *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
+    *("pdsim.cli.main", "pdsim.cli.overrides", "pdsim.results.report.movement", "pdsim.results.report.request_figures"),
+    *("pdsim.results.terminal", "pdsim.results.brief", "pdsim.results.drawing.figure", "pdsim.sweep.collect"),
+    *("pdsim.kv.contents", "pdsim.serving.sessions", "experiments.faults.causes", "experiments.reports.claims"),
+    *("experiments.reports.figures", "experiments.serve.tables"),
     *("pdsim.calibration.noise_floor", "pdsim.calibration.sample_grid"),
     *("pdsim.config", "pdsim.config.sources", "pdsim.sweep.best", "pdsim.sweep.executors", "pdsim.sweep.points"),
     *("backends.base.symmetric_pool", "backends.emulation.link.packet_forwarder"),

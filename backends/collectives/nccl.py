@@ -50,8 +50,9 @@ class _View:
 class _OnGpu(Library):
     """What both have in common: a stream, events around each gather, and views of buffers.
 
-    Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
-    seconds, so they contain neither launch nor polling.
+    Gathers go to one stream in the order of the calls. Times are those between two CUDA events around each, in seconds,
+    so they contain neither launch nor polling. Buffers are seen as tensors without a copy; a view is made once and
+    lives as long as its buffer.
     """
 
     memory = "gpu"

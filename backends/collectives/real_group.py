@@ -49,7 +49,8 @@ WATCH = 0.1
 class RealGroups:
     """All groups of a rank.
 
-    Messages for a group that this rank has not asked for yet are kept until it does.
+    A group is made when its rank asks for it, with a library that *make* returns. Messages for a group that this rank
+    has not asked for yet are kept until it does.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RealGroups:
         self._early: dict[tuple[str, ...], list[tuple[str, Any]]] = defaultdict(list)
 
     def __call__(self, names: tuple[str, ...]) -> RealGroup:
-        """Return the group of *names*."""
+        """Return the group of *names*, in the order of their pieces; the same names give the same group."""
         if not self._groups:
             self.channel.listen(TOPIC, self._deliver)
         group = self._groups.get(names)
@@ -92,6 +93,7 @@ class RealGroups:
             group.close()
 
     def _deliver(self, message: Any) -> None:
+        """Give *message* to its group, or keep it; raise a `MessageError` if its sender is not a member."""
         found = decode(message.payload)
         names = tuple(found.group)
         if message.sender not in names:
@@ -165,7 +167,7 @@ class RealGroup:
         return self._add(size, timeout, "", None)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group: what this rank still waits for fails, and the others are told."""
         self._break("closed", TransferFailed(f"{self._groups.rank} left the group during the call"))
 
     # --- calls ---
@@ -394,6 +396,7 @@ class RealGroup:
         self._watch()
 
     def _tell(self, message: Any) -> None:
+        """Send *message* to all other members, in the order of all that is sent to them."""
         for name in self._expected:
             self._groups.channel.tell(name, TOPIC, encode(message))
 
@@ -432,6 +435,7 @@ class RealGroup:
             self._fail(call, error or PeerLost(self._lost))
 
     def _stopped(self, calls: list[GatherCall], error: TransferError | None) -> None:
+        """Fail *calls*, of which the library moves nothing any more, and let go of their buffers."""
         for call in calls:
             call.work = None
             for buffer in call.buffers or ():
@@ -439,6 +443,7 @@ class RealGroup:
             self._fail(call, error or PeerLost(self._lost))
 
     def _fail(self, call: GatherCall, error: TransferError) -> None:
+        """Fail *call* unless it has ended, and record it with the class of *error*."""
         if call.event.triggered:
             return
         now = self._clock.now
@@ -460,4 +465,5 @@ class RealGroup:
 
     @property
     def _name(self) -> str:
+        """The names of the ranks, joined by plus signs, for messages and records."""
         return "+".join(self.names)

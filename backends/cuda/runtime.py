@@ -40,10 +40,14 @@ _Int64s = npt.NDArray[np.int64]
 
 
 class _Handle(ctypes.Structure):
+    """What another process maps memory by: cudaIpcMemHandle_t."""
+
     _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
 
 
 class _Location(ctypes.Structure):
+    """Where memory lies: cudaMemLocation."""
+
     _fields_ = (("kind", c_int), ("id", c_int))
 
 

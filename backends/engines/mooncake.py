@@ -111,6 +111,7 @@ class _Transport(Variant):
 
     @property
     def gpu_only(self) -> bool:
+        """Whether it moves GPU memory only."""
         return self.memory == ("gpu",)
 
 
@@ -119,6 +120,10 @@ class MooncakeEndpoint(RealEndpoint):
 
     Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at once,
     and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
+
+    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them posts it, waits for its
+    end, and has the clock's thread report it. Over NVLink the clock's thread does both: small batches are done within
+    `post`, others are asked for by `poll`.
     """
 
     kind = "mooncake"
@@ -317,6 +322,7 @@ class MooncakeEndpoint(RealEndpoint):
     # --- over a network: in threads ---------------------------------------------------------------------------------
 
     def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
+        """Return the queue of batches to *peer*, with the threads that post them."""
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
@@ -365,6 +371,7 @@ class MooncakeEndpoint(RealEndpoint):
 
 
 def _positive_int(text: str, name: str) -> int:
+    """Return the value *text* of the option *name*; raise a `ConfigError` unless it is a whole number > 0."""
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"backend.options.{name} must be a whole number > 0, got {text!r}")
     return int(text)

@@ -88,6 +88,10 @@ class MoriEndpoint(RealEndpoint):
     """An `Endpoint` on ``mori.io.IOEngine``, whose statuses the clock polls as a `Source`.
 
     Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
+
+    Life of a transfer: `post` queues it for the thread of its peer, which makes the session of its two regions, if
+    there is none, and posts; from then on `poll` asks its status. The status of one that failed is kept, for the engine
+    may still write to it.
     """
 
     kind = "mori"
@@ -116,6 +120,10 @@ class MoriEndpoint(RealEndpoint):
         return f"mori {self._version} {transport}"
 
     def _start_engine(self, backends: tuple[str, ...]) -> Any:
+        """Return the engine with its *backends*.
+
+        Raise `BackendUnavailable` with what the machine lacks if it does not start.
+        """
         try:
             from mori import __version__, io
 
@@ -129,6 +137,7 @@ class MoriEndpoint(RealEndpoint):
         return engine
 
     def _settings_of(self, backend: str) -> Any:
+        """Return the engine's settings of *backend*, its own notifications off and large messages cut."""
         if backend == "XGMI":
             return self._io.XgmiBackendConfig()
         return self._io.RdmaBackendConfig(
@@ -177,6 +186,7 @@ class MoriEndpoint(RealEndpoint):
             self._drop(lambda pair: pair.peer is peer and pair.far == memory.id)
 
     def _drop(self, stale: Callable[[_Pair], bool]) -> None:
+        """Forget the sessions whose regions are *stale*; they end with the last transfer that uses them."""
         for pair in filter(stale, tuple(self._sessions)):
             self._sessions.pop(pair, None)
 
@@ -217,6 +227,7 @@ class MoriEndpoint(RealEndpoint):
         self._queue(transfer.peer).put(transfer)
 
     def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
+        """Return the queue of batches to *peer*, with the thread that posts them."""
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work

@@ -79,6 +79,10 @@ class NixlEndpoint(RealEndpoint):
 
     Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core, and
     ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
+
+    Life of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does every beat; `_ended`
+    releases the handle, once, and reports it. One whose peer is lost is looked at with the beats only, for it may never
+    end. A peer is told to poll while it is written to or read from, and until `BEAT` after the last use.
     """
 
     kind = "nixl"
@@ -166,6 +170,10 @@ class NixlEndpoint(RealEndpoint):
         return _name(transports)
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
+        """Return the agent with its UCX plugin, and what UCX logged while it started.
+
+        Raise `BackendUnavailable` if NIXL is not installed, or with its own words if it does not start.
+        """
         try:
             from nixl_cu13 import _api, _bindings  # type: ignore[attr-defined]
         except ImportError as error:
@@ -258,12 +266,14 @@ class NixlEndpoint(RealEndpoint):
             self._ended(transfer, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
+        """Return NIXL's list of the blocks of *size* bytes at *offset* in *region*, arrays of one length."""
         memory, number = _place(region.device)
         if len(size) == 1:  # arrays would take longer than all else here
             return self._agent.get_xfer_descs([(region.address + offset.item(), size.item(), number)], memory)
         return self._agent.get_xfer_descs(_rows(offset, region.address, size, number), memory)
 
     def _ended(self, transfer: PostedTransfer, state: str) -> None:
+        """Release the handle of *transfer*, which the engine says is over, and report what became of it."""
         del self._posted[transfer]
         self._announced[transfer.peer] = self.clock.now
         self._agent.release_xfer_handle(transfer.handle)
@@ -333,6 +343,10 @@ class NixlEndpoint(RealEndpoint):
             return f"ERR {error}"
 
     def _beat(self, _: Event) -> None:
+        """Look after everything, also what no poll would.
+
+        Transfers to lost peers, and peers that need not poll any more.
+        """
         if self.closed:
             return
         self._posted.update(self._stuck)
@@ -352,9 +366,11 @@ class NixlEndpoint(RealEndpoint):
         return {**super().handlers(), _ACTIVE: self._on_active, _IDLE: self._on_idle}
 
     def _on_active(self, line: PeerLine, _: list[bytes]) -> None:
+        """Note that a peer writes or reads here, so that the clock polls the engine."""
         self._inbound.add(line)
 
     def _on_idle(self, line: PeerLine, _: list[bytes]) -> None:
+        """Note that a peer has nothing under way here any more."""
         self._inbound.discard(line)
 
     def on_lost(self, line: PeerLine) -> None:
@@ -380,23 +396,27 @@ def _rows(offset: _Int64s, address: int, size: _Int64s, device: int) -> npt.NDAr
 
 
 def _on_off(value: str, name: str) -> bool:
+    """Return whether *value* of the option *name* is "true"; raise a `ConfigError` if it is no truth value."""
     if value not in ("true", "false"):
         raise ConfigError(f"backend.options.{name} must be true or false, got {value!r}")
     return value == "true"
 
 
 def _count(value: str, name: str) -> int:
+    """Return *value* of the option *name* as a number; raise a `ConfigError` if it is not a whole one."""
     if not value.isdecimal():
         raise ConfigError(f"backend.options.{name} must be a whole number, 0 for none, got {value!r}")
     return int(value)
 
 
 def _has_rdma() -> bool:
+    """Return whether Linux has an RDMA device."""
     folder = Path("/sys/class/infiniband")
     return folder.is_dir() and any(folder.iterdir())
 
 
 def _name(transports: set[str]) -> str:
+    """Return what results say of the engine: its version and the transports that UCX reports."""
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
 
 

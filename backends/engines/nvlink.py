@@ -47,6 +47,8 @@ class _Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Mapping(NamedTuple):
+    """A region of a peer and the handle that it was mapped by: memory that is registered anew has another handle."""
+
     region: str
     handle: bytes
 
@@ -66,7 +68,9 @@ class _Partner:
 class NvlinkEndpoint(RealEndpoint):
     """An `Endpoint` on CUDA's peer copies.  Option ``copy``: by the copy ``engine`` (default) or a ``kernel``.
 
-    A rank on the host has an endpoint too, which registers nothing.
+    A rank on the host has an endpoint too, which registers nothing. Each peer has a stream of its own, so copies to one
+    peer go in order and those to others beside them. The end of a copy is seen by `backends.cuda.completions`, which
+    the clock polls.
     """
 
     kind = "nvlink"
@@ -141,6 +145,7 @@ class NvlinkEndpoint(RealEndpoint):
         return partner
 
     def _map(self, partner: _Partner, what: _Mapping) -> int:
+        """Return the address at which *what* of *partner* is mapped; map it if it is not yet."""
         if what not in partner.mapped:
             try:
                 partner.mapped[what] = self._gpu.cuda.map(what.handle)
@@ -159,6 +164,7 @@ class NvlinkEndpoint(RealEndpoint):
                 self._gpu.cuda.unmap(partner.mapped.pop(what))
 
     def _unmap_all(self, partner: _Partner) -> None:
+        """Unmap everything of *partner*, none of whose copies is under way."""
         for address in partner.mapped.values():
             self._gpu.cuda.unmap(address)
         partner.mapped.clear()
@@ -191,6 +197,7 @@ class NvlinkEndpoint(RealEndpoint):
         self._gpu.completions.when_done(partner.stream, partial(self._done, transfer))
 
     def _done(self, transfer: PostedTransfer, error: TransferFailed | None) -> None:
+        """Report *transfer*, whose copies have ended; unmap a lost peer's memory with the last of them."""
         partner: _Partner = transfer.peer.handle
         partner.moving -= 1
         if error is None:

@@ -77,6 +77,7 @@ class Pulse:
         self._clock.call_at(self._clock.now + min(interval, COUNTED), self._beat, None)
 
     def _beat(self, _: object) -> None:
+        """Tell the supervisor that the clock goes, and do it again after the interval."""
         read, of = self._rank.counted or (int, 0)
         with suppress(OSError):  # a supervisor that does not read, or is gone, has other worries
             supervision.send(self._connection, supervision.Alive(read(), of), wait=False)
@@ -192,6 +193,7 @@ def keep_memory() -> None:
 
 
 def _leave(code: int) -> None:
+    """End this process with *code*, without the exit handlers of native libraries, which may hang or abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -76,6 +76,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _launch_problems(config: Config, engine: str) -> Iterator[str]:
+    """Yield what keeps servers of *engine* from being started here: the model, the interpreter, or too few GPUs."""
     from backends.diagnosis import gpu_count
 
     if reason := model_folder.problem(config.model):

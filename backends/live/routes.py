@@ -80,7 +80,11 @@ class RequestRoute(Protocol):
     connections: int  # that a request holds at a time
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
-        """Have *request* served and fill in *row*.  Raise a `RequestFailed` if it does not get all its tokens."""
+        """Have *request* served and fill in *row*.
+
+        *prompt* is encoded JSON. What was seen before a failure stays in *row*. Raise a `RequestFailed` if it does not
+        get all its tokens.
+        """
 
 
 class _ServerPool:
@@ -179,6 +183,8 @@ class Direct:
 
 
 class _Answer(msgspec.Struct):
+    """What vLLM's prefill answers, as far as it matters."""
+
     kv_transfer_params: dict[str, Any] | None = None
     error: Any = None
 

@@ -36,7 +36,13 @@ _BATCH = 25
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsOptions(ExperimentOptions):
-    """What is explored."""
+    """What is explored: *scenarios* seeds from *first* on, or the one *seed*.
+
+    The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number of
+    processes. A scenario with fewer *requests* has the first ones, and suffers the same.
+
+    Raise a `ValueError` that names the key for a number out of range and for a kind of fault that there is not.
+    """
 
     name: str = "faults"
     scenarios: int = 200
@@ -61,7 +67,15 @@ class FaultsOptions(ExperimentOptions):
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001
-    """Run the scenarios and return what was violated.  Raise a `ConfigError` on real engines."""
+    """Run the scenarios and return what was violated.
+
+    The metrics count scenarios, requests and events; each invariant that was violated has a row and a failure, with the
+    smallest scenario that still shows it and the command that replays that. Making one smaller runs it again, some
+    twenty times.
+
+    With ``experiment.parts`` scenarios are kept in a file as they finish, and those that it has are not run again.
+    Raise a `ConfigError` on real engines, and for a file of other code or options.
+    """
     if config.target != "model":
         raise ConfigError(f"target={config.target}: faults are drawn on the model only; use target=model")
     options = FaultsOptions.of(config)
@@ -83,7 +97,10 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
 
 
 def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
-    """Run *trials* on so many processes and yield what became of each, in any order."""
+    """Run *trials* on so many processes and yield what became of each, in any order.
+
+    Processes are given a few batches ahead. If whoever iterates stops, by Ctrl-C too, they are ended at once.
+    """
     batches = [trials[start : start + _BATCH] for start in range(0, len(trials), _BATCH)]
     workers = min(workers, max(1, len(batches)))
     with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
@@ -106,6 +123,7 @@ def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
 
 
 def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
+    """Run *trials* one after the other, in a process of the pool."""
     return [trial.run() for trial in trials]
 
 
@@ -115,6 +133,7 @@ def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
 def _result(
     trials: Sequence[FaultTrial], tried: Sequence[Tried], ran: int, seconds: float, more: Sequence[str]
 ) -> Result:
+    """Return what is said of *tried*, of which *ran* were run now in so many *seconds*; *more* are further notes."""
     by_seed = {trial.seed: trial for trial in trials}
     first: dict[str, Tried] = {}
     for each in tried:
@@ -131,6 +150,7 @@ def _result(
 
 
 def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) -> list[Metric]:
+    """Return the counts of scenarios, requests, violations and events, and scenarios a second."""
     requests = sum(trial.requests for trial in trials)
     events = sum(each.events for each in tried)
     bad = sum(bool(each.violations) for each in tried)
@@ -144,6 +164,7 @@ def _metrics(trials: Sequence[FaultTrial], tried: Sequence[Tried], rate: float) 
 
 
 def _tables(tried: Sequence[Tried], rows: list[list[object]]) -> list[Table]:
+    """Return how requests ended, and if any invariant was violated, the *rows* about that."""
     statuses: dict[str, int] = {}
     for each in tried:
         for status, count in each.statuses.items():

@@ -30,7 +30,11 @@ _INSTANCE = re.compile(r"\b(?:prefill|decode)\d+(?:d\d+)?\b")
 
 
 class Outage(NamedTuple):
-    """When an instance cannot serve: from the loss of a rank until its peers must be connected to its next life."""
+    """When an instance cannot serve: from the loss of a rank until its peers must be connected to its next life.
+
+    >>> Outage(2.0, 5.0).reaches(4.0, 9.0), Outage(2.0, 5.0).reaches(5.5, 9.0)
+    (True, False)
+    """
 
     start: float  # seconds after the start of the job
     end: float  # infinite if it is not started again as a whole
@@ -79,7 +83,12 @@ def outages(
 
 
 class Causes:
-    """Whether what failed in *scenario* had a cause: without one, a failure is a violation."""
+    """Whether what failed in *scenario* had a cause: without one, a failure is a violation.
+
+    The scenario says what was done to which rank, link and transfer, and when; the router's rows say where a request
+    was and from when until when. A failure is explained if a fault of a kind that can cause it reached the request's
+    own instances in that time. That does not prove that it was this fault.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -128,7 +137,18 @@ class Causes:
         return self._statuses
 
     def request(self, number: int, status: str) -> bool:
-        """Return whether the request of that *number* may have ended with *status*."""
+        """Return whether the request of that *number* may have ended with *status*.
+
+        - ``Aborted``: its user leaves.
+        - ``PeerLost``: the instance that it names was lost, or no connected pair was left.
+        - ``TransferTimeout``: a transfer of it was held up, something of its instances was slow, or the limit that
+          *status* names has passed.
+        - ``TransferFailed``: the engine reported a transfer of it as failed.
+        - ``SendQueueFull``: the engine refuses when its queue is full.
+        - ``OutOfMemory``: another request left pages in quarantine at one of its instances.
+
+        Anything else is never explained.
+        """
         kind, life = status.partition(":")[0], self._lives[number]
         if kind == "Aborted":
             return number in self._scenario.cancels
@@ -144,6 +164,7 @@ class Causes:
 
     @property
     def _models(self) -> tuple[EngineModel | None, ...]:
+        """The engine's models of transfers within a node and between nodes."""
         return self._scenario.engine.intra, self._scenario.engine.inter
 
     def _limited(self, status: str, life: Life) -> bool:
@@ -179,6 +200,7 @@ class Causes:
         return side == "connected" and all(p in out or d in out for p in job.prefills for d in job.decodes)
 
     def _is_out(self, instance: str, start: float, end: float) -> bool:
+        """Return whether *instance* cannot serve at any time from *start* to *end*."""
         return instance in self._outages and self._outages[instance].reaches(start, end)
 
     def _slowed(self, life: Life) -> bool:
@@ -204,6 +226,7 @@ class Causes:
         return False
 
     def _quarantined(self, life: Life, status: str) -> bool:
+        """Return whether a request that ended with *status* may have left pages in quarantine."""
         return status != "ok" and (not status.startswith("Aborted") or self._slowed(life))
 
 

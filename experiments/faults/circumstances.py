@@ -56,7 +56,11 @@ _OUTPUTS = 1, 1, 2
 
 
 def wider(config: Config, random: np.random.Generator) -> Config:
-    """Return *config* with ranks in more than one dimension on a side, or more instances."""
+    """Return *config* with ranks in more than one dimension on a side, or more instances.
+
+    Layouts are those of `_SIDES`: pipeline stages with context-parallel ranks, data parallelism, several stages on
+    decode, and three instances on each side.
+    """
     prefill, decode = _SIDES[random.integers(len(_SIDES))]
     return replace(config, parallel=Parallel(prefill=prefill, decode=decode))
 

@@ -184,7 +184,11 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
 
 
 def attempt(scenario: Scenario) -> Tried:
-    """Run *scenario* with every checker, and return what was found."""
+    """Run *scenario* with every checker, and return what was found.
+
+    Memory has contents, every transfer and message is watched, and what failed is judged by `Causes`. The same scenario
+    returns the same, bit for bit.
+    """
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
     model = Model(
@@ -210,6 +214,7 @@ def attempt(scenario: Scenario) -> Tried:
 
 
 def _config(seed: int, random: np.random.Generator) -> Config:
+    """Return the configuration of *seed*, on a machine of eight small GPUs; model, layout and sizes are drawn."""
     prefill, decode = _SIDES[random.integers(len(_SIDES))]
     model = _MODELS[random.integers(len(_MODELS))]
     return Config(
@@ -245,6 +250,7 @@ def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False)
 
 
 def _requests(seed: int, count: int) -> list[Request]:
+    """Return *count* requests; the first of more are what fewer would be."""
     arrivals = np.cumsum(stream(seed, "faults.arrivals").random(count) * 2 * _gap(seed)).tolist()
     longest, random = _LONGEST, stream(seed, "faults.lengths")
     lengths = 1 + (random.random((count, 2)) * longest).astype(int)
@@ -257,11 +263,16 @@ def _gap(seed: int) -> float:
 
 
 def _cancels(seed: int, count: int) -> dict[int, float]:
+    """Return when users leave, in seconds after their arrival, by the number of their request.
+
+    About a quarter of them.
+    """
     draws = stream(seed, "faults.aborts").random((count, 2)).tolist()
     return {number: 10.0 ** (-4.5 + 3.5 * after) for number, (chance, after) in enumerate(draws) if chance < 0.25}
 
 
 def _kills(seed: int, ranks: list[str], span: float) -> dict[str, float]:
+    """Return one rank, and when it is killed."""
     random = stream(seed, "faults.kills")
     return {ranks[random.integers(len(ranks))]: float(random.uniform(0.0, span))}
 
@@ -313,6 +324,10 @@ def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str
 
 
 def _faults(seed: int, kinds: list[str], ranks: list[str], span: float) -> Faults:
+    """Return what is to go wrong of those *kinds*, at times within *span* seconds.
+
+    All numbers are drawn whatever *kinds* has, so that a kind which is left out changes none of the others.
+    """
     random = stream(seed, "faults.plan")
     share, delay, late, lateness = random.random(4).tolist()
     rank, gpu = ranks[random.integers(len(ranks))], int(random.integers(len(ranks)))
@@ -347,6 +362,7 @@ def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
 
 
 def _side(side: Side) -> str:
+    """Return the layout of *side* in a few words."""
     sizes = {"tp": side.tp, "pp": side.pp, "cp": side.cp, "dp": side.dp}
     text = "".join(f" {name}={size}" for name, size in sizes.items() if size > 1 or name == "tp")
     return f"{side.instances} x{text}"

@@ -51,13 +51,21 @@ class Claim:
         return f"{'no more or less' if self.better == 'same' else self.better} {self.unit}, {self.bound:g} times"
 
     def effect(self, point: ReportPoint) -> float | None:
-        """Return how many times better the value after the change is; None unless both are there and not 0."""
+        """Return how many times better the value after the change is; None unless both are there and not 0.
+
+        Of values of which less is better, such as times, that is before over after.
+        """
         if not point.before or not point.after:
             return None
         return point.after / point.before if self.better == "more" else point.before / point.after
 
     def verdict(self, effects: Sequence[float]) -> str:
-        """Return ``"holds"``, ``"does not hold"``, at how many points it does, or ``"-"`` without any."""
+        """Return ``"holds"``, ``"does not hold"``, at how many points it does, or ``"-"`` without any.
+
+        >>> claim = Claim("ttft", "earlier first tokens", "s", bound=1.5)
+        >>> claim.verdict([2.0, 1.6]), claim.verdict([2.0, 1.1]), claim.verdict([])
+        ('holds', 'holds at 1 of 2', '-')
+        """
         confirmed = sum(effect >= self.bound for effect in effects)
         if self.better == "same":
             confirmed = sum(1 / self.bound <= effect <= self.bound for effect in effects)
@@ -66,7 +74,11 @@ class Claim:
 
 
 class ReportRun:
-    """Runs the *variants* of a seed one after the other on *target* and keeps what they found."""
+    """Runs the *variants* of a seed one after the other on *target* and keeps what they found.
+
+    A seed calls `run` for each variant, `add` for each point that it compares, and returns `result`. Progress is
+    reported over all variants, each the same share.
+    """
 
     def __init__(self, config: Config, target: Target, progress: ShowProgress, variants: int) -> None:
         self.config = config
@@ -101,7 +113,11 @@ class ReportRun:
         self.points.append(ReportPoint(claim.name, machine, self.config.target, at, before, after))
 
     def result(self, claims: Sequence[Claim]) -> Result:
-        """Return what became of *claims*, here and in what is committed of other machines and of the other target."""
+        """Return what became of *claims*, here and in what is committed of other machines and of the other target.
+
+        Points of this run replace those that are committed of the same machine and target. Failures and notes are those
+        of all variants, and so are the transfers, with the label of their variant in front.
+        """
         self._progress(1.0, "")
         here = {(point.machine, point.target) for point in self.points}
         others = committed(self.config.experiment.name)
@@ -116,6 +132,7 @@ class ReportRun:
         )
 
     def _transfers(self) -> Iterator[TransferRecord]:
+        """Yield the transfers of all variants, each with its variant's label in front of its own."""
         for label, result in self._results.items():
             yield from (record._replace(label=f"{label} {record.label}") for record in result.transfers)
 
@@ -132,24 +149,30 @@ def value(result: Result, name: str) -> float | None:
 
 
 def burst(requests: int, tokens: int, output: int = 1) -> Workload:
-    """Return *requests* of *tokens* tokens and *output* of output that arrive, in effect, at once."""
+    """Return *requests* of *tokens* tokens and *output* of output that arrive, in effect, at once.
+
+    Arrivals are Poisson, all within a microsecond, and lengths have no spread: every request is the same.
+    """
     rate = 1e6 * requests  # within a microsecond
     lengths: dict[str, Any] = {"input_mean": tokens, "input_cv": 0.0, "output_mean": output, "output_cv": 0.0}
     return Workload(arrivals="poisson", count=requests, rate=rate, **lengths)
 
 
 def _effects(claim: Claim, points: Iterable[ReportPoint]) -> list[float]:
+    """Return the effects of *claim* at *points*, those left out at which one of the values is missing."""
     found = (claim.effect(point) for point in points if point.claim == claim.name)
     return [effect for effect in found if effect is not None]
 
 
 def _metrics(claim: Claim, points: Sequence[ReportPoint]) -> Iterator[Metric]:
+    """Yield the least and the most effect of *claim*."""
     effects = _effects(claim, points)
     for name, value in (("least", min(effects, default=None)), ("most", max(effects, default=None))):
         yield Metric(f"{claim.name}_{name}", value, f"{name} effect of: {claim.text}", tabled=True)
 
 
 def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
+    """Return a row for each claim and machine, with the range of factors of both targets and the verdict."""
     columns = {
         "claim": "about the change",
         "says": "",

@@ -120,13 +120,18 @@ class FigureRow(NamedTuple):
 
 
 def verdict(reported: float, simulated: float) -> str:
-    """Return whether the model reaches a factor."""
+    """Return whether the model reaches a factor.
+
+    >>> verdict(2.0, 1.9), verdict(5.8, 2.3), verdict(2.25, 1.02)
+    ('reached', 'direction only', 'not reached')
+    """
     if max(reported, simulated) <= CLOSE * min(reported, simulated):
         return "reached"
     return "direction only" if min(reported, simulated) >= HELPS else "not reached"
 
 
 def _sides(prefill: Side, decode: Side) -> Parallel:
+    """Return the parallelism of both sides."""
     return Parallel(prefill=prefill, decode=decode)
 
 
@@ -143,6 +148,7 @@ def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, An
 
 
 def _calls(parts: Parts) -> tuple[float, float]:
+    """Return seconds of a handoff with a call for each descriptor, and with one for all (SGLang 7236)."""
     parallel = _sides(Side(tp=8), Side(tp=8))
     return (
         _deepseek(parts, "2x8xh800", parallel, {"grouping": "pages", "call": "descriptor", "queues": 1}),
@@ -151,6 +157,7 @@ def _calls(parts: Parts) -> tuple[float, float]:
 
 
 def _layers(parts: Parts) -> tuple[float, float]:
+    """Return seconds of a handoff with a call for each layer, and with all layers in one (SGLang 9149)."""
     parallel = _sides(Side(tp=8, pp=2), Side(tp=16))
     return (
         _deepseek(parts, "8x8xh200", parallel, {"grouping": "pages", "call": "plane", "queues": 4}),
@@ -170,14 +177,18 @@ def _prompts(parts: Parts, backend: str, count: int, staged: bool) -> float:
 
 
 def _staging(count: int) -> Callable[[Parts], tuple[float, float]]:
+    """Return what simulates *count* prompts sliced and staged (SGLang 22536)."""
     return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "nixl", count, True))
 
 
 def _engines(count: int) -> Callable[[Parts], tuple[float, float]]:
+    """Return what simulates *count* prompts over NIXL and over Mooncake (SGLang 26406)."""
     return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "mooncake_nvlink", count, False))
 
 
 def _polling(parts: Parts) -> tuple[float, float]:
+    """Return the mean transfer as seen between forwards, and as seen when it is complete (SGLang 37766)."""
+
     def transfer(notify: str) -> float:
         prompts: dict[str, Any] = {"input_mean": 4096, "input_cv": 0.0, "output_mean": 8, "output_cv": 0.0, "load": 0.9}
         return parts.serve(
@@ -191,6 +202,8 @@ def _polling(parts: Parts) -> tuple[float, float]:
 
 
 def _reserved(parts: Parts) -> tuple[float, float]:
+    """Return output tokens a second with 512 and with 1,024 tokens reserved for each request (SGLang 6860)."""
+
     def throughput(tokens: int) -> float:
         return parts.serve(
             "output_tokens_per_s",
@@ -258,7 +271,11 @@ FIGURES = (
 
 
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
-    """Simulate all figures, or those of `ReportFiguresOptions.only`, and return the table."""
+    """Simulate all figures, or those of `ReportFiguresOptions.only`, and return the table.
+
+    Each figure is two runs of ``serve`` on the model with machines and models of its own; ``hw``, ``backend`` and
+    ``model`` of *config* are not used. A figure that the model does not meet is no failure.
+    """
     rows = list(simulated(config, progress))
     reached = sum(row.verdict == "reached" for row in rows)
     return Result(
@@ -271,7 +288,10 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
 
 
 def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
-    """Yield what the model says of each figure."""
+    """Yield what the model says of each figure, one at a time.
+
+    Factors are rounded to two digits, as reports have them.
+    """
     options = ReportFiguresOptions.of(config)
     chosen = [one for one in FIGURES if not options.only or one.report.lstrip("#") in options.only]
     parts = Parts(config, options)

@@ -66,11 +66,13 @@ def keep(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _text(seed: str) -> str:
+    """Return the file of *seed*, "" if there is none."""
     file = data("reports", f"{seed}.csv")
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _parsed(text: str) -> list[ReportPoint]:
+    """Return the points in *text*, lines that begin with # left out."""
     rows: Iterable[dict[str, Any]] = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     return [
         ReportPoint(**row | {name: _number(row.get(name), kind) for name, kind in _NUMBERS.items()}) for row in rows
@@ -78,10 +80,12 @@ def _parsed(text: str) -> list[ReportPoint]:
 
 
 def _number(text: str | None, kind: type[Any]) -> Any:
+    """Return *text* as a *kind* of number, None if it is empty."""
     return kind(text) if text else None
 
 
 def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
+    """Return the file with *comments* and *points*."""
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([field.name for field in fields(ReportPoint)])
@@ -91,6 +95,7 @@ def _written(comments: Sequence[str], points: Iterable[ReportPoint]) -> str:
 
 
 def _short(value: float) -> str:
+    """Return *value* with six digits, whole numbers without a point."""
     return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
 
 
@@ -107,6 +112,7 @@ def _rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _own(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the machines, with engine or collective, and the target that *run* is of."""
     return [(f"{run['hw']} {engine}", run["target"]) for engine in (run["backend"], run.get("collective"))]
 
 

@@ -166,6 +166,7 @@ def _told(name: str, histogram: Histogram) -> bool:
 
 
 def _failures(columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return a line for each request that failed; one whose user left, as the workload says, did not."""
     return [
         f"request {number}: {status}"
         for number, (status, patience) in enumerate(zip(columns["status"], columns["patience"], strict=True))

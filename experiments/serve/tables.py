@@ -66,6 +66,9 @@ def left(status: str, patience: float | None) -> bool:
     """Return whether a request of this *status* ended because its user left, as the workload says.
 
     A user who leaves is no failure: the workload asked for it.
+
+    >>> left("Aborted: the user left after 2 s", 2.0), left("Aborted: the user left after 2 s", None)
+    (True, False)
     """
     return patience is not None and status.startswith("Aborted: the user left")
 
@@ -87,12 +90,13 @@ def values(table: Columns, name: str) -> Floats:
 
 
 def makespan(table: Columns) -> float:
-    """Return the seconds from the start to the last token."""
+    """Return the seconds from the start of the workload to the last token, 0 if there was none."""
     ends = _numbers(table["arrival"]) + _numbers(table["e2e"])
     return float(np.nanmax(ends)) if len(ends) and not np.isnan(ends).all() else 0.0
 
 
 def _good(table: Columns, slo: Slo) -> int:
+    """Return how many requests meet both limits of *slo*; one of a single token has no TPOT, and meets that one."""
     ttft, tpot = _numbers(table["ttft"]), _numbers(table["tpot"])
     return int(((ttft <= slo.ttft) & (np.nan_to_num(tpot) <= slo.tpot)).sum())
 
@@ -305,6 +309,7 @@ def _leaders(outcome: Outcome) -> dict[str, dict[str, Any]]:
 
 
 def _pages(outcome: Outcome) -> dict[str, float]:
+    """Return the most pages that each instance had in use, as a share of its pool."""
     return {name: value["peak_pages"] / value["pages"] for name, value in _leaders(outcome).items()}
 
 
@@ -314,7 +319,10 @@ def spread(values: Floats) -> list[float | None]:
 
 
 def instances(table: Columns) -> list[list[Any]]:
-    """Return name, requests and tokens of each instance, input of prefill and output of decode."""
+    """Return name, requests and tokens of each instance, input of prefill and output of decode, by name.
+
+    A request that was sent nowhere counts at none.
+    """
     found: dict[str, list[Any]] = {}
     for side, tokens in (("prefill", "input"), ("decode", "output")):
         names, where = np.unique(np.array(list(table[side]), dtype=np.str_), return_inverse=True)
@@ -335,7 +343,11 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
 
 
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
-    """Return what a reader must know: a queue that grows, and memory that was never proven to be at rest."""
+    """Return what a reader must know.
+
+    That is which requests count, a queue that grows so that percentiles depend on the length of the run, and memory
+    that was never proven to be at rest; at the end the size of KV.
+    """
     found = []
     steady = counted(table, workload)
     if len(steady["id"]) < len(table["id"]):

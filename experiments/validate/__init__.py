@@ -1,8 +1,12 @@
 """Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
 
+Here is what runs: the design of a validation, the experiments of its parts, and the files of its folder. What is done
+with the values that come of it, sealing, comparing, classes and their bounds, floors, tables and the page, is
+`pdsim.validation`, which knows no experiment; `experiments.validate_live` shares it.
+
 The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``, the
 predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
-``validation.parquet``, both side by side.  ``pdsim report`` draws them.  Predictions may be made long before, and
+``validation.parquet``, both side by side. ``pdsim report`` draws them. Predictions may be made long before, and
 elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
 """
 
@@ -66,7 +70,11 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(Design):
-    """What is run, and how far off it may be."""
+    """What is run, and how far off it may be.
+
+    Without *stored* and *expected* the run predicts and measures. Raise a `ValueError` that names the key for options
+    that exclude each other, an unknown class, and a number out of range.
+    """
 
     name: str = "validate"
     stored: str = ""  # a folder of an earlier run whose measurements are compared instead
@@ -207,6 +215,7 @@ def _compared(config: Config, options: ValidateOptions, folder: Path, notes: lis
 
 
 def _left(each: Class) -> str:
+    """Return how much of the error of a class is the floor, "" where no floor is known."""
     return f", of which jobs that differ make {each.floor.median:.1%}" if each.floor else ""
 
 
@@ -231,16 +240,19 @@ def _foretold(folder: Path, notes: Sequence[str]) -> Result:
 
 
 def _judged(each: Class) -> str:
+    """Return the error that the bound of *each* is about: seconds of small transfers, a share of all others."""
     if each.bound is None or each.bound.seconds is None or each.seconds is None:
         return f"{each.median:.1%}"
     return f"{each.seconds * 1e3:.2f} ms"
 
 
 def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:
+    """Return the values that *rows* of a file hold."""
     return [Value(**row) for row in rows]
 
 
 def _write_parquet(path: Path, found: Sequence[Compared]) -> None:
+    """Write *found* to the Parquet file *path*, a row for each quantity."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

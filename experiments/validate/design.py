@@ -39,7 +39,8 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 class Design(ExperimentOptions):
     """Which points are run: the part of `experiments.validate.ValidateOptions` that says so.
 
-    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them.
+    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them. What
+    the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
     """
 
     classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
@@ -93,7 +94,8 @@ class Design(ExperimentOptions):
 class DesignPart(NamedTuple):
     """One experiment of the design: its options, which name it.
 
-    Parts are run through the experiments' own ``run``, for predictions and for measurements alike.
+    Parts are run through the experiments' own ``run``, for predictions and for measurements alike: what is compared
+    differs in its target only.
     """
 
     options: ExperimentOptions
@@ -226,6 +228,7 @@ def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> lis
 
 
 def _pairs(design: Design) -> Iterator[TransferPoint]:
+    """Yield the points of one pair of ranks, writes and reads as the classes say."""
     for operation in [name for cls, name in (("pair", "write"), ("read", "read")) if cls in design.classes]:
         for size in design.size:
             few = [blocks for blocks in design.blocks if blocks * size <= design.limit]
@@ -233,6 +236,7 @@ def _pairs(design: Design) -> Iterator[TransferPoint]:
 
 
 def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoint]:
+    """Yield the points of *patterns*, in which transfers share ports, cards or memories."""
     sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
     for pattern in patterns:
         yield from (TransferPoint(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)

@@ -96,7 +96,10 @@ def check_same(config: Config, expected: Mapping[str, Any], path: Path) -> None:
 
 
 def ahead(expected: Mapping[str, Any], began: str) -> timedelta:
-    """Return for how long *expected* had been written down when the measurements *began*, to the second."""
+    """Return for how long *expected* had been written down when the measurements *began*, to the second.
+
+    *began* is as `now` returns it.
+    """
     span = datetime.fromisoformat(began) - datetime.fromisoformat(expected["written"])
     return timedelta(seconds=int(span.total_seconds()))
 

@@ -29,7 +29,11 @@ __all__ = ["calibrate"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """The command line: what is not an override of the configuration."""
+    """The command line: what is not an override of the configuration.
+
+    *source* is a file of another tool, without which transfers are measured; *tool* names its format where its content
+    does not tell. *path* is where the transfers went: "intra" or "inter", by default what the machine has.
+    """
 
     overrides: tuple[str, ...]
     source: Path | None = None  # --from
@@ -44,7 +48,12 @@ class _Asked:
 
 
 def calibrate(words: Sequence[str]) -> int:
-    """Do what *words* ask for, print what was found, and return the exit status."""
+    """Do what *words* ask for, print what was found, and return the exit status.
+
+    Measure a grid of transfers, or read *--from* a file; fit; write ``NAME.yaml`` and its samples ``NAME.csv`` to the
+    folder ``--to``. Everything that can be refused is refused before the first transfer: the engine's model, the
+    machine, the folder. Raise a `ConfigError` for that, and a `ValueError` for samples that nothing can be fitted to.
+    """
     asked = _asked(words)
     command = _said(words)
     from pdsim.cli.compose import compose
@@ -76,6 +85,7 @@ def calibrate(words: Sequence[str]) -> int:
 
 
 def _asked(words: Sequence[str]) -> _Asked:
+    """Return what *words* ask for.  Raise a `ConfigError` for an unknown option and a value that it cannot have."""
     flags = {"--from": "source", "--format": "tool", "--name": "name", "--to": "to", "--path": "path"}
     flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat", "--jobs": "jobs"}
     kinds: dict[str, Any] = {"source": Path, "to": Path, "name": _plain_name, "path": _which}
@@ -101,6 +111,8 @@ def _asked(words: Sequence[str]) -> _Asked:
 
 
 def _at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from *least* on, which raises a `ValueError` for other texts."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise ValueError(f"must be a whole number >= {least}")
@@ -110,6 +122,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _largest(text: str) -> int:
+    """Return the bytes of the largest transfer; raise a `ValueError` below the smallest one of the grid."""
     size = parse_size(text)
     if size < sample_grid.SMALLEST:
         raise ValueError(f"must be >= {sample_grid.SMALLEST} bytes")
@@ -117,12 +130,14 @@ def _largest(text: str) -> int:
 
 
 def _plain_name(text: str) -> str:
+    """Return *text* if it can be the name of a file without a folder, else raise a `ValueError`."""
     if not re.fullmatch(r"[\w.-]+", text):
         raise ValueError("must be letters, digits, dots, hyphens and underscores; the folder is --to")
     return text
 
 
 def _which(text: str) -> str:
+    """Return *text* if it is one of the two models of an engine, else raise a `ValueError`."""
     if text not in ("intra", "inter"):
         raise ValueError("must be intra or inter")
     return text
@@ -172,4 +187,5 @@ def _measured(asked: _Asked, config: Config, command: str) -> Samples:
 
 
 def _where(config: Config) -> str:
+    """Return what was measured, engine on machine, and whether it was the model."""
     return f"{config.backend.name} on {config.hw.name}" + (" (the model)" if config.target == "model" else "")

@@ -29,7 +29,15 @@ SERVING = ("serve",)
 
 
 def check(config: Config) -> None:
-    """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any."""
+    """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.
+
+    All reasons are found at once, each with the key, its value and what to set instead, so that a user corrects them in
+    one go. Nothing is started and nothing written; for ``target=real`` the engine's library is probed in a process of
+    its own, which takes a second.
+
+    What a part of the configuration can find wrong by itself it has refused when it was made; here are the rules
+    between parts, and those about this machine.
+    """
     serves = config.experiment.name in SERVING
     problems = [*_general(config), *(_serving(config) if serves else ())]
     if problems:
@@ -88,6 +96,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _vendor(config: Config) -> Iterator[str]:
+    """Yield if the engine runs on machines of other vendors only."""
     hw, backend = config.hw, config.backend
     if hw.vendor not in backend.vendors:
         yield (
@@ -113,6 +122,7 @@ def _paths(config: Config) -> Iterator[str]:
 
 
 def _elsewhere(config: Config) -> str:
+    """Return what to do where the engine has no path: name engines for hosts, or let the machine choose its own."""
     if config.hw.vendor == "cpu":
         from backends import registry
 
@@ -122,6 +132,10 @@ def _elsewhere(config: Config) -> str:
 
 
 def _real(config: Config) -> Iterator[str]:
+    """Yield what real ranks cannot do here: memory of the model, options, the engine, the link, too few GPUs.
+
+    A machine with ``guest`` is emulated, and needs the emulator instead of the engine's library.
+    """
     hw, backend = config.hw, config.backend
     if config.memory != "timing":
         yield f"memory={config.memory} is of the model, and real memory has contents anyway; leave memory out"
@@ -141,6 +155,7 @@ def _real(config: Config) -> Iterator[str]:
 
 
 def _engine(backend: Engine) -> Iterator[str]:
+    """Yield if the engine is provided by no package, or if its library does not work on this machine."""
     from backends import registry
 
     if backend.name in registry.backends():
@@ -204,6 +219,10 @@ def _link() -> Iterator[str]:
 
 
 def _gpus_here(vendor: str) -> int:
+    """Return how many GPUs of *vendor* this machine has.
+
+    NVIDIA's driver says so, or for others the nodes of Linux's KFD that have a GPU's number.
+    """
     if vendor == "nvidia":
         from backends.diagnosis import gpu_count
 
@@ -258,6 +277,10 @@ def _placement(config: Config) -> Iterator[str]:
 
 
 def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterator[str]:
+    """Yield if an instance of *side* would lie on several nodes.
+
+    *where* has the places of its ranks, those of one instance together.
+    """
     instances = [where[first : first + side.tp] for first in range(0, side.gpus, side.tp)]
     if any(len({place.node for place in instance}) > 1 for instance in instances):
         yield (
@@ -279,6 +302,7 @@ def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterato
 
 
 def _staging(config: Config) -> Iterator[str]:
+    """Yield if staging is asked of an engine that has no staged path."""
     if config.kv.staging and not config.policy.staging:
         yield (
             f"kv.staging=true, but backend={config.backend.name} has no staged path (backend.policy.staging=false); "
@@ -311,6 +335,11 @@ def _serving_engine(config: Config) -> Iterator[str]:
 
 
 def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
+    """Yield if tensor parallelism does not divide the model's heads, or neither divides nor multiplies its KV heads.
+
+    KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are fewer
+    heads than ranks. Models with a latent cache have none to divide.
+    """
     model, tp, attention_tp = config.model, side.tp, side.attention_tp
     if model.heads % tp:
         fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]

@@ -35,9 +35,11 @@ _PACKAGES = {
 
 
 def report(own: Sequence[Path] = ()) -> str:
-    """Return the text of the report, with the engines of the folders *own* beside those of pdsim.
+    """Return the text of ``pdsim doctor``: what works on this machine, and for what does not, why and what would help.
 
-    Probes every engine's library in a process of its own, which takes seconds.
+    It covers devices, engines, servers that can be started, optional packages and the emulated link, with the engines
+    and options of the folders *own* beside those of pdsim. Probes every engine's library in a process of its own, for
+    native libraries may abort; that takes seconds.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
@@ -83,7 +85,11 @@ def _own(folders: Sequence[Path]) -> list[str]:
 
 
 def host() -> str:
-    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations."""
+    """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations.
+
+    The ratio is what ``host_factor`` of a run on the model stands for: how many times as long this host takes for its
+    own part of a transfer as the host that a calibration was measured on.
+    """
     from omegaconf import OmegaConf
 
     least, middle, most = measure()
@@ -100,6 +106,7 @@ def host() -> str:
 
 
 def _package(name: str) -> Diagnosis:
+    """Return whether the optional package *name* is installed, and which extra has it if not."""
     try:
         return Diagnosis(name, works=True, version=version(name))
     except PackageNotFoundError:
@@ -127,12 +134,14 @@ def _link() -> Diagnosis:
 
 
 def _table(found: Iterable[Diagnosis]) -> str:
+    """Return a line for each of *found*, names in a column as wide as the longest."""
     every = list(found)
     width = max(16, *(len(one.name) for one in every))
     return "\n".join(_row(one, width) for one in every)
 
 
 def _row(one: Diagnosis, width: int) -> str:
+    """Return the line about *one*: works and its version, or no, the reason and the remedy."""
     if one.works:
         return f"{one.name:<{width}} works  {one.version}".rstrip()
     return f"{one.name:<{width}} no     {one.reason}; {one.remedy}".rstrip("; ")

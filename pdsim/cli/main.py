@@ -31,7 +31,25 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in *arguments*, by default those of the process, and return the exit status."""
+    """Run the command in *arguments*, by default those of the process, and return the exit status.
+
+    It never raises for what a user can cause: an exception becomes one line a mistake on standard error, or a traceback
+    with ``--debug`` or ``PDSIM_DEBUG=1``.
+
+    - 0: the command did what it was told; also if the reader of its output has gone (``pdsim list | head``)
+    - 1: a run failed, or a point of a sweep; what there is of it is kept
+    - 2: a `ConfigError`: what was typed cannot be run, and nothing was written
+    - 130, 143: Ctrl-C, SIGTERM
+
+    SIGTERM ends the program as `SystemExit` does, so that the processes of a job and their files are put away.
+
+    >>> from contextlib import redirect_stdout
+    >>> from io import StringIO
+    >>> with redirect_stdout(StringIO()) as printed:
+    ...     status = main(["--version"])
+    >>> status, printed.getvalue().split()[0]
+    (0, 'pdsim')
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
     signal.signal(signal.SIGTERM, _terminated)
@@ -57,6 +75,11 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG0
 
 
 def _command(words: Sequence[str]) -> int:
+    """Run the command that the first of *words* names, with the others, and return its exit status.
+
+    ``pdsim``, ``pdsim help`` and ``--help`` print the overview, ``help COMMAND`` and ``COMMAND --help`` that of one
+    command. Raise a `ConfigError` for a word that is not a command.
+    """
     if not words or words[0] in ("--help", "-h") or words == ["help"]:
         return _say(usage.overview())
     command, *rest = words
@@ -72,6 +95,10 @@ def _command(words: Sequence[str]) -> int:
 
 
 def _unknown(command: str, words: Sequence[str]) -> str:
+    """Return what to say of *command*, which there is not: the command that is meant, as far as it can be guessed.
+
+    An override such as ``hw=8xh20``, and the name of an experiment or a machine, are arguments of ``pdsim run``.
+    """
     if "=" in command:
         return f"{command!r} is no command; did you mean pdsim run {' '.join(words)}?"
     for group in ("experiment", "hw"):
@@ -84,6 +111,10 @@ def _unknown(command: str, words: Sequence[str]) -> str:
 
 
 def _run(words: Sequence[str]) -> int:
+    """Compose the configuration from *words*, run its experiment, keep and print its results.
+
+    With ``-m`` or ``--multirun``, Hydra's own words for it, this is ``pdsim sweep``.
+    """
     rest, json, quiet = _speaking(words)
     if {"-m", "--multirun"} & set(rest):
         return _sweep([word for word in words if word not in ("-m", "--multirun")])
@@ -94,6 +125,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _sweep(words: Sequence[str]) -> int:
+    """Run every combination of the values in *words*, or those that an earlier call with the same words has not run."""
     from pdsim.cli.sweep import sweep
 
     begun()
@@ -105,6 +137,7 @@ _VERBOSE = ("-v", "--verbose")
 
 
 def _is_verbose(words: Sequence[str]) -> bool:
+    """Return whether *words* ask for all metrics, definitions of columns, and points that cannot be run."""
     return any(word in _VERBOSE for word in words)
 
 
@@ -115,6 +148,7 @@ def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
 
 
 def _show(words: Sequence[str]) -> int:
+    """Print what each of the folders in *words* keeps, a run or a sweep, as a report or as one JSON object a folder."""
     from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
 
@@ -131,6 +165,10 @@ def _show(words: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str]) -> int:
+    """Write the page, or the one figure, of a run, a sweep or a validation, and print its path.
+
+    A page cannot be had as JSON, nor more than one folder on it: both raise a `ConfigError`.
+    """
     from pdsim.cli.report import report
     from pdsim.sweep import best
 
@@ -145,6 +183,7 @@ def _report(words: Sequence[str]) -> int:
 
 
 def _timeline(words: Sequence[str]) -> int:
+    """Write the events of one run, or of several side by side, in Chrome's trace format, and print where."""
     from pdsim.cli.report import timeline
 
     options, rest = _options("timeline", words, "-o")
@@ -164,6 +203,10 @@ def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str,
 
 
 def _best(words: Sequence[str]) -> int:
+    """Print the points of one sweep by goodput a GPU, highest first, with a chart of the best ones.
+
+    ``--slo ttft=2s,tpot=30ms`` judges all points by one SLO, instead of each by the one it was run with.
+    """
     from dataclasses import asdict
 
     from pdsim.cli.report import is_sweep
@@ -184,6 +227,11 @@ def _best(words: Sequence[str]) -> int:
 
 
 def _explained(words: Sequence[str]) -> int:
+    """Print what bounded one run and what relief of each cause would bring, or what makes two runs differ.
+
+    Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N* alone.
+    Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
+    """
     from pdsim.cli.what_bounds import explain_one, explain_two
 
     begun()
@@ -217,6 +265,7 @@ def _value(flag: str, words: Sequence[str], command: str) -> tuple[str, list[str
 
 
 def _compare(words: Sequence[str]) -> int:
+    """Print the numbers of two or more runs side by side, and the keys in which their configurations differ."""
     from pdsim.results import compare, terminal
 
     folders = _folders("compare", words)
@@ -229,6 +278,7 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
+    """Raise a `ConfigError` if one of *folders* is a sweep, for *command* is about runs."""
     from pdsim.cli.report import is_sweep
 
     if sweeps := [folder for folder in folders if is_sweep(folder)]:
@@ -237,6 +287,10 @@ def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
 
 
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
+    """Return the folders in *words*, without the options that every command which prints folders has.
+
+    Raise a `ConfigError` for an option that *command* has not, a word that is no folder, and if there is none.
+    """
     folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
     if flags := [word for word in map(str, folders) if word.startswith("-")]:
         raise ConfigError(f"unknown option {flags[0]}; see pdsim {command} --help")
@@ -253,6 +307,10 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
 
 
 def _calibrate(words: Sequence[str]) -> int:
+    """Measure transfers, or read those of another tool, fit an engine's parameters, and write them down.
+
+    It needs SciPy, which the extra ``calibrate`` has; without it raise a `ConfigError` before anything is measured.
+    """
     from pdsim.cli.calibrate import calibrate
 
     if find_spec("scipy") is None:
@@ -262,6 +320,7 @@ def _calibrate(words: Sequence[str]) -> int:
 
 
 def _refit(words: Sequence[str]) -> int:
+    """Fit shipped calibrations again from the samples in ``data/``, and print their errors.  It needs SciPy."""
     if find_spec("scipy") is None:
         raise ConfigError("refit needs scipy; pip install 'pdsim[calibrate]'")
     from pdsim.cli.refit import refit
@@ -277,6 +336,7 @@ def _profile(words: Sequence[str]) -> int:
 
 
 def _validate(words: Sequence[str]) -> int:
+    """Predict, measure and compare: ``run`` with ``experiment=validate``, or ``validate_live`` for servers."""
     if taken := [word for word in words if word.startswith("experiment=")]:
         raise ConfigError(f"validate is an experiment itself, got {taken[0]}; choose with experiment.classes=[...]")
     live = "target=live" in words or any(word.startswith("experiment.loads=") for word in words)
@@ -284,6 +344,7 @@ def _validate(words: Sequence[str]) -> int:
 
 
 def _observe(words: Sequence[str]) -> int:
+    """Make a workload and a measured run of the logs of a deployment."""
     from pdsim.cli.observe import observe
 
     begun()
@@ -291,6 +352,11 @@ def _observe(words: Sequence[str]) -> int:
 
 
 def _list(words: Sequence[str]) -> int:
+    """Print the options of the groups in *words*, or of all groups, each with the first line of its file.
+
+    Without a group it also names the implementations that packages register, with the package of those that are not
+    pdsim's.
+    """
     line = overrides.read(words, "list")
     own = line.folders
     known = overrides.groups(own)
@@ -310,11 +376,13 @@ def _list(words: Sequence[str]) -> int:
 
 
 def _from(group: str, name: str) -> str:
+    """Return " (from PACKAGE)" for what another package registers as *name*, "" for what comes with pdsim."""
     provider = plugins.provider(group, name)
     return "" if provider == "pdsim" else f" (from {provider})"
 
 
 def _doctor(words: Sequence[str]) -> int:
+    """Print which engines and devices work here, or with ``--host`` how quick this host's Python is."""
     asked_host = "--host" in words
     line = overrides.read([word for word in words if word != "--host"], "doctor")
     if line.words:
@@ -325,6 +393,7 @@ def _doctor(words: Sequence[str]) -> int:
 
 
 def _completion(words: Sequence[str]) -> int:
+    """Print what a shell evaluates to complete commands, groups and keys."""
     from pdsim.cli.complete import script
 
     if words:
@@ -358,6 +427,7 @@ _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 
 
 def _say(text: str) -> int:
+    """Print *text* on standard output at once, and return the exit status of success."""
     print(text, flush=True)  # noqa: T201
     return 0
 
@@ -370,6 +440,7 @@ def _print_anything() -> None:
 
 
 def _fail(status: int, text: str) -> int:
+    """Print *text*, each line as one of pdsim, on standard error, and return *status*."""
     for line in text.splitlines():
         print(f"pdsim: {line}", file=sys.stderr)  # noqa: T201
     return status

@@ -44,7 +44,10 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What was typed: overrides, and where the configuration is read from."""
+    """What was typed: overrides, and where the configuration is read from.
+
+    It is the same for all commands that compose; *words* are as typed, without their options.
+    """
 
     words: tuple[str, ...] = ()  # KEY=VALUE, as typed
     cfg: str = ""  # "job": print the configuration and stop
@@ -70,7 +73,10 @@ def conf() -> Path:
 
 
 def folders() -> dict[str, Path]:
-    """Return the folders of configuration groups by package: pdsim's own, then those of other packages."""
+    """Return the folders of configuration groups by package: pdsim's own, then those of other packages.
+
+    A package says that it has groups by an entry point of ``pdsim.conf``. Packages are found, not imported.
+    """
     found = {"conf": conf()}
     for name in plugins.names(plugins.CONF):
         package = plugins.target(plugins.CONF, name)
@@ -82,6 +88,7 @@ def folders() -> dict[str, Path]:
 
 @cache
 def _shipped() -> dict[str, list[str]]:
+    """Return the options of each group of all installed packages, sorted; read once."""
     found: dict[str, list[str]] = {}
     for folder in folders().values():
         for group, names in _choices(folder).items():
@@ -90,6 +97,7 @@ def _shipped() -> dict[str, list[str]]:
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
+    """Return the options of each group in *folder*: a group is a folder of YAML files."""
     found = {path.name: [file.stem for file in path.glob("*.yaml")] for path in folder.iterdir() if path.is_dir()}
     return {group: names for group, names in found.items() if names}
 
@@ -100,13 +108,19 @@ def groups(own: Sequence[Path] = ()) -> list[str]:
 
 
 def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return what can be chosen in *group*."""
+    """Return what can be chosen in *group*, sorted, of installed packages and the folders *own*.
+
+    [] if there is none.
+    """
     found = (_choices(folder).get(group, ()) for folder in own)
     return sorted({*_shipped().get(group, ()), *(name for names in found for name in names)})
 
 
 def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
-    """Return what the file of *option* says of itself: its first comment that is not a directive."""
+    """Return what the file of *option* says of itself: its first comment that is not a directive.
+
+    The folders *own* come first, as they do for Hydra. A directive, such as ``# @package``, is Hydra's.
+    """
     files = (folder / group / f"{option}.yaml" for folder in (*own, *folders().values()))
     lines = next(path for path in files if path.is_file()).read_text(encoding="utf-8").splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#")]
@@ -145,13 +159,23 @@ def read(words: Sequence[str], command: str = "run") -> CommandLine:
 
 
 def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
-    """Return *words*, overrides as typed, as Hydra takes them.  Raise a `ConfigError` for what is no override."""
+    """Return *words*, overrides as typed, as Hydra takes them.
+
+    A key gets ``++``, so that Hydra adds what it does not know and `pdsim.config.typed` refuses it in its own words;
+    names of files and text in other alphabets get quotes. The choices of a group may be those of the folders *own*.
+
+    Raise a `ConfigError` for what is no override, with the one that is meant where it can be guessed.
+    """
     known = {group: options(group, own) for group in groups(own)}
     return [_override(word, known) for word in words]
 
 
 def set_keys(overrides: Iterable[str]) -> list[str]:
-    """Return the dotted keys that *overrides* set, the choices of groups left out."""
+    """Return the dotted keys that *overrides* set, the choices of groups left out.
+
+    >>> set_keys(["hw=8xh20", "hw.nic.rate=400Gbps", "++kv.pool=1GiB"])
+    ['hw.nic.rate', 'kv.pool']
+    """
     return [key for key in (text.partition("=")[0].lstrip("+~") for text in overrides) if "." in key]
 
 
@@ -169,12 +193,18 @@ def leaves(overrides: Iterable[str]) -> list[str]:
 
 
 def _below(key: str, value: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield the dotted keys of the values in *value*, a mapping at *key*, mappings within it each."""
     for name, item in value.items():
         at = f"{key}.{getattr(name, 'text', name)}"  # a name in quotes is an object of Hydra's
         yield from _below(at, item) if isinstance(item, Mapping) else [at]
 
 
 def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
+    """Return the override *word* as Hydra takes it, with the options of each group in *known*.
+
+    Raise a `ConfigError` for Hydra's own options, for a word without =, several files of one group, and an empty
+    choice.
+    """
     key, equals, value = word.partition("=")
     key = key.lstrip("+")
     if key.lstrip("~").startswith("hydra"):
@@ -200,6 +230,10 @@ def _override(word: str, known: Mapping[str, Sequence[str]]) -> str:
 
 
 def _bare(word: str, known: Mapping[str, Sequence[str]]) -> str:
+    """Return what to say of *word*, which has no =.
+
+    The name of an option gets the group that has it, the name of a group its options, anything else an example.
+    """
     for group, names in known.items():
         if word in names:
             return f"{word!r} is not KEY=VALUE; did you mean {group}={word}?"
@@ -219,7 +253,12 @@ def check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> N
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal."""
+    """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal.
+
+    Hydra's texts name its own syntax and files; those that users meet get a line of pdsim: a file that there is not
+    with its nearest names, a value that needs quotes, several values where ``run`` takes one, a file that is not YAML.
+    Others are shortened to one line.
+    """
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
@@ -243,6 +282,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _missing(file: str, known: Sequence[str] | None) -> str:
+    """Return that *file*, ``GROUP/NAME`` or the primary configuration, does not exist, with the nearest of *known*."""
     if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")

@@ -166,6 +166,12 @@ def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> No
 
 
 def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...]) -> str:
+    """Return what to say of a *quantity* that was typed without its unit, "" if it has one or needs none.
+
+    Only rates, times and computation need one (`_BASE`), and only where its key is among *typed*, dotted keys with
+    places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of numbers
+    alike.
+    """
     key, kind, value = quantity
     if kind not in _BASE or not 0 < value < math.inf or not covers(typed, _plain(key)):
         return ""
@@ -179,6 +185,7 @@ def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...])
 
 
 def _beyond(quantity: Quantity) -> str:
+    """Return what to say of a *quantity* outside its `BOUNDS`, "" if it is within them or has none."""
     key, kind, value = quantity
     row = _row(_plain(key), kind)
     if row is None or not value or not math.isfinite(value) or row[1] <= value <= row[3]:
@@ -190,6 +197,7 @@ def _beyond(quantity: Quantity) -> str:
 
 
 def _counted(number: float) -> str:
+    """Return *number* as people write a count: whole ones in full with commas, others with six digits."""
     return f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:g}"
 
 
@@ -211,6 +219,7 @@ def _judged(config: Config) -> Iterator[tuple[Quantity, str]]:
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:
+    """Yield the quantities of *instance*, with keys that begin with *at*; none if it is not a dataclass."""
     if not is_dataclass(instance):
         return
     hints = _hints(type(instance))  # type: ignore[arg-type]  # a class is hashable
@@ -220,6 +229,7 @@ def _of(instance: Any, at: str) -> Iterator[Quantity]:
 
 @cache
 def _hints(cls: type) -> Mapping[str, Any]:
+    """Return the annotations of *cls* with their units (`typing.Annotated`), which take a millisecond to resolve."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -236,6 +246,11 @@ def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
 
 
 def _kind(hint: Any) -> str:
+    """Return the kind of quantity that *hint* is the annotation of, "" if it is a plain number.
+
+    The first parser anywhere within *hint* counts: ``Seconds``, ``tuple[Seconds, ...]`` and ``Seconds | None`` are
+    times.
+    """
     if typing.get_origin(hint) is typing.Annotated:
         return _PARSERS.get(typing.get_args(hint)[1], ("", None))[0]
     return next((kind for inner in typing.get_args(hint) if (kind := _kind(inner))), "")

@@ -35,6 +35,10 @@ _HANDOFF_HEADS = ("host", "engine", "what", "tokens", "fitted", "measured us", "
 def refit(words: Sequence[str]) -> int:
     """Fit again what the first of *words* names, one of `WHAT`, print the result and return the exit status.
 
+    Without words it is ``published``; after that, names choose among the calibrations. Nothing is written: what a fit
+    says is compared with the file by whoever reads the table. Samples are in ``data/``, so a checkout of the repository
+    is needed.
+
     Raise a `ConfigError` for anything else, and for names after it that are no published calibration.
     """
     what, *names = words or ("published",)
@@ -50,7 +54,11 @@ def refit(words: Sequence[str]) -> int:
 
 
 def published(names: Sequence[str] = ()) -> list[Fitted]:
-    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples."""
+    """Return each published calibration of `conf`, or those called *names*, fitted again from its own samples.
+
+    The engine and machine are the first that the file holds for; reads and writes are told apart by the file's name.
+    Errors are those on rows that the fit has not seen. Raise a `ConfigError` for a name that is no such calibration.
+    """
     from omegaconf import OmegaConf
 
     found = []
@@ -70,6 +78,7 @@ def published(names: Sequence[str] = ()) -> list[Fitted]:
 
 
 def _published(names: Sequence[str]) -> list[Table]:
+    """Return one table of the calibrations called *names*, all of them without names."""
     return [table(published(names))]
 
 
@@ -100,6 +109,7 @@ def _collectives(_: Sequence[str]) -> list[Table]:
 
 
 def _libraries() -> dict[str, Collective]:
+    """Return the collectives that have samples, by name, as ``conf/collective`` sets them on a node of four H200."""
     found = {}
     for name in ("nccl", "symm_mem"):
         library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
@@ -112,7 +122,12 @@ def _libraries() -> dict[str, Collective]:
 
 
 def _handoffs(_: Sequence[str]) -> list[Table]:
-    """Return what fits the handoffs, and every median beside what the model says with it."""
+    """Return what fits the handoffs, and every median beside what the model says with it.
+
+    The first table has a row for each key of ``conf/hw`` with its 95 % interval in microseconds; the second one for
+    each host, engine and phase, with the error of the model and whether the phase was fitted to that host.
+    ``hw.host.idle_wake`` is found by simulating ``serve`` with several values, which takes most of the time.
+    """
     configs = {name: handoff_config(name) for name in sorted({engine for _, engine, _ in handoff_fit.times()})}
     config = configs[handoff_fit.FITTED[0]]
     assert config.hw.gpu is not None
@@ -185,6 +200,7 @@ def with_idle_wake(config: Config, seconds: float) -> Config:
 
 
 def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: float) -> list[object]:
+    """Return the row of one median: both times in us, the error in %, and whether the model was fitted to this host."""
     known = "in part" if what in ("transfer", "e2e") else "yes"
     fitted_to = known if handoff_fit.is_fitted(host, engine) else "no"
     tokens = nbytes // handoff_fit.TOKEN or None

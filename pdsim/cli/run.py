@@ -25,11 +25,13 @@ __all__ = ["compose", "measure", "only_json", "run"]
 
 
 def run(words: Sequence[str], *, json: bool = False, quiet: bool = False, verbose: bool = False) -> int:
-    """Run what *words*, overrides and options, ask for, and return the exit status.
+    """Run what *words*, overrides and options, ask for, and return the exit status: 1 if anything failed, else 0.
 
     With *json* the only thing on standard output is one JSON object; with *quiet* nothing is; *verbose*, it is
-    everything that the run found instead of a dozen lines.  Raise a `ConfigError`
-    for what cannot be run, and whatever the experiment raises.
+    everything that the run found instead of a dozen lines. ``--cfg job`` among *words* prints the configuration, with
+    calibrations applied, and runs nothing.
+
+    Raise a `ConfigError` for what cannot be run, before anything is written, and whatever the experiment raises.
     """
     line = overrides.read(words)
     if wrong := [word for word in line.words if word.partition("=")[0].split(".")[0] == "executor"]:
@@ -81,6 +83,7 @@ def only_json(json: bool) -> Iterator[TextIO]:
 
 
 def _print(folder: Path, out: TextIO, *, json: bool, quiet: bool, verbose: bool) -> None:
+    """Print the run in *folder* to *out* as was asked: as JSON, not at all, briefly or with everything."""
     if json:
         out.write(terminal.as_json(folder) + "\n")
     elif not quiet:

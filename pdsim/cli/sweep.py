@@ -40,7 +40,13 @@ __all__ = ["Asked", "asked_of", "executor_of", "points", "sweep"]
 def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> int:
     """Run every point of *words*, or those that an earlier call has not, and return the exit status.
 
-    Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run.
+    *words* are what stands behind ``pdsim sweep``. The points that ended are in a folder whose name is a hash of
+    *words*, so the same command goes on where it was interrupted, and another one begins anew. *json* prints the table
+    as one JSON object, *quiet* nothing at all.
+
+    Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run. A point that fails,
+    or that cannot be run, does not end the others: 1 is returned if any failed, 0 if all others could not be run.
+    Ctrl-C raises a `KeyboardInterrupt` that says where the finished points are.
     """
     asked = asked_of(words)
     if asked.line.cfg:
@@ -72,7 +78,11 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The command line."""
+    """What the words of ``pdsim sweep`` ask for, taken apart; the overrides among them are not yet parsed.
+
+    *zipped* are the groups of keys that change together, *seeds* how often each point is repeated with seeds 0, 1, …; 0
+    leaves the seed as it is. *executor* are the words about where points run, in the order in which they were typed.
+    """
 
     line: CommandLine
     zipped: tuple[tuple[str, ...], ...] = ()  # --zip
@@ -82,7 +92,13 @@ class Asked:
 
 
 def asked_of(words: Sequence[str]) -> Asked:
-    """Return what *words* ask for.  Raise a `ConfigError` for an unknown option."""
+    """Return what *words* ask for, options taken out and ``--seeds N`` turned into an axis of the key ``seed``.
+
+    Options may stand anywhere and be written as ``--name VALUE`` or ``--name=VALUE``; ``--zip`` may be repeated.
+
+    Raise a `ConfigError` for an unknown option, one without its value, a count that is none, and words that exclude
+    each other: ``--seeds`` with ``seed=`` or with a search, ``--maximize`` with ``--minimize``.
+    """
     zipped, options, rest = [], dict[str, str](), []
     left = iter(words)
     for word in left:
@@ -114,12 +130,14 @@ _OF_SEARCH = ("--search", "--trials", "--maximize", "--minimize")
 
 
 def _count(name: str, text: str, least: int) -> int:
+    """Return the whole number in *text*, what the option *name* was given; raise a `ConfigError` below *least*."""
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name} {text}: must be a whole number >= 1")
     return int(text)
 
 
 def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
+    """Return the search that *options* ask for, None if there is none; raise a `ConfigError` for half of one."""
     asked = [name for name in _OF_SEARCH if name in options]
     if not asked:
         return None
@@ -136,6 +154,7 @@ def _search_of(options: Mapping[str, str]) -> OptunaSearch | None:
 
 
 def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
+    """Return *line* with other *words*: everything that was said beside the overrides stays."""
     return CommandLine(words=tuple(words), cfg=line.cfg, folder=line.folder, path=line.path, name=line.name)
 
 
@@ -143,9 +162,13 @@ def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
 
 
 def points(asked: Asked) -> list[Point]:
-    """Return the points, each once, with the reasons of those that cannot be run.
+    """Return the points of a sweep, each once, in the order of its axes: the last one changes fastest.
 
-    Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option.
+    Two combinations that make the same configuration are one point. One that cannot be run has a `Point.refusal`
+    instead of a configuration, and is not an error, for the others can.
+
+    Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option, and
+    for an interval, which only a search chooses from.
     """
     space = _space(asked)
     if space.intervals:
@@ -161,7 +184,7 @@ def points(asked: Asked) -> list[Point]:
 
 @dataclass(frozen=True)
 class _Space:
-    """What the words of a sweep say: *fixed* ones, *axes* of values, and *intervals*."""
+    """What the words of a sweep say: *fixed* ones, *axes* of values, and *intervals*, lowest and highest by key."""
 
     fixed: list[str]
     axes: list[Axis]
@@ -169,10 +192,16 @@ class _Space:
 
     @property
     def keys(self) -> list[str]:
+        """All keys that change from point to point, those of axes first."""
         return [*(key for axis in self.axes for key in axis.keys), *self.intervals]
 
 
 def _space(asked: Asked) -> _Space:
+    """Parse the overrides of *asked* and divide them into what is fixed and what changes.
+
+    ``KEY=A,B`` and ``KEY=range(3)`` are axes, ``KEY=interval(LOW,HIGH)`` an interval; ``--zip`` joins axes of equal
+    length.
+    """
     words = asked.line.words
     parsed = OverridesParser.create().parse_overrides(overrides.ready(words, asked.line.folders))
     swept: dict[str, list[str]] = {}
@@ -198,6 +227,10 @@ def _first(asked: Asked) -> list[Point]:
 
 
 def _searched(asked: Asked, folder: Path, executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
+    """Have Optuna choose points of the space of *asked* and run them, and return the rows of the table.
+
+    Points are composed here, one at a time, when the search asks for them; *progress* is called as for any sweep.
+    """
     assert asked.search is not None
     space = _space(asked)
     with compose.initialized(asked.line):
@@ -206,6 +239,7 @@ def _searched(asked: Asked, folder: Path, executor: Executor, progress: ShowProg
 
 
 def _key(override: Override) -> str:
+    """Return the dotted key of *override*, without the plus signs that tell Hydra to add it."""
     return str(override.get_key_element()).lstrip("+")
 
 
@@ -213,6 +247,11 @@ class _Composer:
     """Composes points of one sweep: once for each choice of groups, and sets the values of the others in that."""
 
     def __init__(self, line: CommandLine, fixed: Sequence[str], swept: Sequence[str]) -> None:
+        """Keep the *line* and its *fixed* words, and divide the keys that are *swept* into groups and values.
+
+        A value can be set in what Hydra composed unless another override is of the same mapping or one above it: then
+        the order of the two matters, and every point is composed by Hydra.
+        """
         self._line, self._fixed = line, list(fixed)
         known = overrides.groups(line.folders)
         self._groups = [key for key in swept if key in known]
@@ -226,7 +265,11 @@ class _Composer:
         self._parser = OverridesParser.create()
 
     def point(self, choice: Mapping[str, str]) -> Point:
-        """Return the point with the values of *choice*."""
+        """Return the point with the values of *choice*, dotted key to text.
+
+        Its name is a hash of its configuration; one that is refused has no configuration, and is named by its words and
+        pdsim's version.
+        """
         words = [*self._fixed, *(f"{key}={value}" for key, value in choice.items())]
         values = self._plain(choice, words)
         shown = tuple(word.lstrip("+") for word in words)
@@ -239,6 +282,11 @@ class _Composer:
         return Point(name=name_of(config), words=shown, choice=choice, config=config, notes=notes)
 
     def _plain(self, choice: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
+        """Return the values that *words* compose to, plain mappings and lists.
+
+        They are those of the composition of the groups with the swept values set in it, if that is certain to be the
+        same as what Hydra would do with all the words.
+        """
         base = self._base(choice)
         settings = self._parser.parse_overrides(overrides.ready([f"{key}={choice[key]}" for key in self._values]))
         found = [(_key(each), each.value()) for each in settings]
@@ -276,7 +324,11 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
 
 
 def _folder(found: Sequence[Point], asked: Asked) -> Path:
-    """Return the folder of the sweep: the same for the same command, in the folder *output* of its points."""
+    """Return the folder of the sweep: the same for the same command, in the folder *output* of its points.
+
+    Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points would
+    lie in several folders.
+    """
     outputs = {point.config.output for point in found if point.config is not None} or {"results"}
     if len(outputs) > 1:
         raise ConfigError(f"output={','.join(sorted(outputs))}: a sweep has one folder; give output one value")
@@ -289,7 +341,11 @@ def _folder(found: Sequence[Point], asked: Asked) -> Path:
 
 
 def executor_of(words: Sequence[str], line: CommandLine) -> Executor:
-    """Return what *words*, ``executor=NAME`` and its settings, ask for.  Raise a `ConfigError` if there is none."""
+    """Return the executor that *words*, ``executor=NAME`` and its settings, ask for: ``local`` unless they name one.
+
+    Its file is ``conf/executor/NAME.yaml``, or one of the folders of *line*; its class is an entry point of
+    ``pdsim.executors``. Raise a `ConfigError` if there is none, or for a setting that it has not.
+    """
     names = [word.partition("=")[2] for word in words if word.startswith("executor=")]
     name = names[-1] if names else "local"
     overrides.ready([f"executor={name}"], line.folders)

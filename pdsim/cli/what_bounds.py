@@ -32,6 +32,11 @@ _SHOWN = {"e2e": "end to end", "ttft": "TTFT", "ttft_p99": "TTFT p99", "tpot": "
 def explain_one(folder: Path, *, request: int | None = None, fast: bool = False, json: bool = False) -> None:
     """Print what bounded the run in *folder*, or one *request* of it; *fast* simulates nothing.
 
+    Shares of the time are the mean over requests, or over transfers where the experiment has no requests. Causes with
+    less than a thousandth of it are left out; each of the others is relieved twofold and the run simulated again with
+    the same seed, which takes as long as the run for each cause. With *json* the same is one object: ``seconds`` by
+    cause, and ``reliefs``.
+
     Raise a `ConfigError` if the run kept nothing to explain, or no such request.
     """
     times = explain.accounts(folder, request)
@@ -52,7 +57,11 @@ def explain_one(folder: Path, *, request: int | None = None, fast: bool = False,
 
 
 def explain_two(folders: Sequence[Path], *, fast: bool = False, json: bool = False) -> None:
-    """Print which cause makes the runs in two *folders* differ; raise as `explain_one`."""
+    """Print which cause makes the runs in two *folders* differ; raise as `explain_one`.
+
+    Beside the causes, each group of keys in which they differ (engine, machine, layout, …) is exchanged alone: A is
+    simulated with that group of B. What the groups bring by themselves need not add up.
+    """
     sentences = explain.difference(folders)
 
     def exchanges(bar: terminal.Progress) -> dict[str, Figures | str]:
@@ -87,19 +96,26 @@ def _simulated(folder: Path, simulate: Any) -> dict[str, Figures | str]:
 
 
 def _is_model(folder: Path) -> bool:
+    """Return whether the run in *folder* was simulated."""
     return bool(store.load(folder)["target"] == "model")
 
 
 def _seconds(found: Figures) -> str:
+    """Return the time that *found* is judged by as text, "-" if there is none."""
     value = found.e2e if found.e2e is not None else found.transfer
     return "-" if value is None else format_time(value)
 
 
 def _plain(tried: Mapping[str, Figures | str]) -> dict[str, Any]:
+    """Return *tried* as JSON takes it: the figures of each relief, or the reason why it could not be simulated."""
     return {name: found if isinstance(found, str) else asdict(found) for name, found in tried.items()}
 
 
 def _value(found: Figures) -> float | None:
+    """Return the time that a run is judged by, in seconds.
+
+    End to end of a request, or of a transfer without requests.
+    """
     return found.e2e if found.e2e is not None else found.transfer
 
 
@@ -137,6 +153,10 @@ def _change(after: float, before: float) -> str:
 
 
 def _reliefs(times: Mapping[str, float], asked: Sequence[str], tried: Mapping[str, Figures | str]) -> Table:
+    """Return a row for each cause in *asked*: its time and share, and by how much each metric changes when relieved.
+
+    Without figures (*tried* is empty, or its base could not be simulated) the row says what the cause is instead.
+    """
     total, base = sum(times.values()), tried.get("")
     known = {each.cause: each for each in RELIEFS}
     shown = [name for name in _SHOWN if isinstance(base, Figures) and getattr(base, name) is not None]
@@ -155,6 +175,7 @@ def _reliefs(times: Mapping[str, float], asked: Sequence[str], tried: Mapping[st
 
 
 def _cell(found: Figures | str | None, base: Figures | str | None, name: str) -> str:
+    """Return the change of the metric *name* from *base* to *found*, "-" where either is not there."""
     if not isinstance(found, Figures) or not isinstance(base, Figures):
         return "-"
     after, before = getattr(found, name), getattr(base, name)
@@ -162,7 +183,10 @@ def _cell(found: Figures | str | None, base: Figures | str | None, name: str) ->
 
 
 def _exchanges(tried: Mapping[str, Figures | str]) -> Table:
-    """Return A, A with one group of B each, and B."""
+    """Return A, A with one group of B each, and B.
+
+    The last column is the share of the difference between A and B that the group makes alone.
+    """
     first, second = tried["A"], tried["B"]
     assert isinstance(first, Figures)
     assert isinstance(second, Figures)

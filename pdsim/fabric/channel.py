@@ -100,7 +100,12 @@ class SimChannel:
         self._column = column
 
     def send(self, receiver: str, payload: bytes) -> None:
-        """Send without waiting.  A message to a rank that is gone is lost; a `KeyError` names an unknown rank."""
+        """Send *payload* to rank *receiver* without waiting.
+
+        Messages to one receiver arrive in the order in which they were sent. A message to a rank that is gone, or from
+        a rank that has closed, is lost without a sign, as over a socket whose other end has died. Raise a `KeyError`
+        for a rank that is not of this job.
+        """
         channel = self._ranks.get(receiver)
         if channel is None:
             raise KeyError(f"no rank {receiver!r}; there are {', '.join(self._ranks)}")
@@ -148,6 +153,10 @@ class SimChannel:
         self._closed = True
 
     def _arrival(self, receiver: str, at: float) -> float:
+        """Return when a message arrives that would at *at*.
+
+        Later where it is held up, never before the one before it.
+        """
         if self._hold is None:
             return at
         after = nextafter(self._arrivals.get(receiver, 0.0), inf)
@@ -172,9 +181,11 @@ class SimChannel:
             self._deliver_together(messages)
 
     def _deliver_together(self, messages: tuple[Message, ...]) -> None:
+        """Deliver *messages* in their order."""
         for message in messages:
             self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
+        """Give *message* to whoever receives it, unless the channel is closed by now."""
         if not self._closed:
             self._inbox.deliver(message)

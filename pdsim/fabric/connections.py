@@ -19,7 +19,10 @@ __all__ = ["Connection", "EndpointAddress", "Part", "Registration", "SimTransfer
 
 
 class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `pdsim.fabric.sim_endpoint.SimEndpoint.address` says, as JSON."""
+    """What `pdsim.fabric.sim_endpoint.SimEndpoint.address` says, as JSON.
+
+    An address is good for one life of a rank; whoever connects with an older one gets `PeerLost`.
+    """
 
     rank: str
     engine: str
@@ -28,7 +31,10 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Registration:
-    """A region, its memory, and how many of the endpoint's own transfers over it have not settled."""
+    """A region, its memory, and how many of the endpoint's own transfers over it have not settled.
+
+    While there are any, the region cannot be withdrawn, and its memory is not handed out again.
+    """
 
     __slots__ = ("buffer", "region", "unsettled")
 
@@ -39,7 +45,10 @@ class Registration:
 
 
 class Remote(Protocol):
-    """What the posting side asks of a peer's endpoint."""
+    """What the posting side asks of a peer's endpoint.
+
+    It is a protocol, so that connections know no endpoint class and the two modules do not import each other.
+    """
 
     @property
     def name(self) -> str:
@@ -64,7 +73,7 @@ class Remote(Protocol):
 
 
 class Connection:
-    """From one endpoint to a peer."""
+    """From one endpoint to a peer: whose it is, the peer's endpoint, and the queue of what is posted to it."""
 
     __slots__ = ("owner", "remote", "send_queue")
 
@@ -86,7 +95,10 @@ class Part:
 
 
 def part_of(batch: Batch, first: int, end: int) -> Batch:
-    """Return the descriptors of bytes *first* to *end* of *batch*, in its order; those at either end may be cut."""
+    """Return the descriptors of bytes *first* to *end* of *batch*, in its order; those at either end may be cut.
+
+    Bytes are counted over the descriptors, from 0. Without a cut the batch itself is returned.
+    """
     if first <= 0 and end >= batch.nbytes:
         return batch
     ends = np.cumsum(batch.size)
@@ -99,7 +111,11 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
 
 
 class SimTransfer:
-    """One transfer from its call until it has settled.  Until then it holds the memory on both sides."""
+    """One transfer from its call until it has settled.  Until then it holds the memory on both sides.
+
+    *local* is the poster's own registration, *remote* the region as the peer's address had it, *submitted* in seconds
+    on the job's clock. A write moves from *local* to *remote*, a read the other way.
+    """
 
     __slots__ = (
         "breaks_after",

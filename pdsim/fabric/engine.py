@@ -91,6 +91,7 @@ class CopyEngine:
             self._begin(start, posting, poster)
 
     def _begin(self, start: Callable[[Posting], None], posting: Posting, poster: PostingThread) -> None:
+        """Carry *posting* at once, or when the engine is awake; with jitter its start is drawn."""
         now = self._clock.now
         if not self._busy and now - self._idle > self._idle_after:
             self._idle = now + self._idle_wake
@@ -201,6 +202,7 @@ class SeriesSteps:
         return isinstance(other, SeriesSteps) and self._key() == other._key()
 
     def _key(self) -> tuple[float, ...]:
+        """Everything that the times depend on beside the start and the flow's length."""
         return self.count, self._posting, self._overlap, self._latency
 
     def stages(self, start: float, seconds: float) -> tuple[Times, ...]:

@@ -100,12 +100,15 @@ class Model:
     ) -> Outcome:
         """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
 
-        A program that raises ends its own rank only.  When nothing is scheduled any more, the ranks that still wait
-        end with an error.  *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
-        again that have ended by then.
+        A program that raises ends its own rank only. When nothing is scheduled any more, the ranks that still wait end
+        with an error. *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks again
+        that have ended by then. The outcome has every rank by name, virtual seconds, SimPy events, and the use of links
+        and memory.
 
-        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
-        or a program that cannot be imported.
+        The same arguments give the same outcome, bit for bit, on any machine.
+
+        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have, or a
+        program that cannot be imported.
         """
         job = _ModelJob(self, ranks, kill or {}, restart or {})
         outcome = job.run()
@@ -126,7 +129,7 @@ class _Records:
 
 
 class _Member:
-    """One rank of a job and what is the model's behind it."""
+    """One rank of a job and what is the model's behind it; a rank that starts again is another member."""
 
     def __init__(
         self,
@@ -143,7 +146,10 @@ class _Member:
         self.records = records
 
     def end(self, by_force: bool) -> None:
-        """Give back what the rank had, as the end of a process does."""
+        """Give back what the rank had, as the end of a process does.
+
+        *by_force* it is killed: nobody is left to be told of its own transfers.
+        """
         self.clock.stop()
         self.channel.close()
         if by_force:
@@ -154,7 +160,12 @@ class _Member:
 
 
 class _ModelJob:
-    """One run of a `Model`."""
+    """One run of a `Model`.
+
+    It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes of
+    links), and steps through the events until no rank is left. Ranks that are alike have one member that stands for
+    all, if the model folds.
+    """
 
     def __init__(
         self, model: Model, specs: Sequence[RankSpec], kill: Mapping[str, float], restart: Mapping[str, float]
@@ -233,12 +244,14 @@ class _ModelJob:
                 self._clock.call_at(at, self._squeeze, (link, capacity * share))
 
     def _slow(self, what: tuple[str, float]) -> None:
+        """Let a rank compute and post so many times slower, if it runs."""
         name, factor = what
         member = self._live.get(name)
         if member is not None:
             member.device.slowness = member.endpoint.slowness = factor
 
     def _squeeze(self, what: tuple[Link, float]) -> None:
+        """Give a link another capacity, in bytes/s, from now on."""
         self._network.set_capacity(*what)
 
     def _restart(self, name: str) -> None:
@@ -248,12 +261,14 @@ class _ModelJob:
             self._start(name)
 
     def run(self) -> Outcome:
+        """Step through the events until no rank is left, or folding turns out to be wrong."""
         with _seldom_collecting():
             while self._live and not self._columns.crossings:
                 self._turn()
         return self._outcome()
 
     def _turn(self) -> None:
+        """Handle the next `STRIDE` events, and report the time; ranks that wait for nothing any more are ended."""
         try:
             self._clock.turn(STRIDE, self._live, self._on_crash)
         except EmptySchedule:
@@ -267,6 +282,7 @@ class _ModelJob:
         return read(), of
 
     def _member(self, spec: RankSpec) -> _Member:
+        """Return the rank of *spec*, made anew: its memory is its device's, which it may share; all else is its own."""
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
         site = self._topology.site(spec.place)
         host, link = self._model.machine.host, self._topology.memory(site)
@@ -303,10 +319,12 @@ class _ModelJob:
         return not (failed or self._columns.crossings) and all(channel.agrees for channel in absent)
 
     def _delay(self, sender: str, receiver: str) -> float:
+        """Return the seconds that a message from *sender* takes to the node of *receiver* over the machine's link."""
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
         return self._topology.delay(one, other)
 
     def _memory(self, site: Site) -> DeviceMemory:
+        """Return the memory at *site*, a GPU's or a host's, which all ranks there share."""
         memory = self._memories.get(site.name)
         if memory is None:
             machine = self._model.machine
@@ -318,6 +336,7 @@ class _ModelJob:
         return memory
 
     def _start(self, name: str) -> None:
+        """Begin the program of rank *name*, with everything that it is given."""
         member, (spec, function) = self._live[name], self._specs[name]
         peers = tuple(other for other in self._specs if other != name)
         parts = member.clock, member.device, member.endpoint, member.channel, member.records
@@ -332,6 +351,10 @@ class _ModelJob:
         process.callbacks.append(lambda event: self._on_end(name, event))
 
     def _group(self, groups: SimGroups, names: tuple[str, ...], member: _Member) -> SimGroup:
+        """Return the group of *names* as *member* has it.
+
+        Ranks of a job that has groups cannot stand for one another.
+        """
         if self._columns:
             self._columns.crossings.append(f"the group of {', '.join(names)}")
         return groups.group(names, member.clock, member.device, member.records)
@@ -350,16 +373,22 @@ class _ModelJob:
         self._fail(clock.name, error)
 
     def _kill(self, name: str) -> None:
+        """End rank *name* by force, if it runs."""
         if name in self._live:
             self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
 
     def _fail(self, name: str, error: BaseException) -> None:
+        """End rank *name* with *error* as its result; what is no error of a program, such as Ctrl-C, is raised here."""
         if not isinstance(error, Exception):
             raise error  # KeyboardInterrupt and the like are for us
         _log.debug("rank %s ended with an error", name, exc_info=error)
         self._end(name, error=f"{type(error).__name__}: {error}")
 
     def _end(self, name: str, value: Any = None, error: str = "", by_force: bool = False) -> None:
+        """End rank *name*, give back what it had, and keep its result.
+
+        A rank that had ended before, and was started again, has the transfers of all its lives.
+        """
         member = self._live.pop(name)
         member.end(by_force)
         if self._groups is not None:
@@ -372,16 +401,22 @@ class _ModelJob:
             self._model.observer.ended(name, error)
 
     def _overrun(self, limit: float) -> None:
+        """End all ranks that still run at the model's limit, with an error that names them."""
         names = ", ".join(self._live)
         for name in tuple(self._live):
             self._end(name, error=f"Overrun: {names} still run after {limit:g} s, the limit of the model")
 
     def _deadlock(self) -> None:
+        """End all ranks that wait though nothing is scheduled any more, with an error that names them."""
         names = ", ".join(self._live)
         for name in tuple(self._live):
             self._end(name, error=f"Deadlock: {names} wait for events that nothing will trigger any more")
 
     def _outcome(self) -> Outcome:
+        """Return how the job ended, with a result for every rank, also for those that others stood for.
+
+        The use of a link is what it carried over what it could have carried in that time, of a memory its peak.
+        """
         seconds, columns = self._clock.now, self._columns
         for name in self._live:  # what is left of a job that cannot be folded
             self._results[name] = RankResult(name, error="stopped")
@@ -423,6 +458,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:
+    """Return the program of *spec*, ``"package.module:function"``; raise a `ConfigError` if it cannot be imported."""
     module, _, name = spec.program.partition(":")
     try:
         function: Callable[..., Program] = getattr(importlib.import_module(module), name)
@@ -434,6 +470,7 @@ def _load(spec: RankSpec) -> Callable[..., Program]:
 
 
 def _main(function: Callable[..., Program], rank: Rank, arguments: Mapping[str, Any]) -> Program:
+    """Run a program, and return its value as it would come out on the other side of a process boundary."""
     return _plain((yield from function(rank, **arguments)))
 
 

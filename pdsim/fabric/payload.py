@@ -19,7 +19,12 @@ __all__ = ["Payload"]
 
 
 class Payload:
-    """Moves the bytes of the transfers *flights*, by number, that an endpoint on *device* posts."""
+    """Moves the bytes of the transfers *flights*, by number, that an endpoint on *device* posts.
+
+    Without faults all bytes of a transfer are read and land at its completion. With them a transfer moves in parts,
+    each read at one instant and landing at another, so that memory which is reused too early shows. *observer* is told
+    of both.
+    """
 
     def __init__(
         self, clock: Clock, device: SimDevice, observer: Observer | None, flights: Mapping[int, SimTransfer]
@@ -55,12 +60,14 @@ class Payload:
             self._put(part, flight, buffers[1])
 
     def _read(self, part: Part, flight: SimTransfer, source: SimBuffer) -> None:
+        """Keep a copy of what *part* covers at *source* now; where memory has no contents it counts as read."""
         if self._observer is not None:
             self._observer.read(part.batch, flight.transfer.label)
         exact = self._device.holds_bytes
         part.pieces = [piece.copy() for piece in read_pieces(part.batch, source)] if exact else []
 
     def _put(self, part: Part, flight: SimTransfer, target: SimBuffer) -> None:
+        """Let *part* land at *target*."""
         if self._observer is not None:
             self._observer.landed(part.batch, flight.transfer.label)
         part.landed = True
@@ -68,6 +75,7 @@ class Payload:
             write_pieces(part.batch, target, part.pieces or [])
 
     def _moving(self, number: int) -> SimTransfer | None:
+        """Return transfer *number* if its bytes can still move: it has not settled, and was not aborted."""
         flight = self._flights.get(number)
         stopped = flight is None or flight.posting is None or flight.posting.aborted
         return None if stopped else flight

@@ -57,7 +57,12 @@ at the usual ack timeout of 67 ms) after half a second.
 
 
 class SimEndpoint:
-    """One rank's way to move bytes.  *clock* is the rank's own, *device* holds the buffers that it may register."""
+    """One rank's way to move bytes: the simulated `pdsim.transfer.Endpoint`.
+
+    *clock* is the rank's own, *device* holds the buffers that it may register, *site* is where it is on the machine. It
+    checks batches and peers, keeps account of what is under way, and decides what a poster is told; what posting costs
+    is `SendQueue`'s, how bytes share links the network's, what lands `Payload`'s.
+    """
 
     def __init__(
         self, fabric: Fabric, name: str, clock: Clock, device: SimDevice, site: Site, recorder: SeriesRecorder
@@ -242,6 +247,11 @@ class SimEndpoint:
     def _start(
         self, peer: Peer, batch: Batch, write: bool, notify: bytes, timeout: float | None, label: str
     ) -> Transfer:
+        """Post *batch*, or note at once why it cannot be, and return its transfer.
+
+        A peer that has ended is not noticed before `DETECTION`; a full send queue that refuses is an error of the
+        transfer.
+        """
         if self._series is not None:
             self._series.cut()
         source, target = batch.source, batch.target
@@ -299,6 +309,7 @@ class SimEndpoint:
         return flight.transfer
 
     def _post(self, flight: SimTransfer, number: int) -> Posting:
+        """Hand *flight* to the send queue, with what chance does to it where faults are injected."""
         fabric, batch, queue = self._fabric, flight.transfer.batch, flight.connection.send_queue
         if fabric.observer is not None:
             fabric.observer.posted(batch, flight.transfer.label)
@@ -356,6 +367,7 @@ class SimEndpoint:
             self._notifications.deliver(notification)
 
     def _time_out(self, number: int) -> None:
+        """End the wait for transfer *number*: it fails, and its memory is held until it lands or is known not to."""
         flight = self._posted.moving[number]
         if flight.transfer.triggered:
             return
@@ -421,6 +433,7 @@ class SimEndpoint:
             event.succeed()
 
     def _disconnect(self, remote: SimEndpoint) -> None:
+        """Stop what goes to *remote*, which has ended; its loss is noticed later."""
         if remote.name in self._visitors and remote.ended is not None:
             self._fabric.clock.call_at(remote.ended + DETECTION, self._part, remote.name)
         for number, flight in self._posted.moving.items():
@@ -431,6 +444,7 @@ class SimEndpoint:
     # --- checks ---
 
     def _check_open(self) -> None:
+        """Raise a `TransferFailed` if this endpoint is closed."""
         if self.ended is not None:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
 

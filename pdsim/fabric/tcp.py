@@ -162,7 +162,7 @@ class Streams:
         return filled, self._trip + min(queue, filled), filled - self._trip / 2.0 > WRITABLE * most
 
     def restart(self) -> float:
-        """Return how long a stream waits for acknowledgements until a window of one segment has grown enough."""
+        """Return the seconds that a stream waits for acknowledgements until a window of one segment has grown."""
         return self._waits(self._segment, inf)[0]
 
     def _grow(self, now: float, nbytes: float, rate: float) -> float:
@@ -184,6 +184,7 @@ class Streams:
         return waits, window + left
 
     def _after_idle(self, now: float) -> float:
+        """Return the window at *now*: halved for each retransmission time-out without use, down to the first one."""
         times = (now - self._used) / self._timeout
         if times < 1.0:
             return self._window
@@ -191,7 +192,7 @@ class Streams:
 
 
 class HopChain:
-    """A `NetworkLink` and all streams over it."""
+    """A `NetworkLink` and all streams over it, which a cut of the link stops together."""
 
     def __init__(self, wire: NetworkLink) -> None:
         self.wire = wire

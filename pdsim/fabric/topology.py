@@ -33,7 +33,10 @@ __all__ = ["Route", "Site", "Topology"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the memory of a rank lies, and the card through which it talks to other nodes."""
+    """Where the memory of a rank lies, and the card through which it talks to other nodes.
+
+    Sites of one GPU or host are equal but for the card, which ranks on a host take in turn.
+    """
 
     node: int
     gpu: int | None  # None: the host
@@ -47,7 +50,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way between two memories: what every byte passes, and the time that the way itself takes."""
+    """The way between two memories: what every byte passes, and the time that the way itself takes.
+
+    *links* are in the physical order, from the source to the target.
+    """
 
     links: tuple[Link, ...]  # in physical order; a link that stands twice carries every byte twice
     latency: float  # seconds, on top of the engine's
@@ -55,7 +61,7 @@ class Route:
 
 
 class _GpuLinks:
-    """What belongs to one GPU."""
+    """What belongs to one GPU: its memory, and its PCIe in either direction."""
 
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         assert machine.gpu is not None
@@ -65,7 +71,7 @@ class _GpuLinks:
 
 
 class _Node:
-    """What belongs to one node."""
+    """What belongs to one node: host memory, TCP in either direction and within, GPUs, what joins them, and cards."""
 
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         host = machine.host
@@ -82,7 +88,11 @@ class _Node:
 
 
 def _ports(machine: Machine, network: Network, name: str) -> dict[tuple[int, int], tuple[Link, ...]]:
-    """Return what lies between each ordered pair of GPUs."""
+    """Return what lies between each ordered pair of GPUs.
+
+    A mesh has a link for each ordered pair, a switch a port out and a port in for each GPU; ports that nothing joins
+    have no entry.
+    """
     kind, rate = machine.interconnect.kind, machine.interconnect.rate
     port = "xgmi" if machine.vendor == "amd" else "nvlink"
     pairs = [(one, other) for one in range(machine.gpus) for other in range(machine.gpus) if one != other]
@@ -107,7 +117,11 @@ def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[
 
 
 class Topology:
-    """All links of *machine*, made in *network*."""
+    """All links of *machine*, made in *network*, and the ways between its memories.
+
+    Links are made once; the way between two sites is found by kind, as an engine's model names it (`EngineModel.path`).
+    Rates are those of `pdsim.hardware`, in bytes/s and for one direction.
+    """
 
     def __init__(self, machine: Machine, network: Network) -> None:
         self.machine = machine
@@ -150,6 +164,7 @@ class Topology:
         return {"nvlink": self._nvlink, "rdma": self._rdma, "tcp": self._tcp, "shm": self._shm}[kind](source, target)
 
     def _card(self, node: _Node, gpu: int | None) -> int | None:
+        """Return the card of a GPU, or the next one in turn for a rank on the host; None where there are none."""
         count = self.machine.nic.count
         if not count:
             return None
@@ -159,6 +174,7 @@ class Topology:
         return (node.hosts - 1) % count
 
     def _nvlink(self, source: Site, target: Site) -> Route:
+        """Return the way between two GPUs of a node, within one GPU over its memory twice."""
         if source.gpu is None or target.gpu is None:
             raise ConfigError(
                 f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or take a "
@@ -181,6 +197,7 @@ class Topology:
         return Route(links, self.machine.interconnect.latency)
 
     def _rdma(self, source: Site, target: Site) -> Route:
+        """Return the way over the cards of both sides, from and to GPU memory by PCIe."""
         if source.card is None or target.card is None:
             raise ConfigError(
                 f"rdma from {source.name} to {target.name}: {self.machine.name} has no cards (nic.count=0); take a "
@@ -190,6 +207,7 @@ class Topology:
         return Route((*self._out(source), *cards, *reversed(self._in(target))), self.machine.nic.latency)
 
     def _tcp(self, source: Site, target: Site) -> Route:
+        """Return the way through both hosts: loopback within a node, the links of a chain between nodes."""
         one, other = self._nodes[source.node], self._nodes[target.node]
         hops = self._hops(source.node, target.node)
         wire = (one.loopback,) if one is other else (one.tcp_out, *hops, other.tcp_in)
@@ -208,6 +226,7 @@ class Topology:
         return self._up[source:target] if source < target else self._down[target:source][::-1]
 
     def _shm(self, source: Site, target: Site) -> Route:
+        """Return the way through host memory, which two ranks of a node share."""
         if source.node != target.node:
             raise ConfigError(
                 f"shm from {source.name} to {target.name}: memory is shared within a node only; take a backend over "

@@ -131,7 +131,8 @@ class Contents:
                 found = np.frombuffer(have, np.uint8).reshape(expected.shape)
                 row = int(np.argmax((found != expected).any(axis=1)))
                 byte = int(np.argmax(found[row] != expected[row]))
-                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {_describe(found[row], byte)}"
+                what = _describe(found[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
+                return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
         return ""
 
     def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
@@ -212,14 +213,24 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _describe(row: Bytes, byte: int) -> str:
-    """Return what the word around *byte* of *row* says that it is: zeros, or a room, plane, head and token."""
+def _describe(row: Bytes, byte: int, marked: bool = False) -> str:
+    """Return what the word around *byte* of *row* says that it is: zeros, or a room, plane, head and token.
+
+    Where bytes are *marked*, a word has its chunk, modulo 128, beside a token of fewer bits.
+
+    >>> row = _token_rows(range(1), 8, 7, 2, range(5, 6), np.array([3], np.uint64))[0]
+    >>> _describe(row, 0, marked=True)
+    'found room 7 plane 2 head 0 token 5 of chunk 3'
+    """
     start = byte // 8 * 8
     word = int.from_bytes(row[start : start + 8].tobytes(), "little")
     if not word:
         return "found zeros"
-    fields = word >> _ROOM, word >> _PLANE & 0xFFF, word >> _HEAD & 0xFFF, word & 0xFFFFFF
-    return "found room {} plane {} head {} token {}".format(*fields)
+    token = word & (_MARKED - 1 if marked else (1 << _HEAD) - 1)
+    chunk = f" of chunk {word >> _MARK & (1 << _HEAD - _MARK) - 1}" if marked else ""
+    return (
+        f"found room {word >> _ROOM} plane {word >> _PLANE & 0xFFF} head {word >> _HEAD & 0xFFF} token {token}{chunk}"
+    )
 
 
 def _aux_row(room: int, index: int, size: int) -> bytes:

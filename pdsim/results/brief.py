@@ -33,7 +33,12 @@ _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 
 
 def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline."""
+    """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline.
+
+    Of a run that served requests they are offered load, verdict, latencies and what bounds it; of any other its first
+    table or metrics. Then come failures, the weakest evidence, the first warning, and what to type next. Without
+    evidence there is no number.
+    """
     proof, metrics = Evidence(run["evidence"]["sources"]), _values(run)
     if not proof.sources:
         yield "evidence: none, so no number is printed: give hw and backend their sources"
@@ -51,7 +56,11 @@ def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
 
 
 def share(value: float) -> str:
-    """Return *value*, a share of one, for people: ``"94.1 %"``, ``"0.03 %"``."""
+    """Return *value*, a share of one, for people.
+
+    >>> share(0.9412), share(0.0003), share(0.0), share(1e-9)
+    ('94.1 %', '0.03 %', '0.0 %', '< 0.001 %')
+    """
     percent = 100.0 * value
     if 0.0 < percent < 0.001:
         return "< 0.001 %"
@@ -62,6 +71,9 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
     """Return *used*, shares by name, those whose names differ in numbers only as one, most used first.
 
     A row has the name with ``*`` for the numbers, how many there are, and the least and the highest share.
+
+    >>> alike({"gpu0/memory": 0.5, "gpu1/memory": 0.25, "host": 0.125})
+    [('gpu*/memory', 2, 0.25, 0.5), ('host', 1, 0.125, 0.125)]
     """
     groups: dict[str, list[tuple[str, float]]] = {}
     for name, value in used.items():
@@ -74,10 +86,12 @@ def alike(used: Mapping[str, float]) -> list[tuple[str, int, float, float]]:
 
 
 def _values(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each metric of *run* by name."""
     return {name: metric["value"] for name, metric in run["metrics"].items()}
 
 
 def _served(run: Mapping[str, Any], metrics: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run of requests says: offered load, verdict on the SLO, latencies, and what bounds it."""
     total, done, failed = (metrics.get(name, 0) for name in ("requests", "requests_ok", "requests_failed"))
     met = metrics.get("slo_attainment") or 0.0
     limits = [config.get(f"slo.{name}") for name in ("ttft", "tpot")]
@@ -135,6 +149,7 @@ def _measured(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _failures(failures: Sequence[str]) -> Iterator[str]:
+    """Yield the first three failures, and how many more there are."""
     yield from (f"failed: {failure}" for failure in failures[:3])
     if len(failures) > 3:
         yield f"... and {len(failures) - 3} more: -v"
@@ -155,11 +170,13 @@ def _weakest(proof: Evidence) -> str:
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> str:
+    """Return the two commands that lead on: what bounds the run, and the same run with other seeds."""
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
     return f"pdsim explain {join([str(folder)])}; pdsim sweep {join([*words, 'seed=0,1,2'])}"
 
 
 def _cell(value: Any) -> str:
+    """Return *value* with four digits, - where nothing was measured."""
     if value is None:
         return "-"
     if isinstance(value, float) and not isinstance(value, bool):

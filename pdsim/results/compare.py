@@ -49,7 +49,8 @@ _SOURCES = ".sources."
 def tables(folders: Sequence[Path]) -> list[Table]:
     """Return what differs, and the metrics, of the complete runs in *folders*, called A, B and so on.
 
-    Raise a `ConfigError` if there are not two to 26, if one is not complete, or if they are of several experiments.
+    Metrics have a column for each run and, from the second on, one of its value over that of A. Raise a `ConfigError`
+    if there are not two to 26, if one is not complete, or if they are of several experiments.
     """
     runs = _runs(folders)
     names = ascii_uppercase[: len(runs)]
@@ -81,6 +82,7 @@ def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the runs in *folders* as `pdsim.results.store.load` does; raise as `tables`."""
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
             f"compare takes 2 to {len(ascii_uppercase)} folders of runs, got {len(folders)}; name them all"

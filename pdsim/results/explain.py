@@ -36,8 +36,10 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     """Return mean seconds of each phase of requests and each stage of transfers of the run in *folder*.
 
     The keys are ``"request"``, of all or of one *request*, and ``"transfer"``, those without rows left out; ``"size"``
-    has mean bytes and descriptors of a transfer, and the seconds that its poller added.  Raise a `ConfigError` if
-    *folder* is not a complete run, or has no rows at all, or has no such request that ended.
+    has mean bytes and descriptors of a transfer, and the seconds that its poller added. Only requests and transfers
+    that succeeded count: the phases of one that failed do not add up.
+
+    Raise a `ConfigError` if *folder* is not a complete run, or has no rows at all, or has no such request that ended.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -66,7 +68,11 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
 
 
 def tables(folders: Sequence[Path]) -> list[Table]:
-    """Return a table of phases and one of stages: of one run with shares, of two with the part in their difference."""
+    """Return a table of phases and one of stages: of one run with shares, of two with the part in their difference.
+
+    A table that not all of *folders* have rows for is left out; the last one has bytes and descriptors of a mean
+    transfer.
+    """
     found = [causes(folder) for folder in folders]
     parts = (("request", "requests", PHASES), ("transfer", "transfers", STAGES))
     made = [
@@ -84,6 +90,7 @@ def tables(folders: Sequence[Path]) -> list[Table]:
 
 
 def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Table:
+    """Return the table of one run: each phase with its mean and its share, the longest first and in the title."""
     total = sum(means.values())
     order = sorted(means, key=lambda name: -means[name])
     bound = f"bound by {order[0]}" if total else "no time passed"
@@ -99,8 +106,10 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
     """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*, else of its transfers.
 
     The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link the
-    wire, the host what the poller added, and the handshake.  Raise a `ConfigError` as `causes` does, and for a
-    *request* that there is none of or that did not end.
+    wire, the host what the poller added, and the handshake. So the causes of requests add up to their end-to-end time,
+    and those of transfers to their latency.
+
+    Raise a `ConfigError` as `causes` does, and for a *request* that there is none of or that did not end.
     """
     found = causes(folder, request)
     stages = found.get("transfer", {})
@@ -126,7 +135,11 @@ def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
 
 
 def difference(folders: Sequence[Path]) -> list[str]:
-    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers."""
+    """Return what makes the runs in two *folders* differ, in a sentence about requests and one about transfers.
+
+    The second run is called by its engine or machine, whichever differs, and "B" if neither does. A sentence is left
+    out where one of the two has no such rows.
+    """
     runs = [store.load(folder) for folder in folders]
     found = [causes(folder) for folder in folders]
     name = next((str(runs[1][key]) for key in ("backend", "hw") if runs[0][key] != runs[1][key]), "B")
@@ -139,6 +152,7 @@ def difference(folders: Sequence[Path]) -> list[str]:
 
 
 def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
+    """Return the sentence about requests: by how much the second run differs, and which phase makes most of it."""
     first, second = (sum(one.values()) for one in means)
     if abs(second - first) <= 1e-9 * first:
         return f"{name} serves a request in the same time, {format_time(second)} in the mean"
@@ -153,6 +167,10 @@ def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
 
 
 def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
+    """Return the sentence about transfers.
+
+    It is about descriptors and the cost of each, or about bytes and their rate, whichever differs more.
+    """
     first, second = (sum(one["transfer"].values()) for one in found)
     if abs(second - first) <= 1e-9 * first:
         return f"{name} takes the same time for a transfer, {format_time(second)} in the mean"
@@ -170,6 +188,7 @@ def _transfers(name: str, found: Sequence[Mapping[str, Mapping[str, float]]]) ->
 
 
 def _times(second: float, first: float) -> str:
+    """Return how many times slower or faster *second* is, or by which share where it is less than a tenth."""
     slower = second > first
     ratio = second / first if slower else first / second
     if not first or not second:
@@ -179,6 +198,7 @@ def _times(second: float, first: float) -> str:
 
 
 def _amount(values: Sequence[float], what: str) -> str:
+    """Return how the second of *values*, an amount of *what*, stands to the first; half a per cent counts as equal."""
     first, second = values
     ratio = second / first if first else 0.0
     if 0.995 <= ratio <= 1.005:
@@ -187,14 +207,20 @@ def _amount(values: Sequence[float], what: str) -> str:
 
 
 def _number(value: float) -> str:
+    """Return *value* with three digits, large ones whole and with commas."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def _instead(texts: Sequence[str]) -> str:
+    """Return the second of *texts*, and what it is instead of where they differ."""
     return texts[1] if texts[0] == texts[1] else f"{texts[1]} instead of {texts[0]}"
 
 
 def _two(title: str, means: Sequence[Mapping[str, float]], what: Mapping[str, str]) -> Table:
+    """Return the table of two runs: both means of each phase, their ratio, and the phase's part in the difference.
+
+    The part is left out for a phase that changed in the other direction than the whole.
+    """
     first, second = means
     change = {name: second[name] - first[name] for name in what}
     total = sum(second.values()) - sum(first.values())

@@ -28,6 +28,8 @@ _AGAIN = "it was changed since, so run it again"
 
 
 class _HeldOut(msgspec.Struct):
+    """Errors on samples that the fit of a calibration has not seen, as shares: mean, 95th percentile, and the floor."""
+
     points: int
     how: str
     mean: float
@@ -37,6 +39,8 @@ class _HeldOut(msgspec.Struct):
 
 
 class _Calibration(msgspec.Struct):
+    """The calibration that a run used, as far as its report names it."""
+
     name: str
     source: str
     date: str
@@ -44,6 +48,8 @@ class _Calibration(msgspec.Struct):
 
 
 class _Evidence(msgspec.Struct):
+    """The source of each number of a run, which begins with its kind, and the weakest kind among them."""
+
     weakest: str
     sources: dict[str, str]
     calibration: _Calibration | None = None
@@ -69,6 +75,8 @@ class _Begun(msgspec.Struct):
 
 
 class _Git(msgspec.Struct):
+    """The commit of the source tree, and whether it had changes; both unknown where there is no repository."""
+
     commit: str | None = None
     dirty: bool | None = None
 
@@ -91,12 +99,16 @@ class _Run(msgspec.Struct):
 
 
 class _Metric(msgspec.Struct):
+    """One number of ``summary.json``; *tabled* if a table shows it too."""
+
     value: _Number
     definition: str
     tabled: bool
 
 
 class _Table(msgspec.Struct):
+    """One table of ``summary.json``: headings with their definitions, and rows of as many cells."""
+
     title: str
     columns: dict[str, str]
     rows: list[list[bool | _Whole | float | str | None]]
@@ -125,17 +137,23 @@ class _Summary(msgspec.Struct):
 
 
 def about(path: Path, *, ended: bool = True) -> dict[str, Any]:
-    """Return the ``run.json`` at *path*, of a run that *ended* or of any other."""
+    """Return the ``run.json`` at *path*, of a run that *ended* or of any other.
+
+    A run that was killed has written less of it. Raise a `ConfigError` if the file is not what this version writes.
+    """
     return _read(path, _Run if ended else _Begun)
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Return the ``summary.json`` at *path*."""
+    """Return the ``summary.json`` at *path*.  Raise a `ConfigError` if it is not what this version writes."""
     return _read(path, _Summary)
 
 
 def configuration(path: Path) -> dict[str, Any]:
-    """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written."""
+    """Return the ``config.yaml`` at *path* by dotted key, interpolations as they are written.
+
+    Raise a `ConfigError` for a file that is not YAML, has no keys, or contains itself.
+    """
     return dict(_flat(nested(path)))
 
 
@@ -182,6 +200,10 @@ def points(path: Path) -> pa.Table:
 
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON object at *path*, which has the fields of *shape*; fields that *shape* does not name are kept.
+
+    Raise a `ConfigError` for a file that is not JSON, of another schema, or with fields of other types.
+    """
     try:
         found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
@@ -199,6 +221,7 @@ def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of *values* and of the mappings within, by dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{at}{key}.")

@@ -125,6 +125,7 @@ SAMPLES = (
 
 
 def _schema(columns: Sequence[Column]) -> pa.Schema:
+    """Return the Arrow schema of *columns*, with units and definitions as metadata of the fields, and `VERSION`."""
     import pyarrow as pa
 
     fields = [
@@ -135,14 +136,21 @@ def _schema(columns: Sequence[Column]) -> pa.Schema:
 
 
 def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
-    """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given."""
+    """Return *records* as an Arrow table of the columns `TRANSFERS`, in the order given.
+
+    It is made from the columns of `pdsim.transfer_log` where records are kept in logs, without an object for each.
+    """
     import pyarrow as pa
 
     return pa.concat_tables(transfers_tables(records)).combine_chunks()
 
 
 def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
-    """Yield `transfers_table` in tables of about so many *rows*, at least one."""
+    """Yield `transfers_table` in tables of about so many *rows*, at least one.
+
+    So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their order
+    are those of one table.
+    """
     import pyarrow as pa
 
     found: list[pa.Table] = []
@@ -159,6 +167,11 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
 
 
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
+    """Return *columns* of a log with those that are computed from them, in microseconds and GB/s.
+
+    Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The rate is
+    null where a transfer failed or took no time.
+    """
     import numpy as np
     import pyarrow as pa
 
@@ -186,7 +199,7 @@ def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
 
 
 def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
-    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given."""
+    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given; without any it has no rows."""
     import pyarrow as pa
 
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)
@@ -197,7 +210,8 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given.
+    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given. Values are lists of equal length, one item a
+    request, None where it has none.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """

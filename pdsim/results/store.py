@@ -98,7 +98,12 @@ class Run:
             self._write_about()
 
     def finish(self, result: Result) -> Path:
-        """Write *result*, take the mark off the folder and return where it now is."""
+        """Write *result*, take the mark off the folder and return where it now is.
+
+        A result with failures makes the run ``partial``: its numbers are those of what succeeded. ``run.json`` is
+        written last, and replaced in one step, so that a reader sees the old or the new one. Files that hold rows are
+        written in groups.
+        """
         self._describe(result)
         if self.config.target != "model":
             self._about["wall_seconds"] = round(time.monotonic() - self._began, 3)
@@ -151,10 +156,12 @@ class Run:
         self._write_about()
 
     def _write_about(self) -> None:
+        """Write ``run.json`` in one step."""
         temporary = self._write("run.json.part", _json(self._about))
         temporary.replace(self.folder / "run.json")
 
     def _write(self, name: str, content: bytes) -> Path:
+        """Write *content* to the file *name*, to the disk where the run is durable, and return its path."""
         path = self.folder / name
         with path.open("wb") as file:
             file.write(content)
@@ -179,6 +186,7 @@ class Run:
                 os.fsync(file.fileno())
 
     def _sync_folder(self, folder: Path) -> None:
+        """Have the names in *folder* reach the disk, where the run is durable."""
         if not self._durable:
             return
         descriptor = os.open(folder, os.O_RDONLY)
@@ -189,7 +197,10 @@ class Run:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """Return what ``summary.json`` holds."""
+    """Return what ``summary.json`` holds: metrics, tables and failures of *result*, and how its ranks ended.
+
+    Notes count what ranks refused (`refusals`). Of a result without a job there are no ranks, no time and no events.
+    """
     outcome = result.outcome
     ranks = outcome.ranks.items() if outcome else ()
     return {
@@ -238,6 +249,7 @@ def _line(error: BaseException) -> str:
 
 
 def _stem(config: Config) -> str:
+    """Return the usual name of a folder: experiment, machine, engine, target, and the local time."""
     parts = (config.experiment.name, config.hw.name, config.backend.name, config.target)
     return "-".join((*parts, time.strftime("%Y%m%d-%H%M%S")))
 
@@ -284,6 +296,7 @@ def _engines(result: Result) -> list[str]:
 
 
 def _json(value: Any) -> bytes:
+    """Return *value* as the bytes of a file of JSON, two blanks a level, numbers that are not finite as null."""
     import msgspec
 
     # json indents in Python, a tenth as fast

@@ -41,9 +41,12 @@ _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so tha
 def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) -> None:
     """Print the report of the complete run in *folder* to *file*, by default standard output.
 
-    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on.
+    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on. On a terminal
+    there are colours, and columns that do not fit are named instead of shown; elsewhere a line is never broken, so that
+    grep and cut work, and rich is not imported.
 
-    Raise a `ConfigError` if *folder* is not a complete run.
+    A run without evidence for its hardware or engine shows no numbers. Raise a `ConfigError` if *folder* is not a
+    complete run.
     """
     run = store.load(folder)
     console = _console(file)
@@ -71,12 +74,15 @@ def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) ->
 
 
 def as_json(folder: Path) -> str:
-    """Return the same as one JSON object on one line: ``run.json``, ``summary.json`` and ``folder``."""
+    """Return the same as one JSON object on one line: ``run.json``, ``summary.json`` and ``folder``.
+
+    Numbers that are not finite are null. Raise a `ConfigError` if *folder* is not a complete run.
+    """
     return dumps(store.load(folder), ensure_ascii=False, allow_nan=False)
 
 
 def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool = True) -> None:
-    """Print *table* and, unless *definitions* is false, the definitions of its columns."""
+    """Print *table* and, unless *definitions* is false, what its columns mean, to *file* or standard output."""
     columns = table.columns if definitions else dict.fromkeys(table.columns, "")
     _show_table(_console(file), table.title, columns, table.rows)
 
@@ -102,7 +108,7 @@ class Plain:
         self._file.write(f"{text}\n")
 
     def grid(self, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> None:
-        """Write a table, numbers to the right."""
+        """Write a table, *numeric* columns to the right, two blanks between columns."""
         lines = [headings, *rows]
         widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
         for line in lines:
@@ -112,6 +118,7 @@ class Plain:
 
 
 def _console(file: IO[str] | None) -> Console | Plain:
+    """Return what prints to *file*: rich on a terminal, plain lines anywhere else."""
     file = sys.stdout if file is None else file
     if not file.isatty():
         return Plain(file)
@@ -121,6 +128,7 @@ def _console(file: IO[str] | None) -> Console | Plain:
 
 
 def _say(console: Console | Plain, text: str, style: str = "") -> None:
+    """Print *text* as one line, in *style* where there are colours."""
     if isinstance(console, Plain):
         console.print(text)
     else:
@@ -128,6 +136,7 @@ def _say(console: Console | Plain, text: str, style: str = "") -> None:
 
 
 def _headline(run: Mapping[str, Any]) -> str:
+    """Return the first line of a report: what ran on what, what really moved the bytes, and the seed."""
     moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
     return f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
 
@@ -135,6 +144,7 @@ def _headline(run: Mapping[str, Any]) -> str:
 def _grid(
     console: Console | Plain, headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool]
 ) -> None:
+    """Print *rows* of text under *headings*, *numeric* columns to the right."""
     if isinstance(console, Plain):
         console.grid(headings, rows, numeric)
         return
@@ -150,6 +160,7 @@ def _grid(
 
 
 def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print the metrics that no table of the run shows, each with its definition."""
     untold = {name: metric for name, metric in metrics.items() if not metric["tabled"]}
     rows = [(name, cell(metric["value"]), metric["definition"]) for name, metric in untold.items()]
     if rows:
@@ -159,6 +170,11 @@ def _show_metrics(console: Console | Plain, metrics: Mapping[str, Mapping[str, A
 def _show_table(
     console: Console | Plain, title: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]]
 ) -> None:
+    """Print a table with its title, and below it the definitions of the columns that are shown.
+
+    *columns* has the definition of each heading, empty for what needs none. A column is to the right if none of its
+    cells is text.
+    """
     console.print()
     _say(console, title, style="bold")
     headings = list(columns)
@@ -200,6 +216,7 @@ def _broken(heading: str) -> list[str]:
 
 
 def _show_evidence(console: Console | Plain, proof: Evidence) -> None:
+    """Print by kind what the numbers rest on, and in full the sources of the weakest kind."""
     console.print()
     if not proof.sources:
         _say(console, "evidence: none, so no number is printed: give hw and backend their sources", style="red")
@@ -226,7 +243,11 @@ def spread(calibration: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return how *value* is printed: four significant digits, counts in full, ``-`` for what was not measured."""
+    """Return how *value* is printed: four significant digits, counts in full, ``-`` for what was not measured.
+
+    >>> cell(None), cell(0.0), cell(12), cell(1234.5), cell(0.012345)
+    ('-', '0', '12', '1234', '0.0123')
+    """
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, float):
@@ -315,6 +336,7 @@ class Progress:
                     self._show()
 
     def _start(self) -> None:
+        """Draw the bar; rich is imported here, so that short runs do without."""
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar

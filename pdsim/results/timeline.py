@@ -66,13 +66,20 @@ class _Drawn:
         self.counters: dict[tuple[str, str], list[tuple[int, float]]] = {}  # (process, name): time, value
 
     def span(self, process: str, track: str, begin: float, end: float, name: str, **arguments: Any) -> int:
-        """Add a slice from *begin* to *end*, in seconds, and return its index."""
+        """Add a slice of *track*, a row of *process*, from *begin* to *end* in seconds, and return its index.
+
+        *arguments* are what the viewer shows of a slice that is selected.
+        """
         times = round(begin * _NS), round(end * _NS)
         self.spans.append(_Span(process, track, times[0], max(times), name, arguments))
         return len(self.spans) - 1
 
     def changes(self, process: str, name: str, steps: Sequence[tuple[float, float]]) -> None:
-        """Add a counter that changes by so much at so many seconds."""
+        """Add a counter that changes by so much at so many seconds.
+
+        *steps* are (seconds, change), in any order; changes of one nanosecond are one. What rounding leaves of a
+        counter that returns to 0 is 0.
+        """
         if not steps:
             return
         total, found = 0.0, self.counters.setdefault((process, name), [])
@@ -88,8 +95,11 @@ class _Drawn:
 def trace(folders: Sequence[Path], path: Path) -> int:
     """Write the trace of the complete runs in *folders* to *path*, compressed if that ends in ``.gz``.
 
-    Return the number of events.  Raise a `ConfigError` for a folder that is no complete run, for a run that kept
-    neither requests nor transfers, and for a file that cannot be written.
+    The file is a JSON object of trace events, one a line, that ui.perfetto.dev and chrome://tracing open. Times are
+    microseconds from the earliest instant of all runs. The same runs write the same bytes.
+
+    Return the number of events. Raise a `ConfigError` for a folder that is no complete run, for a run that kept neither
+    requests nor transfers, and for a file that cannot be written.
     """
     drawn = []
     for folder in folders:
@@ -117,11 +127,13 @@ def _packed(file: IO[bytes]) -> IO[bytes]:
 
 
 def _title(run: KeptRun) -> str:
+    """Return what tells *run* from the others in one trace."""
     about = run.about
     return f"{about['experiment']} on {about['hw']}, {about['backend']}, {about['target']}"
 
 
 def _run(run: KeptRun) -> _Drawn:
+    """Return what *run* has to show: requests, transfers and, if it kept samples, the use of links and memory."""
     drawn = _Drawn()
     if run.requests.num_rows:
         _requests(drawn, run.requests)
@@ -134,11 +146,17 @@ def _run(run: KeptRun) -> _Drawn:
 
 
 def _rows(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of the columns *names* of *table*, row by row."""
     return zip(*(table[name].to_pylist() for name in names), strict=True)
 
 
 def _requests(drawn: _Drawn, table: pa.Table) -> None:
-    """Add slices, arrows and counters of the requests in *table*."""
+    """Add slices, arrows and counters of the requests in *table*.
+
+    A request has a slice on its instances for each phase whose two ends are known, an arrow through those between its
+    prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its decode
+    instance holds from pages reserved to the last token. Runs of our own schedulers know other instants than live ones.
+    """
     own = "reserved_at" in table.column_names
     levels: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in table.to_pylist():
@@ -182,7 +200,12 @@ def _times(row: Mapping[str, Any], own: bool) -> dict[str, float | None]:
 
 
 def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> None:
-    """Add posting and wire of each transfer, by the rank that posted it, and each rank's rate."""
+    """Add posting and wire of each transfer, by the rank that posted it, and each rank's rate.
+
+    Times of the records are on the job's clock, and *start* is when its workload began. A label that begins with a
+    room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not end is
+    left out; rates are means over its whole latency, of those that succeeded.
+    """
     rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
     names = ("engine", "operation", "source", "target", "label", "status", "nbytes", "batch_size")
     stages = ("submitted", "posted", "completed", "seen")
@@ -211,7 +234,13 @@ def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> N
 
 
 def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of *runs*, each with a title: what tracks are called, then the rest in order of time."""
+    """Yield the trace events of *runs*, each with a title: what tracks are called, then the rest in order of time.
+
+    Every instance, rank and group of counters is a process of the trace, sorted as `_order` says; slices of one track
+    that overlap are on as many threads as needed. With several runs, their processes begin with A, B and so on.
+    Instants are divided by 1,000 from whole nanoseconds, so equal ones stay equal; at one instant counters come before
+    slices, and slices before arrows.
+    """
     first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
     first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
     found: list[tuple[int, int, dict[str, Any]]] = []
@@ -262,6 +291,7 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
 
 
 def _meta(kind: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
+    """Return the event that names or sorts a *process* or one of its threads."""
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": arguments}
 
 
@@ -272,6 +302,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def _track(name: str) -> tuple[int, str]:
+    """Return where a track stands within its process: phases in the order of a request's life, then others by name."""
     known = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
     return (known.index(name) if name in known else len(known), name)
 

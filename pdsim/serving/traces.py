@@ -21,7 +21,8 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 class Row(NamedTuple):
     """One request of a trace.
 
-    Plain and immutable; `pdsim.serving.workload` makes a `Request` of it.
+    Plain and immutable; `pdsim.serving.workload` makes a `Request` of it. Two prompts whose *hash_ids* begin alike have
+    those blocks of 512 tokens in common.
     """
 
     time: float  # seconds after the first
@@ -48,6 +49,7 @@ class _Line:
     text: str
 
     def error(self, reason: str) -> ConfigError:
+        """Return the error that says what is wrong with this line, where it is, and what to do."""
         return ConfigError(f"{self.path}:{self.number}: {reason}; correct or delete the line")
 
 
@@ -69,6 +71,7 @@ def read(path: Path, context: int) -> Iterator[Row]:
 
 
 def _lines(path: Path, file: Iterator[str]) -> Iterator[_Line]:
+    """Yield the lines of *file* that are not empty, with their numbers."""
     for number, text in enumerate(file, start=1):
         if text.strip():
             yield _Line(path, number, text.strip())
@@ -102,6 +105,7 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Row]:
 
 
 def _with(first: _Line, rest: Iterator[_Line]) -> Iterator[_Line]:
+    """Yield *first* and then *rest*."""
     yield first
     yield from rest
 
@@ -122,6 +126,7 @@ _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
 
 
 def _mooncake(line: _Line) -> tuple[float, int, int, tuple[int, ...]]:
+    """Return time in seconds, input, output and hashes of a line of Mooncake's JSON."""
     found = _decode_mooncake(line.text)
     return found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids
 

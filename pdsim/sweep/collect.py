@@ -116,7 +116,11 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of ``+key=value``, the value as YAML reads it."""
+    """Return the key and the value of ``+key=value``, the value as YAML reads it; what YAML cannot read stays text.
+
+    >>> _override("+workload.rate=2"), _override("hw=8xh20")
+    (('workload.rate', 2), ('hw', '8xh20'))
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -165,7 +169,11 @@ def _keys(points: Sequence[dict[str, Any]], part: str) -> list[str]:
 
 
 def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the narrowest of bool, int64, float64 and string that holds all *values*, and the values as that."""
+    """Return the narrowest of bool, int64, float64 and string that holds all *values*, and the values as that.
+
+    >>> _typed([1, None, 2.5]), _typed([True, "auto"])
+    (('float64', [1.0, None, 2.5]), ('string', ['True', 'auto']))
+    """
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {bool}:
         return "bool", list(values)
@@ -177,11 +185,16 @@ def _typed(values: Sequence[Any]) -> tuple[str, list[Any]]:
 
 
 def _varies(values: Sequence[Any]) -> bool:
+    """Return whether *values* has two that differ."""
     return any(value != values[0] for value in values)
 
 
 def short(keys: Iterable[str]) -> list[str]:
-    """Return the shortest ends of dotted *keys* that tell them apart: ``prefill.tp`` and ``decode.tp``."""
+    """Return the shortest ends of dotted *keys* that tell them apart.
+
+    >>> short(["parallel.prefill.tp", "parallel.decode.tp", "hw"])
+    ['prefill.tp', 'decode.tp', 'hw']
+    """
     parts = [key.split(".") for key in keys]
     found = []
     for own in parts:

@@ -22,7 +22,8 @@ _AXES = 8
 def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
     """Return the figures of the sweep in *folder* under *slo*, by default that of each point.
 
-    A sweep that served nothing has a figure of its metrics instead.
+    The first has throughput and goodput a GPU over the speed that a user sees, the second a panel for each swept key. A
+    sweep that served nothing has a figure of its metrics instead, over each key.
     """
     try:
         ranked = best.rank(folder, slo)
@@ -32,9 +33,10 @@ def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
 
 
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
-    """Return what the report of the sweep in *folder* says.  Raise a `ConfigError` if nothing can be read there.
+    """Return what the report of the sweep in *folder* says.
 
-    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points.
+    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points. Raise
+    a `ConfigError` if nothing can be read there.
     """
     rows = collect.points(folder)
     states = rows["status"].to_pylist()
@@ -77,6 +79,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
 
 
 def _rows(table: Any, *names: str) -> list[tuple[Any, ...]]:
+    """Return the values of the columns *names* of *table*, row by row."""
     return list(zip(*(table[name].to_pylist() for name in names), strict=True))
 
 
@@ -90,6 +93,7 @@ def _swept(rows: Any) -> list[str]:
 
 
 def _choice(each: Ranked) -> str:
+    """Return what sets a point apart, as it would be typed."""
     return ", ".join(f"{key}={value}" for key, value in each.choice.items())
 
 
@@ -128,6 +132,7 @@ def _pareto(ranked: Sequence[Ranked]) -> Figure:
 
 
 def _line(front: Sequence[Ranked]) -> Marks:
+    """Return the curve through the points of the front."""
     return Marks("line", [e.speed or 0.0 for e in front], [e.throughput for e in front], "Pareto front", 7)
 
 
@@ -140,6 +145,7 @@ def _telling(able: Sequence[Ranked]) -> str:
 
 
 def _hover(each: Ranked) -> str:
+    """Return what a pointer shows of a point: its choice, goodput, share within the SLO and latencies."""
     latencies = [f"{name.replace('_', ' ')} {format_time(v)}" for name, v in each.latencies.items() if v is not None]
     parts = [f"{key}={value}" for key, value in each.choice.items()]
     return "<br>".join(

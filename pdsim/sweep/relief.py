@@ -23,7 +23,11 @@ __all__ = ["RELIEFS", "Figures", "Relief", "exchanged", "figures", "relieved", "
 
 @dataclass(frozen=True)
 class Relief:
-    """A cause, and how it is relieved twofold: *factors* by dotted key, ``*`` standing for any characters."""
+    """A cause, and how it is relieved twofold: *factors* by dotted key, ``*`` standing for any characters.
+
+    A key that a configuration does not have is not an error: a relief is for all experiments and machines. Whole
+    numbers stay whole, and at least 1.
+    """
 
     cause: str
     what: str  # the time that it accounts for
@@ -66,8 +70,8 @@ RELIEFS = (
         "host",
         "control messages, threads that wake, completions seen",
         "hosts, control messages and completions take half as long",
-        {f"hw.{key}": 0.5 for key in ("host.wake", "host.cold", "host.tcp_latency", "gpu.rouse", "*.copies.*")}
-        | {f"{at}.{key}": 0.5 for at in _COSTS for key in ("latency", "read", "cold")}
+        {f"hw.{key}": 0.5 for key in ("host.wake", "host.idle_wake", "host.tcp_latency", "gpu.idle_wake", "*.copies.*")}
+        | {f"{at}.{key}": 0.5 for at in _COSTS for key in ("latency", "read", "after_pause")}
         | {f"engine.{side}.{key}": 0.5 for side in ("prefill", "decode") for key in ("a*", "step", "launch")}
         | {"engine.proxy": 0.5},
     ),
@@ -82,7 +86,7 @@ RELIEFS = (
 
 
 def relieved(config: Config, relief: Relief) -> Config | None:
-    """Return *config* with *relief*; None if it changes nothing of it."""
+    """Return *config* with *relief*; None if it changes nothing of it, since all its numbers there are 0 or missing."""
     found = _scaled(config, relief.factors, "")
     return None if found == config else found
 
@@ -107,7 +111,10 @@ def _scaled(value: Any, factors: Mapping[str, float], at: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is compared between simulations: seconds, requests a second; None where there is none."""
+    """What is compared between simulations: seconds, requests a second; None where there is none.
+
+    Means are over the requests, or transfers, that ended well.
+    """
 
     requests: int = 0  # that ended
     e2e: float | None = None  # mean, as all but the p99
@@ -147,7 +154,9 @@ def try_reliefs(
 ) -> dict[str, Figures | str]:
     """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved; or why there are none.
 
-    Raise a `ConfigError` if *config* itself cannot be simulated.
+    All are simulated on the model with the same seed, one after the other, in the order of `RELIEFS`. With *request*
+    the figures are those of that one request. Raise a `ConfigError` if *config* itself cannot be simulated; a relief
+    that cannot has the reason instead of figures.
     """
     chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
     one = 1 / (len(chosen) + 1)
@@ -162,6 +171,7 @@ def try_reliefs(
 
 
 def _tried(config: Config, progress: ShowProgress, request: int | None = None) -> Figures | str:
+    """Return the figures of *config* simulated, or in one line why it cannot be."""
     try:
         return figures(simulated(config, progress), request)
     except (ConfigError, ValueError) as error:
@@ -173,7 +183,10 @@ GROUPS = ("backend", "hw", "model", "parallel", "engine", "workload", "kv", "sch
 
 
 def exchanged(first: Config, second: Config) -> dict[str, Config]:
-    """Return *first* with each group of *second* that differs, by the name of the group."""
+    """Return *first* with each group of *second* that differs, by the name of the group.
+
+    Groups are exchanged one at a time: what two of them do together is in neither.
+    """
     found: dict[str, Config] = {}
     for group in (*GROUPS, "experiment", "seed"):
         names = ("backend", "policy") if group == "backend" else (group,)

@@ -1,20 +1,19 @@
 """Reliefs are other configurations: what they change, and that a run with them is the run of those numbers."""
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 
 import pdsim
 from pdsim.cli.compose import compose
 from pdsim.errors import ConfigError
+from pdsim.progress import silent
+from pdsim.results.config_file import plain
 from pdsim.sweep.relief import RELIEFS, exchanged, relieved, try_exchanges, try_reliefs
 
 WORDS = ("workload=poisson", "workload.count=12", "workload.rate=4")
 BY_CAUSE = {each.cause: each for each in RELIEFS}
-
-
-def silent(fraction, text):
-    """Show nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +36,25 @@ def test_a_relief_halves_or_doubles_what_it_names_and_nothing_else(config):
     assert relieved(config, BY_CAUSE["compute"]).compute.scale == 0.5
     assert relieved(config, BY_CAUSE["queue"]).workload.rate == 2.0
     assert relieved(config, BY_CAUSE["admission"]).scheduler.decode_batch == 2 * config.scheduler.decode_batch
+
+
+def test_every_key_that_a_relief_names_is_one_of_a_configuration():
+    """A relief of an engine and of collectives names the keys of both, so one of the two has to have each."""
+    calibrated = ("hw=2x8xmi300x_cx7", "backend=mori", "calibration=cx7-write")
+    chosen = (WORDS, ("hw=link",), ("experiment=allgather", "hw=4xh200"), ("hw=2x8xh20",), calibrated)
+    keys = {key for words in chosen for key in _keys(plain(compose(words)), "")}
+    costs = ("backend.intra", "backend.inter", "collective.plain", "collective.symmetric")
+    keys |= {f"{other}{key.removeprefix(at)}" for at in costs for key in keys if key.startswith(at) for other in costs}
+    assert [name for each in RELIEFS for name in each.factors if not any(fnmatchcase(key, name) for key in keys)] == []
+
+
+def _keys(value, at):
+    """Return the dotted keys of what is within *value*, which is at the key *at*."""
+    if isinstance(value, list):
+        return {key for item in value for key in _keys(item, at)} | {at}
+    if isinstance(value, dict):
+        return {key for name, item in value.items() for key in _keys(item, f"{at}.{name}".lstrip("."))}
+    return {at}
 
 
 def test_a_cause_that_costs_nothing_cannot_be_relieved(config):

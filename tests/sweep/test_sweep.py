@@ -8,23 +8,12 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from pdsim.cli.main import main
 from tests.test_cli import QUICK, answer, started
 
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def pdsim_says(capfd):
-    def say(*words):
-        status = main(words)
-        out, err = capfd.readouterr()
-        return status, out, err
-
-    return say
 
 
 def only(folder):

@@ -51,6 +51,7 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
     def _look(self, options: int) -> int | None:
+        """Return how it ended, None if it has not; *options* are those of `os.waitpid`."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, options)
             if pid:

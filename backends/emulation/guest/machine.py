@@ -193,6 +193,7 @@ def _sweep() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the emulator and wait for its end."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)

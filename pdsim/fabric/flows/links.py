@@ -178,6 +178,7 @@ class Link:
                 self.free -= times * path.count * path.limit.level
 
     def _resize(self, capacity: float) -> None:
+        """Have another *capacity*, and take part in the solution those that may limit others because of it."""
         self._capacity = capacity
         for link in (self, *self._covers):
             if not link.live and not link._implied():

@@ -211,6 +211,7 @@ class Network:
         flow._done, flow.tag = done, tag
 
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
+        """Return the path over *links*, made anew; raise a `ValueError` if one of them is of another network."""
         for link in links:
             if link.index >= len(self.links) or self.links[link.index] is not link:
                 raise ValueError(f"links must be of this network, {link} is not")
@@ -363,5 +364,6 @@ def _nobody(_: Any) -> None:
 
 
 def _check_capacity(capacity: float) -> None:
+    """Raise a `ValueError` unless *capacity* is finite and not negative."""
     if not 0.0 <= capacity < inf:
         raise ValueError(f"capacity(={capacity}) must be >= 0 and finite")

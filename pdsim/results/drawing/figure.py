@@ -103,7 +103,10 @@ class Panel:
         return any(series.name for series in self.series)
 
     def span(self, axis: str) -> tuple[float, float]:
-        """Return the least and the highest positive value on *axis*, ``"x"`` or ``"y"``, or what its scale says."""
+        """Return the least and the highest positive value on *axis*, ``"x"`` or ``"y"``, or what its scale says.
+
+        Without positive values it is from 1 to 10, which a logarithmic axis can show.
+        """
         scale: Scale = getattr(self, axis)
         values = [v for series in self.series for v in getattr(series, axis) if v > 0 and math.isfinite(v)]
         return scale.low or min(values, default=1.0), scale.high or max(values, default=10.0)
@@ -153,7 +156,11 @@ def ticks(low: float, high: float) -> tuple[list[float], list[bool]]:
 
 
 def cumulative(values: Sequence[float] | Floats, most: int = _MOST) -> tuple[list[float], list[float]]:
-    """Return ascending values and the share of all *values* that is not above each, at *most* of them."""
+    """Return ascending values and the share of all *values* that is not above each, at *most* of them.
+
+    >>> cumulative([3.0, 1.0, 2.0, 4.0])
+    ([1.0, 2.0, 3.0, 4.0], [0.25, 0.5, 0.75, 1.0])
+    """
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     count = len(ordered)
     if not count:
@@ -163,6 +170,10 @@ def cumulative(values: Sequence[float] | Floats, most: int = _MOST) -> tuple[lis
 
 
 def thinned(count: int, most: int = _MOST) -> list[int]:
-    """Return at most *most* places of *count*, evenly spread, first and last among them."""
+    """Return at most *most* places of *count*, evenly spread, first and last among them.
+
+    >>> thinned(9, most=3), thinned(2), thinned(0)
+    ([0, 4, 8], [0, 1], [])
+    """
     chosen: list[int] = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)).tolist()
     return chosen if count else []

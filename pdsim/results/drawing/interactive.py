@@ -27,7 +27,11 @@ def library() -> str:
 
 
 def drawn(panel: Panel) -> dict[str, Any]:
-    """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``."""
+    """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``.
+
+    Numbers are rounded to six digits. Colours are names such as ``@ink`` and ``@c0``, which the page replaces by those
+    of its theme, so that it can change from light to dark without drawing anew.
+    """
     stacked = any(series.kind == "bars" for series in panel.series)
     layout: dict[str, Any] = {
         "height": panel.height or HEIGHT,
@@ -55,6 +59,10 @@ def drawn(panel: Panel) -> dict[str, Any]:
 
 
 def _axis(panel: Panel, letter: str) -> dict[str, Any]:
+    """Return the axis *letter* of *panel*: its scale, its ticks with their units, and what it shows.
+
+    A logarithmic axis has ticks of its own, with prefixes; one of names has a tick for each.
+    """
     scale: Scale = getattr(panel, letter)
     axis: dict[str, Any] = {
         "title": {"text": scale.title, "font": {"size": 12, "color": "@muted"}, "standoff": 8},
@@ -90,12 +98,14 @@ def _axis(panel: Panel, letter: str) -> dict[str, Any]:
 
 
 def _end(scale: Scale, value: float | None) -> float | None:
+    """Return where an axis ends, as plotly has it: the logarithm of a logarithmic one, None where it is left open."""
     from math import log10
 
     return log10(value) if value is not None and scale.log else value
 
 
 def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
+    """Return what plotly draws for *series*: one trace, two of a band."""
     colour = "@muted" if series.plain else f"@c{series.colour % 8}"
     trace: dict[str, Any] = {"x": _short(series.x), "y": _short(series.y), "name": series.name}
     trace |= {"showlegend": bool(series.name), "hoverinfo": "skip"} if series.plain else {}
@@ -129,6 +139,7 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
 
 
 def _hover(series: Marks, panel: Panel) -> str:
+    """Return the template of what a pointer shows: the texts of *series*, or both values with their axes."""
     name = f"<b>{series.name}</b><br>" if series.name else ""
     if series.texts:
         return f"{name}%{{text}}<extra></extra>"

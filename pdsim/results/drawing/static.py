@@ -34,8 +34,9 @@ _STYLE = {
 
 
 def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True) -> bytes:
-    """Return *figure* as a file of *form*, one of `FORMATS`, *width* inches wide.
+    """Return *figure* as a file of *form*, one of `FORMATS`, *width* inches wide, with its title if *titled*.
 
+    The file has no date and no random names, so that the same figure is the same bytes. Text stays text in SVG and PDF.
     Raise a `ConfigError` for another form, and one that says what to install if matplotlib is missing.
     """
     if form not in FORMATS:
@@ -64,6 +65,7 @@ def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True)
 
 
 def _panel(axis: Any, panel: Panel) -> None:
+    """Draw *panel* on *axis*, its series one upon the other, and a legend if any of them has a name."""
     axis.set_title(fill(panel.title, 54 if panel.y.labels else 70))
     lefts: dict[float, float] = {}
     below: Any = None
@@ -109,6 +111,7 @@ def _series(axis: Any, series: Marks, lefts: dict[float, float], below: Any) -> 
 
 
 def _scale(axis: Any, limit: Any, panel: Panel, letter: str) -> None:
+    """Set title, range and ticks of an axis as *panel* says of *letter*; *limit* sets what it shows."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, NullLocator
 
     scale: Scale = getattr(panel, letter)

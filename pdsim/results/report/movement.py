@@ -34,17 +34,25 @@ _SAMPLED = {
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return the figures of the transfers, links and memories of *run*."""
+    """Return the figures of the transfers, links and memories of *run*; those that it kept nothing for are left out."""
     return [figure for figure in (_transfers(run), _busy(run), _samples(run), _use(run)) if figure.panels]
 
 
 def group(name: str) -> str:
-    """Return *name* with ``*`` for its numbers: the name of all that are alike."""
+    """Return *name* with ``*`` for its numbers: the name of all that are alike.
+
+    >>> group("node0.gpu3.hbm")
+    'node*.gpu*.hbm'
+    """
     return re.sub(r"\d+", "*", name)
 
 
 def _transfers(run: KeptRun) -> Figure:
-    """Latency and bandwidth by size, and the stages of a transfer."""
+    """Latency and bandwidth by size, and the stages of a transfer.
+
+    Only transfers that succeeded count. Each engine and operation has its own points, thinned to 1,500; stages below a
+    nanosecond are left out, for their scale is logarithmic.
+    """
     import pyarrow.compute as pc
 
     title = "Transfers"
@@ -98,6 +106,7 @@ def _transfers(run: KeptRun) -> Figure:
 
 
 def _pairs(table: Any, *names: str) -> zip[Any]:
+    """Yield the values of the columns *names* of *table*, row by row."""
     return zip(*(table[name].to_pylist() for name in names), strict=True)
 
 

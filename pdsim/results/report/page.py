@@ -60,7 +60,11 @@ class Content:
 
 
 def page(content: Content) -> str:
-    """Return the page.  Raise a `ConfigError` that says what to install if plotly is missing."""
+    """Return the page that says *content*, HTML with everything in it.
+
+    The same content gives the same text. Figures are data that the page draws when it is opened, so they can be zoomed
+    and saved as SVG; all text is escaped. Raise a `ConfigError` that says what to install if plotly is missing.
+    """
     library = interactive.library()
     panels: list[dict[str, Any]] = []
     parts = [("summary", "Summary", _summary(content))]
@@ -89,10 +93,13 @@ def page(content: Content) -> str:
 
 
 def _file(name: str) -> str:
+    """Return the text of a file beside this module."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _style() -> str:
+    """Return the style of the page with the colours of figures, by day and by night."""
+
     def colours(values: Sequence[str]) -> str:
         return " ".join(f"--c{number}: {value};" for number, value in enumerate(values))
 
@@ -100,10 +107,12 @@ def _style() -> str:
 
 
 def _text(value: Any) -> str:
+    """Return *value* as text of HTML."""
     return html.escape(str(value))
 
 
 def _summary(content: Content) -> str:
+    """Return the tiles and the lines that a reader must see first, warnings before others."""
     tiles = "".join(
         f'<div class="tile {tile.verdict}"><span>{_text(tile.name)}</span><strong>{_text(tile.value)}</strong></div>'
         for tile in content.tiles
@@ -130,6 +139,7 @@ def _figure(figure: Figure, panels: list[dict[str, Any]]) -> str:
 
 
 def _tables(content: Content) -> str:
+    """Return the tables, folded but for the first `Content.shown`."""
     found = ""
     for number, table in enumerate(content.tables):
         kind = " open" if number < content.shown else ""
@@ -138,6 +148,7 @@ def _tables(content: Content) -> str:
 
 
 def _table(table: Table) -> str:
+    """Return *table* with its definitions, at the headings and below."""
     heads = "".join(f'<th title="{_text(what)}">{_text(name)}</th>' for name, what in table.columns.items())
     rows = "".join(_row(row) for row in table.rows)
     notes = "; ".join(f"{name}: {what}" for name, what in table.columns.items() if what)
@@ -146,12 +157,14 @@ def _table(table: Table) -> str:
 
 
 def _row(row: Iterable[Any]) -> str:
+    """Return one row; a row with the cell "beyond" is marked."""
     cells = list(row)
     kind = ' class="beyond"' if "beyond" in cells else ""
     return f"<tr{kind}>{''.join(map(_cell, cells))}</tr>"
 
 
 def _cell(value: Any) -> str:
+    """Return one cell: floats with four digits, - for None, long texts to the left."""
     if value is None:
         return "<td>-</td>"
     if isinstance(value, float):

@@ -35,7 +35,7 @@ _BARS = 60
 
 
 def columns_of(table: pa.Table) -> dict[str, Floats]:
-    """Return the columns of numbers of *table*, NaN where there is none."""
+    """Return the columns of numbers of *table* as float64 arrays of its length, NaN where there is none."""
     import pyarrow.types as kinds
 
     return {
@@ -46,7 +46,11 @@ def columns_of(table: pa.Table) -> dict[str, Floats]:
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return the figures of the requests of *run*, none if it served none."""
+    """Return the figures of the requests of *run*, none if it served none.
+
+    They are drawn from the rows alone, so a modelled, a real and a live run get the same ones: latencies, phases,
+    arrivals and first tokens over time, and queues where the run kept instants.
+    """
     if not run.requests.num_rows:
         return []
     columns = columns_of(run.requests)
@@ -57,11 +61,16 @@ def figures(run: KeptRun) -> list[Figure]:
 
 
 def _finite(values: Floats) -> Floats:
+    """Return those of *values* that are there."""
     return values[np.isfinite(values)]
 
 
 def _latency(run: KeptRun, columns: Columns) -> Figure:
-    """One panel a latency: the share of requests that are not slower, with its percentiles and its limit."""
+    """One panel a latency: the share of requests that are not slower, with its percentiles and its limit.
+
+    A percentile that too few requests determine is left out. The scale is logarithmic where the slowest took more than
+    three times as long as the fastest.
+    """
     panels = []
     for name, (title, what) in _LATENCIES.items():
         values = _finite(columns.get(name, np.empty(0)))
@@ -95,7 +104,10 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
 
 
 def _parts(columns: Columns) -> dict[str, Floats]:
-    """Return seconds of each phase of each request; compute in prefill and decode where the instants are known."""
+    """Return seconds of each phase of each request; compute in prefill and decode where the instants are known.
+
+    Phases that no request has are left out. Those that are there add up to the end-to-end time of a request.
+    """
     parts = {name: columns[name] for name in _PHASES if name in columns and np.isfinite(columns[name]).any()}
     if "started_at" in columns and "compute" in parts:
         prefill = columns["prefilled_at"] - columns["started_at"]
@@ -146,7 +158,10 @@ def _bars(columns: Columns, parts: Columns, by: str, title: str, order: Sequence
 
 
 def _over_time(run: KeptRun, columns: Columns) -> Figure:
-    """First tokens and completions over the time of the run."""
+    """First tokens and completions over the time of the run.
+
+    Of many requests 1,200 are shown, evenly chosen by number. Those that failed are marked at their arrival.
+    """
     arrival, ttft, e2e = (columns[name] for name in ("arrival", "ttft", "e2e"))
     done = np.flatnonzero(np.isfinite(ttft))
     if not len(done):
@@ -181,12 +196,17 @@ def _over_time(run: KeptRun, columns: Columns) -> Figure:
 
 
 def _counted(instants: Floats) -> tuple[list[float], list[float]]:
+    """Return *instants*, sorted, thinned to what a figure can show, and how many had passed at each."""
     chosen = thinned(len(instants))
     return instants[chosen].tolist(), [float(index + 1) for index in chosen]
 
 
 def _occupancy(columns: Columns) -> Figure:
-    """How many requests are in each state, over time, from the instants that the schedulers report."""
+    """How many requests are in each state, over time, from the instants that the schedulers report.
+
+    States follow each other: pages at decode, prefill, KV under way, a look of the decode scheduler, its batch. A
+    request counts in a state if both ends of it are known. Live servers report none of them.
+    """
     if "reserved_at" not in columns:
         return Figure("queues", "Queues", "")
     finished = columns["arrival"] + columns["e2e"]
@@ -221,7 +241,11 @@ def mean_level(
 ) -> tuple[list[float], list[float]]:
     """Return the left edges of *bins* equal spans from 0 to *until*, and the mean of what is under way in each.
 
-    Something is under way from *begins* to *ends*, and counts as its weight, by default 1.
+    Something is under way from *begins* to *ends*, and counts as its weight, by default 1. The mean is exact, whatever
+    is shorter than a span: an integral over each, in n log n of the number of intervals.
+
+    >>> mean_level(np.array([0.0]), np.array([1.5]), until=4.0, bins=4)
+    ([0.0, 1.0, 2.0, 3.0], [1.0, 0.5, 0.0, 0.0])
     """
     weight = np.ones(len(begins)) if weights is None else np.asarray(weights, dtype=np.float64)
     edges = np.linspace(0.0, until, bins + 1)

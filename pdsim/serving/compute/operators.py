@@ -60,7 +60,14 @@ def read(folder: Path, engine: str = "sglang", version: str = "0.5.10") -> Opera
 
 @dataclass(frozen=True)
 class Operators:
-    """Tables of operators; times are seconds, interpolated between sizes that were measured, in logarithms of both."""
+    """Tables of operators; times are seconds, interpolated between sizes that were measured, in logarithms of both.
+
+    Below the smallest size its time is taken, beyond the largest the time grows in proportion. Sizes that were measured
+    several times count with their median. Other dimensions must be those of a row, but for products, which take the
+    nearest shape.
+
+    Each method raises a `ConfigError` if its table was not read or has no such row.
+    """
 
     tables: Mapping[str, Rows]
     _curves: dict[tuple[Any, ...], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = field(
@@ -125,6 +132,11 @@ class Operators:
         return self._layers(model, shape, tokens, tp, attention)
 
     def _layers(self, model: Llm, shape: LayerShape, tokens: int, tp: int, attention: float) -> float:
+        """Return the seconds of all layers, the same *attention* in each.
+
+        A dense layer is its attention, the products before and after it, two all-reduces and its MLP; one with experts
+        has these in place of the MLP.
+        """
         dtype = "fp8_block" if model.dtype_bytes == 1 else "bfloat16"
 
         def product(n: int, k: int) -> float:
@@ -165,6 +177,7 @@ class Operators:
         return {name: values[keep] for name, values in rows.items()}
 
     def _at(self, table: str, by: str, value: float, **where: Any) -> float:
+        """Return the seconds of the operator at *value* of the column *by*, the other columns being as *where* says."""
         key = (table, by, *sorted(where.items()))
         if key not in self._curves:
             rows = self._of(table, **where)

@@ -22,7 +22,7 @@ HOST_FLOPS = 1e12
 
 
 def kv_shape(model: Llm) -> KvShape:
-    """Return what *model* keeps of a token."""
+    """Return what *model* keeps of a token, for all layers together; shares of ranks follow from it."""
     latent = model.latent_dim * model.dtype_bytes if model.attention == "mla" else 0
     hybrid = model.hybrid
     mamba: tuple[Tensor, ...] = ()
@@ -35,7 +35,11 @@ def kv_shape(model: Llm) -> KvShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
-    """The coefficients of a rank's forward."""
+    """The coefficients of a rank's forward.
+
+    They are made by `forward_time`. Times are affine in what a decode batch has of context, so that many steps have a
+    closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
+    """
 
     token_flops: float  # linear layers, a token
     pair_flops: float  # attention of prefill, a query and a key
@@ -102,6 +106,10 @@ class ForwardTime:
         return (one + other) / rate if rate == other_rate else one / rate + other / other_rate
 
     def _roof(self, compute: float, memory: float) -> float:
+        """Return the seconds of an iteration that computes and reads for so long.
+
+        The longer one, or both by their norm.
+        """
         if not self.blend:
             return max(compute, memory)
         return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))

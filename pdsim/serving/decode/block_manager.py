@@ -171,6 +171,7 @@ class BlockManager(DecodeWorker, ABC):
         """Have what has changed seen to, soon."""
 
     def _end_if_drained(self) -> None:
+        """End if the job is over and no room is left."""
         if self._stopping and not self._rooms:
             self.end()
 
@@ -203,6 +204,7 @@ class BlockManager(DecodeWorker, ABC):
             self._wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
 
     def _released(self, _: str, message: Released) -> None:
+        """Give up a room of which prefill says that nothing moves any more, unless all of it has arrived."""
         room = self._rooms.get(message.room)
         if room is None or room.consensus.status is Status.SUCCESS:
             self.ignore()
@@ -236,6 +238,7 @@ class BlockManager(DecodeWorker, ABC):
         self._wake()
 
     def _fenced(self, rank: int, message: Fenced) -> None:
+        """Count the proof of *rank*; with that of the last, release the rooms that waited for it."""
         rooms = self._fences.count(rank, message)
         if rooms is None:
             self.ignore()
@@ -278,6 +281,7 @@ class BlockManager(DecodeWorker, ABC):
         return pages, state
 
     def _page_count(self, room: DecodeRequest) -> int:
+        """Return how many pages *room* has."""
         return sum(count for _, count in self.pages.owned(room.request.room))
 
     def shared(self, request: Submit) -> int:

@@ -84,6 +84,11 @@ class PullDecodeWorker(DecodeWorker):
         return Busy() if self.receiver.progressed() else super().pong()
 
     def _register(self, sender: str, message: Register) -> None:
+        """Connect to a prefill rank that makes itself known.
+
+        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone is
+        reported to the router; one that says nonsense is refused.
+        """
         if message.peer != self.life or message.instance not in self.receiver:
             self._early[sender] = message  # the newest of each rank, and of no life that is over for long
             return
@@ -97,10 +102,12 @@ class PullDecodeWorker(DecodeWorker):
             self._connected(message.instance)
 
     def _connected(self, life: str) -> None:
+        """Be ready once all ranks of *life* are connected that this one reads from."""
         if self.receiver.connected(life):
             self.ready(Ready(life, self.life))
 
     def _fetch(self, _: str, message: Fetch) -> None:
+        """Begin the reads of a room, unless the leader asks for a life that is over."""
         if message.life == self.life:
             self.receiver.read(message)
 
@@ -184,6 +191,10 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     # --- what comes in ---
 
     def _pull(self, _: str, message: PullRequest) -> None:
+        """Queue the request of *message*, whose KV prefill keeps.
+
+        One that must not be read any more is given back at once.
+        """
         request = message.submit
         if request.decode == self.life and request.room in self._over:
             self._collect(message.lent, 0)
@@ -194,10 +205,12 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
             self._submit("", request)
 
     def _enqueue(self, request: Submit) -> None:
+        """Queue *request*, and remember since when it waits for pages."""
         self._asked[request.room] = self.clock.now
         super()._enqueue(request)
 
     def _abort(self, sender: str, message: Abort) -> None:
+        """Give a room up; one without pages is given back to prefill now, the others when their reads have settled."""
         super()._abort(sender, message)
         if message.room not in self._rooms:
             self.unadmitted(message.room)
@@ -275,6 +288,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         self._end_if_drained()
 
     def _collect(self, lent: Lent, nbytes: int) -> None:
+        """Tell prefill that nothing of a room is read any more, and how many bytes were."""
         self.send(leader(lent.life), Collected(lent.room, lent.life, nbytes))
 
     def _beat(self) -> None:

@@ -2,7 +2,7 @@
 
 =====================  =====================================================================================
 `Lent`                 prefill leader to router: computed, here are the pages
-`Pull`                 router to decode leader, which allocates pages and has its ranks read (`Fetch`)
+`PullRequest`          router to decode leader, which allocates pages and has its ranks read (`Fetch`)
 `Renew`                decode leader to prefill leader, every heartbeat: these rooms are still wanted
 `Collected`            decode leader to prefill leader: nothing of the room is read any more
 `Revoked`              prefill leader to decode leader: the lease is over, or the request; `Collected` follows
@@ -24,7 +24,10 @@ __all__ = ["Pull"]
 
 
 class Pull:
-    """Decode hears of a request when prefill has answered; then it reads the KV.  No first-token metadata moves."""
+    """Decode hears of a request when prefill has answered; then it reads the KV.  No first-token metadata moves.
+
+    *serial* says that the router asks one side after the other: it sends to decode what prefill has answered.
+    """
 
     serial = True
 

@@ -98,6 +98,7 @@ class PrefillWorker(EngineProcess):
         return found
 
     def _offload(self, _: str, message: Offload) -> None:
+        """Move KV as the leader asks, unless it is of a life that is over."""
         if message.life == self.life:
             self.offload(message)
         else:
@@ -115,6 +116,7 @@ class PrefillWorker(EngineProcess):
         return forward
 
     def _computed(self, message: Forward) -> None:
+        """Write the chunks of a forward that has ended, once the host has done what it does before."""
         seconds = self._host.send() + self.launching(message.seconds)
         if not seconds:
             self._write(message)
@@ -127,6 +129,7 @@ class PrefillWorker(EngineProcess):
         return 0.0
 
     def _sending(self, message: Forward) -> None:
+        """Write the chunks of a forward, the host being done with it."""
         if not self.ended.triggered:
             self.guard(self._write, message)
 
@@ -139,6 +142,10 @@ class PrefillWorker(EngineProcess):
                 self.sender.send(chunk, message.seconds)
 
     def _write(self, message: Forward) -> None:
+        """Hand the chunks of a forward to the sender.
+
+        With `layerwise` their planes have gone, and it learns of the end only.
+        """
         for chunk in message.chunks:
             if self.job.layerwise:
                 self.sender.computed(chunk)
@@ -172,6 +179,11 @@ class PrefillWorker(EngineProcess):
                 self.handlers[type(each)](leader(self.instance), each)
 
     def _register(self, sender: str, message: Register) -> None:
+        """Connect to a decode rank that makes itself known.
+
+        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone is
+        reported to the router; one that says nonsense is refused.
+        """
         if message.peer != self.life or message.instance not in self._met:
             self._early[sender] = message  # the newest of each rank, and of no life that is over for long
             return
@@ -190,6 +202,10 @@ class PrefillWorker(EngineProcess):
             self.ready(Ready(self.life, life))
 
     def _forward(self, _: str, message: Forward) -> None:
+        """Begin a forward that the leader asks for.
+
+        One of another life is ignored. Before this rank knows its own life it is kept for up to a deadline.
+        """
         if message.life == self.life:  # or its leader is gone, and nobody would end what this begins
             self.compute(message)
         elif not self.life:  # where nobody reads from this rank, nobody has waited for it either
@@ -200,6 +216,7 @@ class PrefillWorker(EngineProcess):
             self.ignore()
 
     def _abort(self, _: str, message: Abort) -> None:
+        """Give a room up; before this rank knows its life, in the order of what else the leader has asked for."""
         if self._ahead and not self.life:
             self._ahead.append(message)
         else:

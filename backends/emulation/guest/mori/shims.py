@@ -85,6 +85,7 @@ def _wanted(wheel: Iterable[Path]) -> dict[str, dict[str, set[str]]]:
 
 
 def _source(functions: dict[str, set[str]], answer: int) -> str:
+    """Return C of *functions*, each of which returns *answer*, the text that there is no device, or no error."""
     lines = []
     for name in sorted(set().union(*functions.values())):
         if name in TEXTS:
@@ -100,6 +101,7 @@ def _versions(functions: dict[str, set[str]]) -> str:
 
 
 def _build(source: str, versions: str, target: Path) -> None:
+    """Compile *source* to the shared library *target*, whose symbols have *versions*."""
     script = target.with_suffix(".map")
     script.write_text(versions or "{ global: *; };")
     options = ("-shared", "-fPIC", "-w", f"-Wl,--version-script={script}", f"-Wl,-soname,{target.name}")
@@ -110,5 +112,6 @@ def _build(source: str, versions: str, target: Path) -> None:
 
 
 def _readelf(what: str, library: Path) -> list[str]:
+    """Return what readelf prints of *what* of *library*, line by line."""
     command = ["readelf", "--wide", what, str(library)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()

@@ -107,6 +107,7 @@ def _libraries(folder: Path) -> None:
 
 
 def _download(packages: tuple[str, ...], folder: Path, *options: str) -> None:
+    """Download Debian's *packages* into *folder*, with *options* of apt."""
     _made("apt-get", *options, "-qq", "download", *packages, cwd=folder)
 
 
@@ -152,6 +153,7 @@ def _base() -> Path | None:
 
 
 def _candidates() -> Iterator[str]:
+    """Yield the interpreters that may be Python 3.12: on the path, of pyenv and of uv."""
     yield from filter(None, [shutil.which("python3.12"), sys.executable])
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     for folder, name in ((pyenv / "versions", "3.12*"), (Path.home() / ".local/share/uv/python", "cpython-3.12*")):
@@ -159,4 +161,5 @@ def _candidates() -> Iterator[str]:
 
 
 def _made(*words: str, cwd: Path | None = None) -> str:
+    """Return what the command *words* prints; raise `GuestUnavailable` with its output if it fails."""
     return command(*words, cwd=cwd, about="MORI's test environment is made of packages")
