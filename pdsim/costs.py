@@ -24,6 +24,7 @@ __all__ = [
     "Jitter",
     "OptionCosts",
     "Ramp",
+    "Workers",
 ]
 
 
@@ -77,11 +78,36 @@ class Jitter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Threads of an engine that post large batches in the place of the caller, who waits for them.
+
+    A batch of *least* descriptors or more is cut into pieces of ``max(n // threads, least)``, and each thread posts
+    one: it takes as long as its longest piece.  NIXL's UCX backend does so with ``num_threads`` and
+    ``split_batch_size`` (`nixlUcxThreadPoolEngine`).
+    """
+
+    threads: int
+    least: int
+
+    def __post_init__(self) -> None:
+        positive("workers", threads=self.threads, least=self.least)
+
+    def longest(self, descriptors: int) -> int:
+        """Return the descriptors that one thread posts of a batch of so many.
+
+        >>> workers = Workers(threads=4, least=1024)
+        >>> [workers.longest(count) for count in (1023, 1500, 8192)]
+        [1023, 1024, 2048]
+        """
+        return min(descriptors, max(descriptors // self.threads, self.least))
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptionCosts:
     """What an engine that runs with these *options* costs beside what it costs otherwise.
 
-    Seconds are added to those of the `EngineModel`, *rate* is the share that is left of its rates, and *read_rate* the
-    share of the rate of writes that reads have.  *ramp* comes on top of its own; *small* takes the place of its own.
+    Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers* take
+    the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
 
     The first of `EngineModel.by_option` whose options all fit is applied, once, when a configuration is loaded.
     """
@@ -90,17 +116,17 @@ class OptionCosts:
     evidence: str = "assumed: nothing changes"  # of the numbers here, as a source has it
     latency: Seconds = 0.0
     descriptor: Seconds = 0.0
-    wire_descriptor: Seconds = 0.0
     rate: float = 1.0
-    read_rate: float = 1.0
-    ramp: tuple[Ramp, ...] = ()
-    small: InlineSaving | None = None
+    workers: Workers | None = None
+    intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 % of sets of processes
 
     def __post_init__(self) -> None:
-        not_negative(
-            "by_option", latency=self.latency, descriptor=self.descriptor, wire_descriptor=self.wire_descriptor
-        )
-        positive("by_option", rate=self.rate, read_rate=self.read_rate)
+        not_negative("by_option", latency=self.latency, descriptor=self.descriptor)
+        positive("by_option", rate=self.rate)
+        for name, span in self.intervals.items():
+            one_of("by_option.intervals", ("latency", "descriptor", "rate"), key=name)
+            if len(span) != 2:
+                raise ValueError(f"by_option.intervals.{name} must be the least and the most, got {list(span)}")
 
     def chosen(self, options: Mapping[str, str]) -> bool:
         """Return whether an engine with these *options* is one of these."""
@@ -120,6 +146,8 @@ class EngineModel:
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
+
+    *workers* post large batches: there a posting takes as long as that of the longest piece.
 
     A *small* batch takes ``small.saving`` less if nothing that its poster has posted is under way but such batches: so
     much less of *latency* and, where that is not enough, of *call*; never less than without both.
@@ -145,6 +173,7 @@ class EngineModel:
     in_order: bool = False  # the wire carries what a rank posts one transfer at a time, as a GPU's copy engine does
     ramp: tuple[Ramp, ...] = ()
     small: InlineSaving | None = None  # batches that are done in the call that posts them
+    workers: Workers | None = None  # threads of the engine that post large batches
     by_option: tuple[OptionCosts, ...] = ()  # by the engine's options; empty: they change nothing, or have done so
 
     def __post_init__(self) -> None:
@@ -188,18 +217,14 @@ class EngineModel:
 
         *by_option* of the result is empty, so that the costs of options are never added twice.
         """
-        rate = self.rate * costs.rate
-        reads = rate * costs.read_rate if costs.read_rate != 1.0 else math.inf
         return replace(
             self,
             latency=self.latency + costs.latency,
             descriptor=self.descriptor + costs.descriptor,
-            wire_descriptor=self.wire_descriptor + costs.wire_descriptor,
-            rate=rate,
-            read_rate=min(self.read_rate * costs.rate, reads),
+            rate=self.rate * costs.rate,
+            read_rate=self.read_rate * costs.rate,
             queue_rate=self.queue_rate * costs.rate,
-            ramp=(*self.ramp, *costs.ramp),
-            small=costs.small or self.small,
+            workers=costs.workers or self.workers,
             by_option=(),
         )
 
@@ -210,6 +235,8 @@ class EngineModel:
         >>> f"{model.posting(10):.6f}"
         '0.000031'
         """
+        if self.workers is not None:
+            descriptors = self.workers.longest(descriptors)
         seconds = self.call + descriptors * self.descriptor
         for ramp in self.ramp:
             seconds += min(descriptors, ramp.first) * ramp.extra

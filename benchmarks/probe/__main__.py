@@ -28,14 +28,20 @@ def main() -> int:
     judging = commands.add_parser("judge", help="compare")
     judging.add_argument("predicted", type=Path)
     judging.add_argument("measured", type=Path)
+    sampling = commands.add_parser("samples", help="make samples of a calibration of measured pairs")
+    sampling.add_argument("--to", type=Path, required=True)
+    sampling.add_argument("variants", nargs="+", help="such as nixl/off, then files: a set of processes each")
     options = parser.parse_args()
     if options.command == "measure":
         known = options.predictions
         told = f"{known.name} sha256 {hashlib.sha256(known.read_bytes()).hexdigest()}" if known.is_file() else ""
         return min(1, measure(options.to, host=options.host, seconds=options.seconds, predictions=told))
-    from benchmarks.probe import predictions
+    from benchmarks.probe import pairs, predictions
 
-    if options.command == "predict":
+    if options.command == "samples":
+        files = [Path(word) for word in options.variants if word.endswith(".csv")]
+        pairs.to_samples([word for word in options.variants if not word.endswith(".csv")], files, options.to)
+    elif options.command == "predict":
         predictions.write(options.to, options.hw)
     else:
         predictions.judge(options.predicted, options.measured)

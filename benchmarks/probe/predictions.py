@@ -36,10 +36,17 @@ Key = tuple[str, ...]  # all columns but *flow* and the times
 
 
 def words(variant: Variant) -> list[str]:
-    """Return the words of a configuration that runs the library as *variant* does, as far as the model knows it."""
+    """Return the words of a configuration that runs the bare library as *variant* does, as far as it is modelled."""
     if variant.library == "mooncake":  # a call that blocks costs what the two halves of the other way do
-        return ["backend=mooncake_nvlink", f"backend.threads={variant.threads or MOST}"]
-    found = ["backend=nixl", f"backend.options.progress_thread={str(variant.progress).lower()}"]
+        return [
+            *("backend=mooncake_nvlink", "calibration=mooncake_bare-2xh200"),
+            f"backend.threads={variant.threads or MOST}",
+        ]
+    found = [
+        "backend=nixl",
+        "calibration=nixl_bare-2xh200",
+        f"backend.options.progress_thread={str(variant.progress).lower()}",
+    ]
     return [*found, f"backend.options.num_threads={variant.workers}"]
 
 
@@ -132,8 +139,8 @@ def judge(predictions: Path, measurements: Path) -> None:
     A point's time is that from the start of its first flow to the end of its last, in the median of its repeats: it
     counts preparing, as the model's does; "post-end" leaves it out.
     """
-    said, about = _read(predictions)
-    found, where = _read(measurements)
+    said, about = read(predictions)
+    found, where = read(measurements)
     if about.get("plan") != where.get("plan"):
         raise SystemExit(f"{measurements} has plan {where.get('plan')}, {predictions} has {about.get('plan')}")
     print(f"measured {where.get('date')} on {where.get('gpus')}, {where.get('host')}; {where.get('versions')}")
@@ -142,23 +149,23 @@ def judge(predictions: Path, measurements: Path) -> None:
         model[_key(row)] = max(model.get(_key(row), 0.0), float(row["total"]))
         if row["device"]:
             model["device", *_key(row)[1:]] = float(row["device"])
-    measured, alone = _measured(found)
+    times, alone = measured(found)
     print(("{:11}{:10}{:11}" + "{:>11}" * 7).format(*HEAD))
     groups: dict[Key, list[Key]] = defaultdict(list)
-    for key in measured:
+    for key in times:
         if key in model:
             groups[key[:3]].append(key)
     for group, keys in groups.items():
-        errors = [100.0 * (model[key] / median(measured[key]) - 1.0) for key in keys]
+        errors = [100.0 * (model[key] / median(times[key]) - 1.0) for key in keys]
         bare = [100.0 * abs(model[key] / median(alone[key]) - 1.0) for key in keys]
-        spread = [100.0 * (max(measured[key]) - min(measured[key])) / median(measured[key]) for key in keys]
+        spread = [100.0 * (max(times[key]) - min(times[key])) / median(times[key]) for key in keys]
         sizes = sorted(map(abs, errors))
         p95 = quantiles(sizes, n=20)[-1] if len(sizes) > 1 else sizes[0]
         cells = (mean(sizes), median(sizes), p95, mean(errors), median(spread), median(bare))
         print("{:11}{:10}{:11}".format(*group) + f"{len(keys):11d}" + "".join(f"{cell:11.1f}" for cell in cells))
 
 
-def _measured(found: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
+def measured(found: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], dict[Key, list[float]]]:
     """Return the microseconds of every repeat of a point: from its start, and from the end of preparing."""
     repeats: dict[tuple[Key, str], list[dict[str, str]]] = defaultdict(list)
     for row in found:
@@ -166,23 +173,23 @@ def _measured(found: Sequence[dict[str, str]]) -> tuple[dict[Key, list[float]], 
             print(f"note: {row['library']} {row['variant']} {row['pattern']}: {row['note']}")
         elif row["section"] != "host":
             repeats[_key(row), row["repeat"]].append(row)
-    measured, alone = defaultdict(list), defaultdict(list)
+    whole, alone = defaultdict(list), defaultdict(list)
     for (key, _), flows in repeats.items():
         end = max(float(row["total"]) for row in flows)
-        measured[key].append(end - min(float(row["start"]) for row in flows))
+        whole[key].append(end - min(float(row["start"]) for row in flows))
         alone[key].append(end - min(float(row["prepare"]) for row in flows))
         if flows[0]["device"]:
             device = min(float(row["device"]) for row in flows)
-            for times in (measured, alone):
+            for times in (whole, alone):
                 times["device", *key[1:]].append(device)
-    return measured, alone
+    return whole, alone
 
 
 def _key(row: dict[str, str]) -> Key:
     return tuple(row[name] for name in FIELDS[:-3])
 
 
-def _read(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
+def read(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Return the rows of a file, and what its comments say."""
     lines = path.read_text(encoding="utf-8").splitlines()
     about = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))

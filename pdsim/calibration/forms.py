@@ -117,7 +117,12 @@ class Form:
 
 
 def _posting(at: Parameters, n: Floats) -> Floats:
-    """Return the seconds that posting *n* descriptors takes, shape of *n*: the call, each descriptor, and the ramps."""
+    """Return the seconds that posting *n* descriptors takes, shape of *n*: the call, each descriptor, and the ramps.
+
+    Threads of the engine shorten it as `pdsim.costs.Workers` says.
+    """
+    if at["workers"]:
+        n = np.minimum(n, np.maximum(n // at["workers"], at["least"]))
     seconds: Floats = at["call"] + n * at["descriptor"]
     for index in range(1, RAMPS + 1):
         seconds = seconds + np.minimum(n, at[f"first{index}"]) * at[f"extra{index}"]
@@ -188,4 +193,5 @@ def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     small = base.small or InlineSaving(bytes=1, descriptors=1)  # which saves nothing
     fixed |= {"saving": small.saving, "small_bytes": small.bytes, "small_descriptors": small.descriptors}
     fixed |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": math.inf}
+    fixed |= {"workers": base.workers.threads, "least": base.workers.least} if base.workers else {"workers": 0.0}
     return {**fixed, "queue_rate": base.queues * base.queue_rate, "in_order": float(base.in_order), **ramps}

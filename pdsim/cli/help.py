@@ -200,10 +200,12 @@ Options:
   --jobs N          how often the ranks are started anew; the geometric mean of their medians counts (default: 9)"""
 
 _REFIT = """\
-usage: pdsim refit [published [NAME ...] | collectives | handoffs]
+usage: pdsim refit [published [NAME ...] | bare | options | collectives | handoffs]
 
 Fit again, from the samples in data/ (in a checkout of the repository), and print the errors on what was left out:
   published      every calibration from published numbers, or those of these names (default)
+  bare           calibrations of bare libraries, from the pairs of benchmarks.probe
+  options        what NIXL's progress thread adds: by_option of conf/backend/nixl.yaml
   collectives    conf/collective: all-gathers over NCCL and symmetric memory
   handoffs       what hosts and copies cost in a handoff: copies, wake and idle_wake of conf/hw/8xh200.yaml"""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pdsim import plugins
-from pdsim.calibration import collective_fit, handoff_fit, samples
+from pdsim.calibration import collective_fit, handoff_fit, option_fit, samples
 from pdsim.calibration.from_samples import Fitted, fitted
 from pdsim.calibration.summary import table
 from pdsim.cli.compose import compose
@@ -27,7 +27,7 @@ from pdsim.repository import data
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
 
-__all__ = ["WHAT", "handoff_config", "published", "refit", "served", "with_idle_wake"]
+__all__ = ["WHAT", "bare", "handoff_config", "published", "refit", "served", "with_idle_wake"]
 
 _HANDOFF_HEADS = ("host", "engine", "what", "tokens", "fitted", "measured us", "modelled us", "error %")
 
@@ -61,25 +61,78 @@ def published(names: Sequence[str] = ()) -> list[Fitted]:
     """
     from omegaconf import OmegaConf
 
-    found = []
     files: list[Any] = [OmegaConf.load(path) for path in sorted((conf() / "calibration").glob("*.yaml"))]
     known: dict[str, Any] = {file.name: file for file in files if file.get("kind") == "published"}
-    for name in names or known:
+    for name in names:
         if name not in known:
             raise ConfigError(f"refit published {name}: not a published calibration; {instead(name, known)}")
-        file = known[name]
-        at = next(iter(file.intervals)).split(".")[1]
-        operation = "read" if "-read" in name else "write"
-        words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
-        config = compose([*words, "experiment=transfer", "calibration=none"])
-        rows = samples.read(data("calibration", f"{name}.csv"))
-        found.append(fitted(rows, config.hw, config.backend, operation, at, name, "again"))
-    return found
+    return [_again(known[name]) for name in names or known]
+
+
+def bare() -> list[Fitted]:
+    """Return the calibrations of bare libraries, fitted again from the pairs of the probe."""
+    from omegaconf import OmegaConf
+
+    return [_again(OmegaConf.load(path)) for path in sorted((conf() / "calibration").glob("*_bare-*.yaml"))]
+
+
+def _again(file: Any) -> Fitted:
+    at = next(iter(file.intervals)).split(".")[1]
+    operation = "read" if "-read" in file.name else "write"
+    words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
+    config = compose([*words, "experiment=transfer", "calibration=none"])
+    rows = samples.read(data("calibration", f"{file.name}.csv"))
+    return fitted(rows, config.hw, config.backend, operation, at, file.name, "again")
 
 
 def _published(names: Sequence[str]) -> list[Table]:
     """Return one table of the calibrations called *names*, all of them without names."""
     return [table(published(names))]
+
+
+def _bare(_: Sequence[str]) -> list[Table]:
+    return [table(bare())]
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def _options(_: Sequence[str]) -> list[Table]:
+    """Return what NIXL's progress thread adds, and the errors of that at the pairs left out, last, by variant."""
+    base = compose(["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={option_fit.BASE}"]).backend.intra
+    assert base is not None
+    sets = option_fit.process_sets()
+    values, ends = option_fit.fit(base, sets), option_fit.spans(base, sets)
+    scale = {"latency": 1e6, "descriptor": 1e6, "rate": 1.0}
+    numbers: list[list[Any]] = [
+        [name, value * scale[name], *(end * scale[name] for end in ends[name])]
+        for name, value in zip(option_fit.FREE, values, strict=True)
+    ]
+    rows: list[list[Any]] = []
+    for variant in (*option_fit.VARIANTS, ""):
+        mine = [one for one in sets if variant in ("", one.variant)]
+        cells = [variant or "all", len(mine)]
+        for held in (False, True):
+            found = np.concatenate([option_fit.errors(base, one, values, held=held) for one in mine])
+            cells += [100 * np.median(abs(found)), 100 * np.percentile(abs(found), 95), 100 * found.mean()]
+        rows.append(cells)
+    others = option_fit.spread(sets)
+    rows.append(["each set by the mean of the others", len(sets), None, None, None])
+    rows[-1] += [100 * np.median(others), 100 * np.percentile(others, 95), None]
+    heads = (
+        "variant",
+        "sets",
+        "fitted median %",
+        "p95 %",
+        "bias %",
+        "held out median %",
+        "held out p95 %",
+        "held out bias %",
+    )
+    return [
+        Table("Added by the progress thread", dict.fromkeys(("what", "us or share", "low", "high"), ""), numbers),
+        Table("Errors", dict.fromkeys(heads, ""), rows),
+    ]
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
@@ -209,7 +262,9 @@ def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: flo
 
 WHAT: Mapping[str, Callable[[Sequence[str]], list[Table]]] = {
     "published": _published,
+    "bare": _bare,
+    "options": _options,
     "collectives": _collectives,
     "handoffs": _handoffs,
 }
-"""What can be fitted again: calibrations from published numbers, `conf/collective`, the hosts' part of handoffs."""
+"""What can be fitted again: calibrations, costs of options, `conf/collective`, the hosts' part of handoffs."""

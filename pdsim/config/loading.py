@@ -16,10 +16,11 @@ from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.config.sources import ON_THE_COMMAND_LINE, borrowed, sourced
 from pdsim.config.typed import Known, build, required
-from pdsim.costs import Engine, EngineModel
+from pdsim.costs import Engine, EngineModel, OptionCosts
 from pdsim.errors import ConfigError
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
+from pdsim.units import parse_time
 
 __all__ = ["defaults", "load"]
 
@@ -44,15 +45,15 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     values, policy = _without_policy(values)
     values, calibration, calibrated = _calibrated(values, keys)
     config = build(Config, values, known=_known)
-    backend, changed = _varied(config.backend, keys, config.target)
+    backend, changed, spans = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
     if config.host_factor != 1.0 and config.target == "model":
         own = {key: f"assumed: times host_factor={config.host_factor:g}" for key in _HOST if not covers(keys, key)}
         backend, changed = on_host(backend, config.host_factor), changed | own
     new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
     if calibration is not None and changed:  # what the calibration says of these numbers is not so with these options
-        spans = {key: span for key, span in calibration.intervals.items() if key not in changed}
-        calibration = replace(calibration, intervals=spans)
+        known = {key: span for key, span in calibration.intervals.items() if key not in changed}
+        calibration = replace(calibration, intervals=known | {key: spans[key] for key in changed if key in spans})
     return replace(
         config,
         policy=build(Policy, policy, "backend.policy"),
@@ -95,8 +96,10 @@ def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return found, backend.get("policy", {})
 
 
-def _varied(backend: Engine, overridden: Iterable[str], target: str) -> tuple[Engine, dict[str, str]]:
-    """Return *backend* with what its options change of its costs, and the sources of what they changed, by full key.
+def _varied(
+    backend: Engine, overridden: Iterable[str], target: str
+) -> tuple[Engine, dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return *backend* with what its options change of its costs, and sources and intervals of that, by full key.
 
     What is *overridden* by hand stays as it is.  Raise a `ConfigError` if the model does not know these options.
 
@@ -104,6 +107,7 @@ def _varied(backend: Engine, overridden: Iterable[str], target: str) -> tuple[En
     option is allowed, since the engine itself decides.
     """
     sources: dict[str, str] = {}
+    spans: dict[str, tuple[str, ...]] = {}
     by_hand = tuple(overridden)
     for at in ("intra", "inter"):
         model: EngineModel | None = getattr(backend, at)
@@ -125,7 +129,16 @@ def _varied(backend: Engine, overridden: Iterable[str], target: str) -> tuple[En
         if chosen is not None:
             told = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
             sources |= {f"backend.{at}.{name}": text for name, text in told.items() if name != "by_option"}
-    return backend, sources
+            spans |= {f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in told}
+    return backend, sources, spans
+
+
+def _span(model: EngineModel, costs: OptionCosts, name: str) -> tuple[str, ...]:
+    """Return the interval of *name*, of *model* with *costs*, as a calibration writes it."""
+    value, ends = getattr(model, name), costs.intervals[name]
+    if name == "rate":
+        return tuple(f"{value * float(end):.6g}B/s" for end in ends)
+    return tuple(f"{value + parse_time(end):.6g}s" for end in ends)
 
 
 def _on_hardware(backend: Engine, hw: Machine) -> Engine:

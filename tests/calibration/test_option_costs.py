@@ -1,62 +1,72 @@
 """What an engine's options change of its costs: chosen by the options, and as close to its samples as it says."""
 
-import csv
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 import conf
+from pdsim.calibration import option_fit
+from pdsim.calibration.forms import Form, Points, start_of
 from pdsim.cli.run import compose
 from pdsim.config.typed import build
-from pdsim.costs import EngineModel, OptionCosts, Ramp
+from pdsim.costs import EngineModel, OptionCosts, Workers
 from pdsim.errors import ConfigError
-from pdsim.repository import data
+from pdsim.units import parse_rate, parse_time
 
 OFF = EngineModel(
-    path="nvlink",
-    call=0.0,
-    descriptor=3.23e-6,
-    overlap=True,
-    pipelined=True,
-    latency=5.0e-6,
-    rate=399e9,
-    wire_descriptor=2.51e-6,
-    read_descriptor=0.77e-6,
+    path="nvlink", call=0.0, descriptor=3.4e-6, overlap=True, latency=20e-6, rate=387e9, wire_descriptor=2.4e-6
 )
-"""The bare library without its thread: fitted to the column "off" of the samples, mean error 3.0 %."""
+THREADS = {"0": None, "4": Workers(threads=4, least=1024), "8": Workers(threads=8, least=1024)}
 
 
 def nixl(*options):
     return compose(["hw=2xh200", "backend=nixl", *(f"backend.options.{option}" for option in options)])
 
 
-def samples(column):
-    lines = data("calibration", "nixl_thread-2xh200.csv").read_text().splitlines()
-    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        count, size = int(row["descriptors"]), int(row["size"])
-        yield count, count * size, row["operation"] == "read", float(row[column]) * 1e-6
-
-
-def shipped(threads):
+def shipped():
     file = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "backend" / "nixl.yaml"))
-    for item in file["intra"]["by_option"]:
-        if item["options"] == {"progress_thread": "true", "num_threads": str(threads)}:
-            return build(OptionCosts, item)
-    raise LookupError(threads)
+    return {item["options"]["num_threads"]: build(OptionCosts, item) for item in file["intra"]["by_option"][1:]}
+
+
+def bare():
+    return compose(["hw=2xh200", "backend=nixl", f"calibration={option_fit.BASE}"]).backend.intra
 
 
 def test_seconds_are_added_and_rates_are_shares():
-    costs = OptionCosts(
-        options={"a": "b"}, latency=1e-6, descriptor=2e-6, rate=0.5, read_rate=0.8, ramp=(Ramp(first=3, extra=1e-6),)
-    )
-    varied = replace(OFF, queue_rate=100e9, by_option=(costs,)).varied(costs)
+    costs = OptionCosts(options={"a": "b"}, latency=1e-6, descriptor=2e-6, rate=0.5)
+    varied = replace(OFF, queue_rate=100e9, read_rate=200e9, by_option=(costs,)).varied(costs)
     assert varied.latency == OFF.latency + 1e-6
-    assert varied.posting(10) == pytest.approx(10 * (OFF.descriptor + 2e-6) + 3e-6)
-    assert (varied.rate, varied.queue_rate, varied.read_rate) == (OFF.rate / 2, 50e9, OFF.rate * 0.4)
+    assert varied.posting(10) == pytest.approx(10 * (OFF.descriptor + 2e-6))
+    assert (varied.rate, varied.queue_rate, varied.read_rate) == (OFF.rate / 2, 50e9, 100e9)
     assert varied.by_option == ()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "longest"), [(1, 1), (1023, 1023), (1024, 1024), (1517, 1024), (4096, 1024), (8192, 2048)]
+)
+def test_threads_of_the_engine_post_large_batches_in_pieces(descriptors, longest):
+    model = replace(OFF, workers=Workers(threads=4, least=1024))
+    assert model.posting(descriptors) == OFF.posting(longest)
+
+
+def test_a_fit_knows_the_threads_as_the_model_does():
+    model = replace(OFF, wire_descriptor=0.0, workers=Workers(threads=4, least=1024))
+    at = {**start_of(model), "descriptor": model.descriptor, "latency": model.latency}
+    counts = np.array([1.0, 1000.0, 1024.0, 1517.0, 8192.0])
+    points = Points(counts, np.full(5, 4096.0), np.ones(5), np.ones(5))
+    found = Form("maximum", ()).seconds(at, points)
+    assert found == pytest.approx([model.alone(int(count), count * 4096) for count in counts], rel=1e-12)
+
+
+def test_intervals_name_what_they_are_of():
+    with pytest.raises(ValueError, match="key must be"):
+        OptionCosts(options={}, intervals={"call": ("1us", "2us")})
+    with pytest.raises(ValueError, match=r"rate must be the least and the most, got \['0.5'\]"):
+        OptionCosts(options={}, intervals={"rate": ("0.5",)})
 
 
 def test_without_the_thread_nothing_changes():
@@ -67,21 +77,42 @@ def test_without_the_thread_nothing_changes():
 @pytest.mark.parametrize("threads", [0, 4, 8])
 def test_the_thread_costs_what_was_measured_and_says_so(threads):
     config = nixl("progress_thread=true", f"num_threads={threads}")
-    assert config.backend.intra.latency > nixl().backend.intra.latency + 20e-6
+    without, costs = nixl(), shipped()[str(threads)]
+    assert config.backend.intra.descriptor == pytest.approx(without.backend.intra.descriptor + costs.descriptor)
+    assert config.backend.intra.workers == THREADS[str(threads)]
     assert config.backend.sources["intra.rate"].startswith("measured: nixl-cu13 1.5.1")
-    assert "backend.intra.rate" not in config.calibration.intervals
     assert "backend.intra.read_descriptor" in config.calibration.intervals
 
 
-@pytest.mark.parametrize("threads", [0, 4, 8])
-def test_the_samples_are_met_as_well_as_the_evidence_says(threads):
-    costs = shipped(threads)
-    model = OFF.varied(costs)
-    errors = [
-        abs(model.alone(n, size, read=read) / seconds - 1.0) for n, size, read, seconds in samples(f"on_{threads}")
-    ]
-    said = float(re.search(r"within ([\d.]+) %", costs.evidence)[1]) / 100.0
-    assert sum(errors) / len(errors) == pytest.approx(said, abs=0.01)
+def test_the_spread_of_processes_is_in_the_interval():
+    without, config = nixl().backend.intra, nixl("progress_thread=true", "num_threads=4")
+    low, high = map(parse_time, config.calibration.intervals["backend.intra.descriptor"])
+    assert low == pytest.approx(without.descriptor + 1.14e-6)
+    assert high == pytest.approx(without.descriptor + 5.4e-6)
+    slowest, fastest = map(parse_rate, config.calibration.intervals["backend.intra.rate"])
+    assert slowest / without.rate == pytest.approx(0.562)
+    assert fastest / without.rate == pytest.approx(0.853)
+
+
+def test_the_shipped_costs_are_those_that_the_samples_give():
+    base, sets = bare(), option_fit.process_sets()
+    found = option_fit.fit(base, sets)
+    for costs in shipped().values():
+        assert (costs.latency, costs.descriptor, costs.rate) == pytest.approx(found, rel=5e-3)
+    ends = option_fit.spans(base, sets)
+    for name, parse in (("latency", parse_time), ("descriptor", parse_time), ("rate", float)):
+        assert [parse(end) for end in costs.intervals[name]] == pytest.approx(ends[name], rel=5e-3, abs=1e-9)
+
+
+def test_at_pairs_left_out_the_model_is_as_good_as_the_mean_of_other_processes():
+    base, sets = bare(), option_fit.process_sets()
+    values = option_fit.fit(base, sets)
+    errors = np.abs(np.concatenate([option_fit.errors(base, one, values, held=True) for one in sets]))
+    evidence = shipped()["4"].evidence
+    said, others = (float(number) / 100 for number in re.findall(r"([\d.]+) %", evidence))
+    assert np.median(errors) == pytest.approx(said, abs=5e-4)
+    assert np.median(option_fit.spread(sets)) == pytest.approx(others, abs=5e-4)
+    assert said < others
 
 
 def test_a_number_set_by_hand_stays():
