@@ -10,7 +10,7 @@ from pathlib import Path
 import benchmarks.probe as probe
 from benchmarks.probe.measuring import measure
 
-PREDICTED = Path("data/benchmarks/probe-hot-2xh200-predicted.csv")
+PREDICTED = Path("data/benchmarks/probe-bare-2xh200-predicted.csv")
 
 
 def main() -> int:
