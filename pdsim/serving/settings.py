@@ -353,6 +353,7 @@ class Compute:
     flops_share: float = 0.55  # of the peak, that linear layers reach
     attention_share: float = 0.0  # of the peak, that attention reaches; 0 is as *flops_share*
     prefix_share: float = 0.0  # the same of attention to tokens of earlier chunks; 0 is as *attention_share*
+    attention_padded: bool = False  # of a batch, every sequence is computed up to the rows of the longest
     memory_share: float = 0.8  # of the memory's rate, at which keys and values are read
     sequence_share: float = 0.0  # of that rate, which one sequence of a decode batch reaches at most; 0 is no limit
     weight_share: float = 0.0  # the same of weights; 0 is as *memory_share*
@@ -426,6 +427,7 @@ class ServingEngine:
     retract_rate: Rate = 20e9  # bytes/s to host memory and back; all ranks of an instance at once
     step_tokens: int = 0  # of a step, prefill and decode together; 0 is `scheduler.chunk`
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
+    ahead: bool = False  # a prefill step is chosen when the one before it begins, from what waits then
     pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the step that computes with it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`

@@ -44,6 +44,14 @@ def test_pieces_of_one_iteration_share_its_weights_and_overhead():
     assert found.prefill([(0, 8), (0, 8)]) < 1.01 * found.prefill([(0, 16)])
 
 
+def test_padded_attention_computes_every_sequence_up_to_the_longest():
+    plain, padded = (forward_time(MODEL, MACHINE, replace(PLAIN, attention_padded=on), tp=1) for on in (False, True))
+    assert padded.prefill([(1000, 4000)]) == plain.prefill([(1000, 4000)])
+    more = (4000 - 1000) * (1000 + 500)  # rows of the second that are none of its tokens, and the keys that they meet
+    expected = plain.prefill([(0, 4000), (500, 1000)]) + 4 * 10 * 10 * 100 * more / 0.5e15
+    assert padded.prefill(iter([(0, 4000), (500, 1000)])) == pytest.approx(expected)
+
+
 def test_tensor_parallelism_divides_the_work_and_adds_two_ring_all_reduces_a_layer():
     one, four = (forward_time(MODEL, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
     tokens = 4000

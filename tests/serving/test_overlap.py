@@ -13,7 +13,7 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
 from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, Side
+from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
@@ -110,3 +110,20 @@ def test_cached_pages_are_sent_when_the_rest_begins(tmp_path: Path, layerwise: b
     assert first >= begin
     cached = 64 * 64 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
     assert two[0].nbytes == cached
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_chosen_ahead_holds_what_waited_when_the_one_before_began(ahead: bool):
+    """A prompt that comes while a long one runs joins the rest of that one, or comes a step later."""
+    alone = run(12_000, WHOLE)[0][3]
+    engine = ServingEngine(ahead=ahead)
+    config = configured(
+        ONE, ONE, DEEP, hw=QUIET, kv=WHOLE, policy=QUEUE, scheduler=SchedulerLimits(chunk=8192), engine=engine
+    )
+    requests = [Request(0.0, 12_000, 2), Request(alone / 4, 64, 2)]
+    outcome = Model(config.hw, config.backend, memory=config.memory).run(
+        specs(config, job(config, ServeOptions()), requests)
+    )
+    long, short = (row[7] for row in outcome.ranks["router"].value["rows"])
+    assert (long == alone, short > long) == (ahead, ahead)
+    assert short >= long

@@ -53,6 +53,7 @@ class ForwardTime:
     flops: float  # a second, of linear layers
     attention_flops: float  # a second
     prefix_flops: float  # a second, of attention to tokens of earlier iterations
+    padded: bool  # attention of a batch computes as many rows of each sequence as of the longest
     memory_rate: float  # bytes a second, of keys and values
     sequence_rate: float  # bytes a second, of those of one sequence in a decode step; infinity: as *memory_rate*
     weight_rate: float  # bytes a second
@@ -63,13 +64,23 @@ class ForwardTime:
     scale: float  # of the whole
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
-        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
+        """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
+
+        Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.
+        """
+        longest = 0
+        if self.padded:
+            pieces = list(pieces)
+            longest = max(new for _, new in pieces)
         tokens = context = pairs = prefix = 0
         for before, new in pieces:
             tokens += new
             context += before
             prefix += new * before
             pairs += new * (new + 1) // 2  # causal: the i-th new token sees before + i keys
+            if longest > new:
+                pairs += (longest - new) * new
+                prefix += (longest - new) * before
         if self.prefix_flops == self.attention_flops:
             pairs, prefix = pairs + prefix, 0
         compute = self._sum(tokens * self.token_flops, self.flops, pairs * self.pair_flops, self.attention_flops)
@@ -163,6 +174,7 @@ def forward_time(
         flops=linear * compute.flops_share,
         attention_flops=peak * (compute.attention_share or compute.flops_share),
         prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
+        padded=compute.attention_padded,
         memory_rate=memory * compute.memory_share,
         sequence_rate=memory * compute.memory_share * compute.sequence_share if compute.sequence_share else math.inf,
         weight_rate=memory * (compute.weight_share or compute.memory_share),

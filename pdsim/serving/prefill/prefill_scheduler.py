@@ -312,10 +312,13 @@ class PrefillScheduler(PrefillWorker):
             self._idle.succeed()
 
     def _schedule(self) -> Program:
-        """Run one iteration after the other while there is anything to run; wait for news otherwise."""
+        """Run one iteration after the other, chosen when it begins or one `ahead`; wait for news if there is none."""
+        ahead: Forward | None = None
         while not self.ended.triggered:
             try:
-                forward = self.next_forward()
+                forward, ahead = ahead or self.next_forward(), None
+                if forward is not None and self.job.engine.ahead:
+                    ahead = self.next_forward()
             except PdsimError as error:
                 self.fail(error)
                 return
