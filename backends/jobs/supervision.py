@@ -147,6 +147,14 @@ class Decoder:
     def __init__(self) -> None:
         self._pieces = bytearray()
 
+    @property
+    def missing(self) -> int:
+        """Bytes until the next message is complete, or its length is known; at least 1."""
+        if len(self._pieces) < _LENGTH.size:
+            return _LENGTH.size - len(self._pieces)
+        (length,) = _LENGTH.unpack_from(self._pieces)
+        return max(1, _LENGTH.size + int(length) - len(self._pieces))
+
     def feed(self, piece: bytes) -> list[Message]:
         """Return the messages that are complete now.  Raise a `MessageError` if there is none in what came."""
         self._pieces += piece
@@ -167,14 +175,14 @@ class Decoder:
 
 
 def receive(connection: socket.socket, kind: type[_Kind]) -> _Kind:
-    """Wait for one message, which must be a *kind*.  Raise `PeerLost` if the other side has gone.
+    """Wait for one message, which must be a *kind*, and leave what follows it on *connection*.
 
-    Only for connections on which nothing else arrives meanwhile: what follows the message in the same piece is lost.
-    Raise a `TypeError` for another kind of message.
+    Raise `PeerLost` if the other side has gone, a `MessageError` if there is no message in what came, and a
+    `TypeError` for another kind of message.
     """
     decoder = Decoder()
     while True:
-        piece = connection.recv(1 << 16)
+        piece = connection.recv(min(decoder.missing, 1 << 16))
         if not piece:
             raise PeerLost("the supervisor is gone")
         for message in decoder.feed(piece):

@@ -1,5 +1,8 @@
 """Messages between supervisor and workers arrive whole, whatever their size and however they are cut."""
 
+import socket
+import threading
+
 import pytest
 
 from backends.jobs import supervision
@@ -47,3 +50,23 @@ def test_what_is_no_message_is_refused(data: bytes):
 def test_what_is_not_plain_data_is_refused():
     with pytest.raises(TypeError):
         supervision.check_plain({"a": object()})
+
+
+def test_what_follows_a_message_stays_on_the_connection():
+    """A rank that was told of a move with the word to go did not know where the other one was, for ever."""
+    here, there = socket.socketpair()
+    with here, there:
+        go, moved = supervision.Go(0.0, {"a": ""}, 1.0, True), supervision.Moved("a", "tcp://127.0.0.1:1")
+        here.sendall(encoded(go) + encoded(moved))
+        assert supervision.receive(there, supervision.Go) == go
+        assert supervision.Decoder().feed(there.recv(1 << 16)) == [moved]
+
+
+def test_a_message_of_many_pieces_is_received_whole():
+    here, there = socket.socketpair()
+    with here, there:
+        go = supervision.Go(0.0, {f"rank{number}": "tcp://" for number in range(20_000)}, 1.0, True)
+        sender = threading.Thread(target=supervision.send, args=(here, go))
+        sender.start()
+        assert supervision.receive(there, supervision.Go) == go
+        sender.join()
