@@ -29,6 +29,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import faults_model
 from benchmarks.faults_real import table as faults_real
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import kept
@@ -129,6 +130,7 @@ def laws() -> Iterator[str]:
 
 PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "faults-real": ("docs/reliability.md", faults_real.table),
+    "faults-model": ("docs/reliability.md", faults_model.table),
     "kinds": ("docs/faults.md", kinds),
     "invariants": ("docs/faults.md", invariants),
     "laws": ("docs/reliability.md", laws),

@@ -33,11 +33,15 @@ def fire(event: Event, value: Any = None, ok: bool = True) -> None:
 
     Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
     With ``ok=False``, *value* is the exception that the event fails with; the event must be defused.
+    What a rank waits for that is paused runs its callbacks at the end of the pause.
     """
     if event._value is not PENDING:
         raise RuntimeError(f"{event} has been triggered already")
     event._ok = ok
     event._value = value
+    if (clock := event.env).paused:  # type: ignore[attr-defined]
+        clock.put_off(event)  # type: ignore[attr-defined]
+        return
     callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
     for callback in callbacks:
         callback(event)
@@ -52,6 +56,8 @@ class Clock(simpy.Environment):
 
     virtual = True
     stopped = False  # the rank that lives on this clock has ended, and its events are dropped
+    paused = False  # it stands still, and its events are put off
+    halted = False  # one of the two
 
     def schedule_at(self, event: Event | Call, at: float, priority: int = NORMAL) -> None:
         """Schedule *event* at the absolute time *at*, which ``schedule(delay=at - now)`` would miss by a rounding.
@@ -76,6 +82,10 @@ class Clock(simpy.Environment):
     def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
         """Call ``function(argument)`` at the absolute time *when*; errors as `schedule_at`."""
         self.schedule_at(Call(self, function, argument), when)
+
+    def put_off(self, event: Event | Call) -> None:
+        """Process *event*, which is due, at the end of a pause.  Only ranks of a modelled job are ever paused."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Get ready for something that is timed; what a wall clock does for it takes real time, and now is it."""
@@ -322,6 +332,10 @@ class WallClock(Clock):
         """
         self._calls.append(function)
         os.eventfd_write(self._wake, 1)
+
+    def put_off(self, event: Event | Call) -> None:
+        """Process *event*, which is due, at the end of a pause.  Only ranks of a modelled job are ever paused."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Do what is for idle times, if it is due, until it has finished."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from experiments.faults.description import Scenario
 from pdsim.costs import EngineModel
-from pdsim.fabric.faults import Silence
+from pdsim.fabric.faults import Pause, Silence
 from pdsim.job import Outcome
 from pdsim.serving.deployment import ROUTER, instance_of
 
@@ -62,20 +62,23 @@ class Life(NamedTuple):
 
 
 def outages(
-    kill: Mapping[str, float], restart: Mapping[str, float], dead: Iterable[str], silences: Iterable[Silence] = ()
+    kill: Mapping[str, float],
+    restart: Mapping[str, float],
+    dead: Iterable[str],
+    absences: Iterable[Silence | Pause] = (),
 ) -> dict[str, Outage]:
     """Return the outage of each instance that loses a rank; *dead* are the ranks that have ended by an error.
 
-    A rank that is silent may be given up, and its instance with it.  One that is not, or is started again meanwhile,
-    can meet its peers from the end of its silence.
+    A rank that is silent or paused may be given up, and its instance with it.  One that is not, or is started again
+    meanwhile, can meet its peers from the end of its absence.
     """
-    gone, silences = {instance_of(name) for name in dead}, tuple(silences)
-    starts = [*kill.items(), *((silence.rank, silence.start) for silence in silences)]
+    gone, absences = {instance_of(name) for name in dead}, tuple(absences)
+    starts = [*kill.items(), *((absence.rank, absence.start) for absence in absences)]
     found: dict[str, Outage] = {}
     for instance in dict.fromkeys(instance_of(name) for name, _ in starts):
         start = min(at for name, at in starts if instance_of(name) == instance)
         again = [at for name, at in restart.items() if instance_of(name) == instance]
-        heard = [each.end for each in silences if instance_of(each.rank) == instance]
+        heard = [each.end for each in absences if instance_of(each.rank) == instance]
         back = max([*again, *heard], default=float("inf")) + RECONNECTED
         end = float("inf") if instance in gone else back
         found[instance] = Outage(start, end)
@@ -106,7 +109,7 @@ class Causes:
         if kind == "Killed":
             return name in kill
         losses = [when for other, when in kill.items() if instance_of(other) == instance_of(name)]
-        losses += [each.start for each in self._scenario.faults.silences if instance_of(each.rank) == instance_of(name)]
+        losses += [each.start for each in self._scenario.faults.absences if instance_of(each.rank) == instance_of(name)]
         return kind == "PeerLost" and (any(when <= at for when in losses) or self._alone(name, error, at))
 
     def _alone(self, name: str, error: str, at: float) -> bool:
@@ -116,7 +119,7 @@ class Causes:
             return False
         deadline = self._scenario.job.deadline
         born = self._scenario.restart.get(name, 0.0)
-        heard = [lost, born, *(each.end for each in self._scenario.faults.silences)]
+        heard = [lost, born, *(each.end for each in self._scenario.faults.absences)]
         return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
     def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
@@ -130,7 +133,7 @@ class Causes:
         if value is None:
             return [] if ROUTER in self._scenario.kill else [""] * len(self._scenario.requests)
         dead = [name for name, rank in outcome.ranks.items() if rank.error]
-        self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.silences)
+        self._outages = outages(self._scenario.kill, self._scenario.restart, dead, self._scenario.faults.absences)
         self._lives = [Life(ended, [tuple(row) for row in rows]) for ended, rows in value["lives"]]
         self._statuses = [row[3] for row in value["rows"]]
         self._held = held
@@ -237,8 +240,8 @@ def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, f
     found: dict[str, list[tuple[float, float]]] = {}
     for slow in faults.slow:
         found.setdefault(instance_of(slow.rank), []).append((slow.start, slow.end))
-    for silence in faults.silences:
-        found.setdefault(instance_of(silence.rank), []).append((silence.start, silence.end))
+    for absence in faults.absences:
+        found.setdefault(instance_of(absence.rank), []).append((absence.start, absence.end))
     for squeeze in faults.squeezes:
         rank: Any = places.get(squeeze.link.rpartition("/")[0])
         if rank is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdsim.config import Config
 from pdsim.costs import Engine
-from pdsim.fabric.faults import Silence
+from pdsim.fabric.faults import Pause, Silence
 from pdsim.hardware import Machine, Nic
 from pdsim.kv.policy import Policy
 from pdsim.serving.deployment import Deployment
@@ -26,6 +26,7 @@ __all__ = [
     "hasty",
     "limited",
     "other_policy",
+    "pauses",
     "silences",
     "slow_scatter",
     "tiny",
@@ -142,5 +143,16 @@ def silences(ranks: Sequence[str], span: float, deadline: float, random: np.rand
 
     It begins in the first half of *span*, in which most requests come.
     """
+    return (Silence(*_absence(ranks, span, deadline, random)),)
+
+
+def pauses(ranks: Sequence[str], span: float, deadline: float, random: np.random.Generator) -> tuple[Pause, ...]:
+    """Return one pause of a rank, as long as a silence may be, and as early."""
+    return (Pause(*_absence(ranks, span, deadline, random)),)
+
+
+def _absence(
+    ranks: Sequence[str], span: float, deadline: float, random: np.random.Generator
+) -> tuple[str, float, float]:
     rank, start = ranks[int(random.integers(len(ranks)))], float(random.uniform(0.0, span / 2))
-    return (Silence(rank, start, start + deadline * float(random.uniform(0.5, 2.0))),)
+    return rank, start, start + deadline * float(random.uniform(0.5, 2.0))

@@ -33,8 +33,10 @@ KINDS = {
     "nodes": "the two sides are on two nodes, and KV moves over RDMA",
     "edges": "lengths are multiples of page and chunk, or one more; outputs have one or two tokens",
     "scatter": "pools hold little more than the longest request, and scattering is as slow as the wire",
+    "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP, and goes on; what it has posted goes on "
+    "meanwhile, and it may be given up",
 }
 """Effect by name."""
 
-RARE = {"router": 0.15, "silences": 0.5}
+RARE = {"router": 0.15, "silences": 0.5, "pauses": 0.5}
 """By how much less likely than the others these are: little can be checked after the loss of the router."""

@@ -16,6 +16,7 @@ from experiments.faults.circumstances import (
     hasty,
     limited,
     other_policy,
+    pauses,
     silences,
     slow_scatter,
     tiny,
@@ -152,8 +153,11 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
     if "silences" in kinds:
         quiet = silences(ranks, span, job.deadline, stream(seed, "faults.silences"))
         faults = replace(faults, silences=quiet)
-        again = dict.fromkeys(job.ranks(instance_of(quiet[0].rank)), quiet[0].end + 2 * DEADLINE)
-        restart = again | restart if "restarts" in kinds else restart
+    if "pauses" in kinds:
+        faults = replace(faults, pauses=pauses(ranks, span, job.deadline, stream(seed, "faults.pauses")))
+    if "restarts" in kinds:
+        for absence in faults.absences:
+            restart = dict.fromkeys(job.ranks(instance_of(absence.rank)), absence.end + 2 * DEADLINE) | restart
     if "router" in kinds:
         kill = kill | {ROUTER: float(stream(seed, "faults.router").uniform(0.0, span))}
     calm = max([requests[-1].arrival, *kill.values(), *restart.values(), *_ends(faults)]) + DEADLINE
@@ -309,7 +313,7 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
 def _ends(faults: Faults) -> list[float]:
     """Return when each fault is over that has an end."""
     ends = [slow.end for slow in faults.slow] + [squeeze.end for squeeze in faults.squeezes]
-    return ends + [silence.end for silence in faults.silences]
+    return ends + [absence.end for absence in faults.absences]
 
 
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:

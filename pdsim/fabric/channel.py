@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import inf, nextafter
 from typing import TYPE_CHECKING
 
-from pdsim.clock import Clock, Mailbox
+from pdsim.clock import Call, Clock, Mailbox
 from pdsim.fabric.host_latency import HostLatency
 from pdsim.transfer import Message
 
@@ -78,6 +78,7 @@ class SimChannel:
         self._host = host
         self._job = job
         self._ranks = ranks
+        self._clock = clock
         self._inbox = Mailbox(clock)
         self._free: dict[str, float] = {}  # by receiver: when its socket has sent everything
         self._hold = hold
@@ -186,6 +187,10 @@ class SimChannel:
             self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
-        """Give *message* to whoever receives it, unless the channel is closed by now."""
-        if not self._closed:
+        """Give *message* to whoever receives it, unless the channel is closed by now; later if the rank is paused."""
+        if self._closed:
+            return
+        if self._clock.paused:
+            self._clock.put_off(Call(self._clock, self._deliver, message))
+        else:
             self._inbox.deliver(message)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdsim.clock import Clock
     from pdsim.transfer import Batch
 
-__all__ = ["Chance", "Faults", "Observer", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
+__all__ = ["Chance", "Faults", "Observer", "Pause", "Silence", "Slow", "Squeeze", "Ties", "uniforms"]
 
 
 class Slow(NamedTuple):
@@ -35,6 +35,17 @@ class Silence(NamedTuple):
     """From *start* to *end*, no control message to or from *rank* arrives; at *end* all do, in order.
 
     The rank goes on, and so do its transfers: to the others it looks dead until it is back.
+    """
+
+    rank: str
+    start: float
+    end: float
+
+
+class Pause(NamedTuple):
+    """From *start* to *end*, *rank* stands still, as a stopped process does; what is due then happens at *end*.
+
+    Transfers that it has posted go on, and so does what it computes.  To the others it looks dead until it is back.
     """
 
     rank: str
@@ -66,6 +77,7 @@ class Faults:
     slow: tuple[Slow, ...] = ()
     squeezes: tuple[Squeeze, ...] = ()
     silences: tuple[Silence, ...] = ()
+    pauses: tuple[Pause, ...] = ()
     until: float = inf  # seconds after the start from which on no message and no transfer is held up any more
 
     def __post_init__(self) -> None:
@@ -80,9 +92,14 @@ class Faults:
         for name, start, end, factor in (*self.slow, *self.squeezes):
             if not 0 <= start <= end or not factor >= 0:
                 raise ValueError(f"{name}: start={start} and end={end} must be in order, factor={factor} >= 0")
-        for name, start, end in self.silences:
+        for name, start, end in self.absences:
             if not 0 <= start <= end:
                 raise ValueError(f"{name}: start={start} and end={end} must be in order")
+
+    @property
+    def absences(self) -> tuple[Silence | Pause, ...]:
+        """When a rank is not heard, though it lives."""
+        return *self.silences, *self.pauses
 
     def kinds(self) -> tuple[str, ...]:
         """Return the names of what this plan makes use of."""

@@ -12,13 +12,13 @@ from heapq import heappop
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
-from simpy.events import NORMAL
+from simpy.events import NORMAL, URGENT
 
 from pdsim.clock import Call, Clock, push
 from pdsim.fabric.faults import Ties
 
 if TYPE_CHECKING:
-    from simpy.events import Process
+    from simpy.events import Event, Process
 
 __all__ = ["JobClock", "RankClock"]
 
@@ -29,6 +29,7 @@ class RankClock(Clock):
     def __init__(self, job: JobClock, name: str) -> None:
         self.name = name
         self.job = job
+        self._put_off: list[Event | Call] = []
         # Environment.__init__ would make a queue and a time of its own
         self._queue = job._queue
         self._eid = job._eid if job.ties is None else Ties(job, job.ties)  # type: ignore[assignment]
@@ -52,7 +53,29 @@ class RankClock(Clock):
 
     def stop(self) -> None:
         """Drop every event of this rank from now on: nothing that it waits for happens, nothing of it runs."""
-        self.stopped = True
+        self.stopped = self.halted = True
+
+    def pause(self, end: float) -> None:
+        """Process no event of this rank until the time *end*, as if its process were stopped and went on.
+
+        What comes meanwhile happens then, in the order in which it came.  What the hardware does for it goes on.
+        """
+        if not self.halted:
+            self.paused = self.halted = True
+            push(self._queue, (end, URGENT, next(self._eid), Call(self.job, self._resume, None)))
+
+    def put_off(self, event: Event | Call) -> None:
+        """Keep *event*, which is due, until the end of the pause; drop it if the rank has ended."""
+        if self.stopped:
+            event.callbacks = None  # "processed"
+        else:
+            self._put_off.append(event)
+
+    def _resume(self, _: Any) -> None:
+        self.paused, self.halted = False, self.stopped
+        events, self._put_off = self._put_off, []
+        for event in events:
+            push(self._queue, (self.job._now, NORMAL, next(self._eid), event))
 
 
 class JobClock(Clock):
@@ -89,13 +112,16 @@ class JobClock(Clock):
             self._now, _, _, event = pop(queue)
             self.events += 1
             if event.__class__ is Call:  # more than half of them
-                if not event.env.stopped:
+                if not event.env.halted:
                     event.function(event.argument)
+                else:
+                    event.env.put_off(event)
+                continue
+            clock = event.env
+            if clock.halted:
+                clock.put_off(event)
                 continue
             callbacks, event.callbacks = event.callbacks, None
-            clock = event.env
-            if clock.stopped:
-                continue
             for callback in callbacks:
                 callback(event)
             if not event._ok and not hasattr(event, "_defused"):

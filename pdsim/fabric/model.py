@@ -231,7 +231,11 @@ class _ModelJob:
     def _plan(self, faults: Faults) -> None:
         """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
         links = {link.name: link for link in self._network.links}
-        ranks_named(tuple(self._specs), **{"faults.slow": {slow.rank: slow.start for slow in faults.slow}})
+        slow_ranks = {slow.rank: slow.start for slow in faults.slow}
+        pauses = {pause.rank: pause.start for pause in faults.pauses}
+        ranks_named(tuple(self._specs), **{"faults.slow": slow_ranks, "faults.pauses": pauses})
+        for pause in faults.pauses:
+            self._clock.call_at(pause.start, self._pause, (pause.rank, pause.end))
         for slow in faults.slow:
             self._clock.call_at(slow.start, self._slow, (slow.rank, slow.factor))
             self._clock.call_at(slow.end, self._slow, (slow.rank, 1.0))
@@ -249,6 +253,12 @@ class _ModelJob:
         member = self._live.get(name)
         if member is not None:
             member.device.slowness = member.endpoint.slowness = factor
+
+    def _pause(self, what: tuple[str, float]) -> None:
+        name, end = what
+        member = self._live.get(name)
+        if member is not None:
+            member.clock.pause(end)
 
     def _squeeze(self, what: tuple[Link, float]) -> None:
         """Give a link another capacity, in bytes/s, from now on."""

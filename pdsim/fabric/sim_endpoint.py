@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from simpy.events import Event
 
-from pdsim.clock import Clock, Mailbox
+from pdsim.clock import Call, Clock, Mailbox
 from pdsim.errors import (
     BackendUnavailable,
     InvalidBatch,
@@ -351,7 +351,7 @@ class SimEndpoint:
         """Deliver *notification* when the rank acts upon what comes now."""
         clock, host_latency = self._fabric.clock, self._device.host_latency
         if host_latency.instant:
-            self._notifications.deliver(notification)
+            self._wake_with(notification)
         else:
             clock.call_at(host_latency.acts(clock.now), self._wake_with, notification)
 
@@ -363,7 +363,11 @@ class SimEndpoint:
             self._notifications.deliver(notification)
 
     def _wake_with(self, notification: Notification) -> None:
-        if self.ended is None:
+        if self.ended is not None:
+            return
+        if self._clock.paused:
+            self._clock.put_off(Call(self._clock, self._wake_with, notification))
+        else:
             self._notifications.deliver(notification)
 
     def _time_out(self, number: int) -> None:

@@ -68,7 +68,7 @@ def test_every_kind_of_fault_happens_when_all_are_asked_for_and_none_when_none_i
     assert scenario.kill
     assert scenario.restart
     named = {"delayed", "delay", "late", "lateness", "stray", "torn", "shuffle", "slow", "squeezes"}
-    assert set(scenario.faults.kinds()) == named | {"broken", "silences"}
+    assert set(scenario.faults.kinds()) == named | {"broken", "silences", "pauses"}
     assert set(RARE) <= set(KINDS)
     assert draw(1, 50, 0.0).faults.kinds() == ()
 
@@ -240,3 +240,8 @@ def test_a_request_ends_when_the_instance_that_is_asked_about_it_is_lost_too():
     """D13: one of 3,300 scenarios stalled: prefill had said that all was written, and was asked after decode's loss."""
     done = FaultTrial(103262, 5, 0.4, frozenset(KINDS) - {"scatter", "silences", "together"}).run()
     assert (done.violations, done.statuses) == ([], {"ok": 4, "PeerLost": 1})
+
+
+def test_a_paused_leader_of_an_earlier_life_may_ask_to_forget_what_the_next_life_never_had():
+    kinds = frozenset(KINDS) - {"kills", "late", "pauses", "restarts"}
+    assert not FaultTrial(100416, 9, 0.4, kinds).run().violations

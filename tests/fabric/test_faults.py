@@ -7,7 +7,7 @@ import pytest
 
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.connections import part_of
-from pdsim.fabric.faults import Faults, Silence, Slow, Squeeze
+from pdsim.fabric.faults import Faults, Pause, Silence, Slow, Squeeze
 from pdsim.fabric.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
@@ -192,6 +192,36 @@ def test_a_silent_rank_hears_and_says_nothing_until_it_is_back():
     assert [at for _, at in held] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_paused_rank_takes_what_came_meanwhile_at_the_end_in_order(shuffle):
+    paused = Faults(pauses=(Pause("ear", 0.45, 1.25),), shuffle=shuffle)
+    plain, found = heard(None), heard(paused)
+    for sender in ("one", "two"):
+        before = [at for name, _, at in plain if name == sender]
+        assert [number for name, number, _ in found if name == sender] == list(range(20))
+        expected = [was if not 0.45 <= was < 1.25 else 1.25 for was in before]
+        assert [at for name, _, at in found if name == sender] == pytest.approx(expected)
+
+
+def test_a_paused_rank_goes_on_where_it_stood_and_its_hardware_has_gone_on():
+    paused = Faults(pauses=(Pause("computer", 0.5, 2.5),))
+    assert run(computer, model=model(paused)).ranks["computer"].value == [2.5, 3.5, 4.5]  # the first ended at 1
+    outcome = run(writer, reader, model=model(Faults(pauses=(Pause("writer", 1.0, 9.0),))))
+    how, seconds = outcome.ranks["writer"].value
+    landed = 9.0 - seconds + 2.75  # as without the pause, at whose end it is seen
+    assert how == "ok"
+    name, seen = outcome.ranks["reader"].value[-1]
+    assert name == "a"
+    assert landed <= seen < landed + 0.125
+
+
+def test_a_rank_that_is_killed_in_a_pause_does_not_go_on():
+    outcome = run(
+        one, two, (ear, {"count": 20 + 5}), model=model(Faults(pauses=(Pause("one", 0.45, 1.25),))), kill={"one": 1.0}
+    )
+    assert [number for name, number, _ in outcome.ranks["ear"].value if name == "one"] == list(range(5))
+
+
 # --- transfers ------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +357,7 @@ def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
         ({"delay": -1.0}, "delay"),
         ({"slow": (Slow("a", 2.0, 1.0, 2.0),)}, "in order"),
         ({"silences": (Silence("a", 2.0, 1.0),)}, "in order"),
+        ({"pauses": (Pause("a", 2.0, 1.0),)}, "in order"),
     ],
 )
 def test_a_plan_is_checked(changes, words):
@@ -337,6 +368,7 @@ def test_a_plan_is_checked(changes, words):
 NOT_THERE = [
     Faults(slow=(Slow("x", 0.0, 1.0, 2.0),)),
     Faults(squeezes=(Squeeze("x", 0.0, 1.0, 0.0),)),
+    Faults(pauses=(Pause("x", 0.0, 1.0),)),
 ]
 
 

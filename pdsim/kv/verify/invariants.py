@@ -43,7 +43,7 @@ INVARIANTS = {
     "I3": "Nothing is read from, or lands on, a page or state row that is not its room's at that moment.",
     "I4": "Nothing is written outside the staging slot of its room, writer and chunk; slots never overlap.",
     "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that lost "
-    "one or fell silent, or of a job whose router is lost.",
+    "one, fell silent or paused, or of a job whose router is lost.",
     "I6": "First-token metadata is read from, and lands in, the slot of its room; when the scheduler reads it, the "
     "slot is the room's and holds it.",
     "I7": "The ranks of a group take up the same chunks of the same rooms, and pages, in one order.",
@@ -269,11 +269,16 @@ class InvariantChecker:
     # --- I7 ---
 
     def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
-        """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room."""
+        """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room.
+
+        To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may ask.
+        """
         original: Callable[[Any], None] = getattr(part, action)
 
         def watch(what: Any) -> None:
-            order.append((action, getattr(what, "room", what), getattr(what, "index", 0)))
+            number = getattr(what, "room", what)
+            if action != "forget" or any(number == room for _, room, _ in order):
+                order.append((action, number, getattr(what, "index", 0)))
             if isinstance(what, Fetch):
                 self._targets[what.room] = what
             original(what)
