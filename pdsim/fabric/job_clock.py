@@ -75,7 +75,7 @@ class RankClock(Clock):
         self.paused, self.halted = False, self.stopped
         events, self._put_off = self._put_off, []
         for event in events:
-            push(self._queue, (self.job._now, NORMAL, next(self._eid), event))
+            push(self._queue, (self.now, NORMAL, next(self._eid), event))
 
 
 class JobClock(Clock):
