@@ -223,7 +223,8 @@ Options:
   --device cpu      on the processor, in small sizes: to try it
   --gpus N          of this machine (default: all)
   --limit TIME      for all measurements, most valuable first (default: 110s)
-  --from FILE       fit these rows instead of measuring
+  --from FILE       fit these rows instead of measuring; or a GPU's folder of aiconfigurator's operator tables
+  --tables E:V      engine and version of those tables (default: sglang:0.5.10)
   --name NAME       of the two files (default: the GPU's)
   --to DIR          where they are written (default: here; conf/compute makes the YAML a choice)"""
 

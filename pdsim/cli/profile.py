@@ -44,6 +44,7 @@ class _ProfileCommand:
     overrides: tuple[str, ...]
     source: Path | None = None  # --from
     models: tuple[tuple[str, int, int], ...] = _MODELS  # --models
+    tables: tuple[str, str] = ("sglang", "0.5.10")  # --tables: engine and version of a folder of tables
     device: str = "cuda"  # --device
     gpus: int = 0  # --gpus; 0: all
     limit: float = 110.0  # --limit: seconds
@@ -57,6 +58,8 @@ def profile(words: Sequence[str]) -> int:
     config = compose([*asked.overrides, "experiment=serve"])
     store.make(asked.to, "--to ")
     name = asked.name or (config.hw.gpu.name.lower() if config.hw.gpu else config.hw.name)
+    if asked.source and asked.source.is_dir():
+        return _from_tables(asked, config, name)
     if asked.source:
         about, rows = read(asked.source)
     else:
@@ -70,7 +73,25 @@ def profile(words: Sequence[str]) -> int:
     found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
     terminal.show_table(errors(found))
     path = asked.to / f"{name}.yaml"
-    path.write_text(_yaml(name, about, rows, found), encoding="utf-8")
+    models = list(dict.fromkeys(row["model"] for row in rows if row.get("model")))
+    title = f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
+    path.write_text(_yaml(name, title, models, found), encoding="utf-8")
+    print(f"compute: {path}")  # noqa: T201
+    return 0
+
+
+def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
+    """Fit the operators that others published, write and print as `profile` does."""
+    from pdsim.serving.compute import operators, published
+
+    assert asked.source is not None
+    engine, version = asked.tables
+    rows = list(published.rows(operators.read(asked.source, engine, version)))
+    found = fits.fit(rows, peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
+    terminal.show_table(errors(found))
+    title = f"published: aiconfigurator's tables of {asked.source.name}, {engine} {version}, {len(rows)} rows"
+    path = asked.to / f"{name}.yaml"
+    path.write_text(_yaml(name, title, (), found), encoding="utf-8")
     print(f"compute: {path}")  # noqa: T201
     return 0
 
@@ -89,6 +110,7 @@ def _asked(words: Sequence[str]) -> _ProfileCommand:
         "--name": _plain_name,
         "--models": _models,
         "--device": _device,
+        "--tables": _engine_and_version,
         "--gpus": int,
         "--limit": parse_time,
     }
@@ -121,6 +143,13 @@ def _models(text: str) -> tuple[tuple[str, int, int], ...]:
             raise ValueError("must be models as MODEL, MODEL:TP or MODEL:TP:LAYERS, with commas between them")
         found.append((match[1], int(match[2] or 1), int(match[3] or 0)))
     return tuple(found)
+
+
+def _engine_and_version(text: str) -> tuple[str, str]:
+    engine, colon, version = text.partition(":")
+    if not (engine and colon and version):
+        raise ValueError("must be ENGINE:VERSION, as the folders of the tables are called, such as sglang:0.5.10")
+    return engine, version
 
 
 def _device(text: str) -> str:
@@ -192,16 +221,16 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
 # --- the configuration ----------------------------------------------------------------------------------------------
 
 
-def _yaml(name: str, about: Mapping[str, str], rows: Rows, found: fits.KernelFit) -> str:
-    """Return the text of ``conf/compute/NAME.yaml``: the kernels, where they come from, and how far off they are."""
-    held = [f"{one.what} {100 * one.median:.1f}" for one in found.errors if "fitted to" not in one.what]
-    models = list(dict.fromkeys(row["model"] for row in rows if row.get("model")))
-    source = (
-        f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
-    )
-    lines = [f"# {name}: operators as PyTorch runs them, by pdsim profile", "overhead: 0s"]
-    lines += [f"measured_of: [{', '.join(models)}]", "kernels:", *_block(found.kernels)]
-    lines += ["source: >-", *_wrapped(f"{source}; medians of the error in %: {'; '.join(held)}")]
+def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -> str:
+    """Return the text of ``conf/compute/NAME.yaml``: the kernels, where they come from, and how far off they are.
+
+    Without *models* it holds for all that need only the operators that there are.
+    """
+    held = [f"{one.what} {100 * one.median:.1f}" for one in found.errors if not one.what.endswith(("to", "it"))]
+    lines = [f"# {name}: times of operators, written by pdsim profile", "overhead: 0s"]
+    lines += [f"measured_of: [{', '.join(models)}]"] * bool(models)
+    lines += ["kernels:", *_block(found.kernels)]
+    lines += ["source: >-", *_wrapped(f"{title}; medians of the error in %: {'; '.join(held)}")]
     return "\n".join(lines) + "\n"
 
 
@@ -212,17 +241,25 @@ def _block(kernels: Kernels) -> Iterable[str]:
         if isinstance(value, Roof):
             yield f"  {field.name}:"
             yield from (f"    {key}: {_text(key, own)}" for key, own in vars(value).items() if own and own != 1.0)
+    if kernels.shapes:
+        yield "  shapes:"
+    for shape, correction in kernels.shapes.items():
+        yield f'    "{shape}":'
+        yield f"      tokens: [{', '.join(map(str, correction.tokens))}]"
+        yield f"      factor: [{', '.join(map(str, correction.factor))}]"
     if kernels.allreduce:
         yield "  allreduce:"
     for gpus, ring in kernels.allreduce.items():
         yield f'    "{gpus}":'
         yield from (f"      {key}: {_text(key, own)}" for key, own in vars(ring).items())
+    if kernels.absorbed_prefill:
+        yield "  absorbed_prefill: true"
     if kernels.layer_launch:
         yield f"  layer_launch: {_text('launch', kernels.layer_launch)}"
 
 
 def _text(key: str, value: float) -> str:
-    if key in ("launch", "latency"):
+    if key in ("launch", "latency", "part"):
         return f"{value * 1e6:.4g}us"
     return f"{value / 1e9:.4g}GB/s" if key == "rate" else f"{value:g}"
 

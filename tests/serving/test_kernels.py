@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from backends.profiling.inventory import Subject, plan
+from pdsim.cli.compose import compose
+from pdsim.cli.profile import read
 from pdsim.errors import ConfigError
+from pdsim.repository import data
+from pdsim.results.evidence import gather
 from pdsim.serving.compute import kernel_fit as fit
-from pdsim.serving.compute.forward import OperatorForward, forward
-from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof
+from pdsim.serving.compute import published
+from pdsim.serving.compute.forward import OperatorForward, forward, peaks
+from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
+from pdsim.serving.compute.operators import Operators
 from pdsim.serving.compute.shapes import layer_shape, products
 from pdsim.serving.settings import Compute, Llm
 from tests.support.machines import machine
@@ -106,6 +113,41 @@ def test_rows_without_a_time_are_refused():
         fit.rows_of([{"operator": "gemm", "seconds": "x", "low": "1", "high": "1"}])
     with pytest.raises(ConfigError, match="too few rows"):
         fit.fit([row for row in made() if row["operator"] != "gemm"], PEAKS)
+
+
+def test_a_shape_that_was_measured_is_corrected():
+    curve = Correction(tokens=(1, 4, 16), factor=(1.0, 2.0, 8.0))
+    assert [curve.at(tokens) for tokens in (1, 2, 4, 8, 64)] == pytest.approx([1.0, 2**0.5, 2.0, 4.0, 8.0])
+    plain, own = whole(), whole(kernels=replace(KERNELS, shapes={"64x64": curve}))
+    assert own.gemm(4, 64, 64, False) == 2 * plain.gemm(4, 64, 64, False)
+    assert own.gemm(4, 64, 96, False) == plain.gemm(4, 64, 96, False)
+
+
+def test_published_tables_are_rows():
+    gemm = {"gemm_dtype": "bfloat16", "m": 16, "n": 512, "k": 1024, "latency": 2.0}
+    moe = {"moe_dtype": "fp8_block", "num_tokens": 4, "topk": 2, "num_experts": 64, "inter_size": 512, "latency": 1.0}
+    moe |= {"moe_tp_size": 8, "moe_ep_size": 1, "hidden_size": 64, "distribution": "balanced"}
+    tables = {
+        "gemm": {key: np.array([value, value]) for key, value in gemm.items()},
+        "moe": {key: np.array([value]) for key, value in moe.items()},
+    }
+    first, _, experts = published.rows(Operators(tables))
+    assert (first["operator"], first["tokens"], first["n"], first["seconds"]) == ("gemm", 16, 512, 2e-3)
+    assert (experts["hit"], experts["width"], experts["dtype"]) == (8, 64, "fp8")
+
+
+def test_the_shipped_profile_says_what_was_measured():
+    config = compose(["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "compute=h200_torch", "experiment=serve"])
+    _, texts = read(data("compute", "h200_torch.csv"))
+    steps = [row for row in fit.rows_of(texts) if row["operator"] == "step" and row["mode"] == "graph"]
+    apart = []
+    for row in (row for row in steps if row["model"] == "qwen3-8b"):
+        time = fit.forward_of(config.compute.kernels, row, peaks(config.hw))
+        seconds = time.step(row["batch"]) + time.context * row["batch"] * row["context"]
+        apart.append(abs(seconds / row["seconds"] - 1))
+    assert len(apart) == 18
+    assert np.median(apart) < 0.05
+    assert gather(config, serving=True).sources["compute"].startswith("measured: 2 x NVIDIA H200")
 
 
 def made() -> list[fit.Row]:

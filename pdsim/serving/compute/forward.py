@@ -190,7 +190,8 @@ class OperatorForward:
         roof = self.kernels.roof("gemm_fp8" if narrow else "gemm", self.model.name)
         size = 1 if narrow else 2
         whole = -(-rows // roof.tile) * roof.tile if roof.tile else rows
-        return roof.seconds(2.0 * whole * n * k, size * (rows * k + n * k) + 2 * rows * n, self.peaks, narrow)
+        seconds = roof.seconds(2.0 * whole * n * k, size * (rows * k + n * k) + 2 * rows * n, self.peaks, narrow)
+        return seconds * self.kernels.correction(n, k, narrow, rows)
 
     def experts(self, tokens: int, hit: float, width: int) -> float:
         """Return the seconds of both products of the routed experts, *width* wide, for *tokens* that hit so many."""
@@ -201,7 +202,7 @@ class OperatorForward:
         weights = 3 * hit * model.hidden * width
         nbytes = (1 if narrow else 2) * weights + 2 * routed * (2 * model.hidden + 4 * width)
         whole = tiled(routed, hit, roof.tile)
-        return roof.seconds(6.0 * whole * model.hidden * width, nbytes, self.peaks, narrow)
+        return roof.seconds(6.0 * whole * model.hidden * width, nbytes, self.peaks, narrow, model.experts)
 
     def _hit(self, tokens: int) -> float:
         """Return how many experts *tokens* hit: in the mean, or all that they can if they are spread evenly."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from pdsim.errors import ConfigError
 from pdsim.serving.compute.forward import OperatorForward
-from pdsim.serving.compute.kernels import AllReduce, Kernels, Peaks, Roof, tiled
+from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof, shape_key, tiled
 from pdsim.serving.settings import Llm
 
 __all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "rows_of", "split", "work"]
@@ -173,7 +173,28 @@ def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
     absorbed = any(row["kernel"] == "absorbed" for row in rows if row["operator"] == "mla_prefill")
     rings = {str(row["gpus"]) for row in rows if row["operator"] == "allreduce"}
     shared = {number: _ring(rows, int(number)) for number in sorted(rings)}
-    return Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **found)
+    kernels = Kernels(gpu=gpu, allreduce=shared, absorbed_prefill=absorbed, **found)
+    return replace(kernels, shapes=_corrections(kernels, rows, peaks))
+
+
+_SHAPES = 200
+"""Most shapes of matrices that have a correction of their own; of more, as in published tables, none has."""
+
+
+def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[str, Correction]:
+    """Return what *rows* of products take over what *kernels* say, by shape."""
+    shapes: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["operator"] == "gemm":
+            key = shape_key(row["n"], row["k"], row["dtype"] == "fp8")
+            shapes.setdefault(key, {})[row["tokens"]] = row["seconds"] / _seconds(kernels, row, peaks)
+    if len(shapes) > _SHAPES:
+        return {}
+    found = {}
+    for key, factors in sorted(shapes.items()):
+        tokens = tuple(sorted(factors))
+        found[key] = Correction(tokens=tokens, factor=tuple(float(f"{factors[each]:.3g}") for each in tokens))
+    return found
 
 
 def _operator(row: Row) -> str:
@@ -188,15 +209,19 @@ def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
     seconds = np.log([row["seconds"] for row in rows])
     peak = peaks.narrow if name.endswith("_fp8") else peaks.flops
 
+    count = np.array([row["experts"] if name.startswith("experts") else 0 for row in rows])
+    if len(set(count)) == 1:  # of one number of experts nothing can be told
+        count = 0 * count
+
     def residuals(values: Any, flops: Any, nbytes: Any) -> Any:
         launch, compute, memory = np.exp(values[0]), np.exp(values[1]), np.exp(values[2])
-        power = 1.0 + np.exp(values[3])
+        launch, power = launch + count * np.exp(values[4]), 1.0 + np.exp(np.minimum(values[3], 3.0))
         one = flops / (peak * compute) if "f" in parts else 0.0 * flops
         other = nbytes / (peaks.memory * memory) if "m" in parts else 0.0 * nbytes
         return np.log(launch + (one**power + other**power) ** (1.0 / power)) - seconds
 
     best: tuple[float, Roof] | None = None
-    start = [np.log(min(row["seconds"] for row in rows)), np.log(0.5), np.log(0.5), np.log(1.0)]
+    start = [np.log(min(row["seconds"] for row in rows)), np.log(0.5), np.log(0.5), np.log(1.0), np.log(1e-8)]
     for tile in _TILES.get(name, (0,)):
         flops, nbytes = (np.array(column) for column in zip(*(work(row, tile) for row in rows), strict=True))
         found = least_squares(residuals, start, args=(flops, nbytes), loss="soft_l1", f_scale=0.05)
@@ -205,7 +230,8 @@ def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
             launch=launch,
             flops_share=compute if "f" in parts else 0.0,
             memory_share=memory if "m" in parts else 0.0,
-            blend=float(f"{min(64.0, 1.0 + np.exp(found.x[3])):.4g}") if parts == "fm" else 1.0,
+            blend=float(f"{1.0 + np.exp(min(found.x[3], 3.0)):.4g}") if parts == "fm" else 1.0,
+            part=float(f"{np.exp(found.x[4]):.4g}") if len(set(count)) > 1 else 0.0,
             tile=tile,
         )
         if best is None or found.cost < best[0]:
@@ -284,7 +310,9 @@ def _seconds(kernels: Kernels, row: Row, peaks: Peaks) -> float:
     roof: Roof | None = getattr(kernels, name)
     if roof is None:
         return float("nan")
-    return roof.seconds(*work(row, roof.tile), peaks, name.endswith("_fp8"))
+    narrow = name.endswith("_fp8")
+    seconds = roof.seconds(*work(row, roof.tile), peaks, narrow, row["experts"])
+    return seconds * (kernels.correction(row["n"], row["k"], narrow, row["tokens"]) if "gemm" in name else 1.0)
 
 
 def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
