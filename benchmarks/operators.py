@@ -27,6 +27,7 @@ from pdsim.serving.compute.kernels import Kernels
 from pdsim.serving.compute.operators import Operators, read
 from pdsim.serving.compute.roofline import forward_time, kv_shape
 from pdsim.serving.compute.shapes import LayerShape
+from pdsim.serving.settings import Side
 
 MODELS = {
     "llama-3.1-70b": (4, LayerShape(intermediate=28672)),
@@ -48,10 +49,10 @@ def rows(operators: Operators, hw: str, kernels: Kernels) -> Iterator[list[Any]]
         config = compose([f"hw={hw}", f"model={name}", "parallel=tp8"])
         widths = {key: value for key, value in config.model.hf_config.items() if key != "vocab_size"}
         model = replace(config.model, dtype_bytes=WEIGHTS[name], kv_dtype="", hf_config=widths)  # tables have no head
-        roof = forward_time(model, config.hw, config.compute, tp)
+        roof = forward_time(model, config.hw, config.compute, Side(tp=tp))
         # KV of bf16 whatever the weights are, as in the tables
         kv_bytes = kv_shape(replace(model, dtype_bytes=2)).token_bytes(tp)
-        wide = forward_time(replace(model, dtype_bytes=2), config.hw, config.compute, tp)
+        wide = forward_time(replace(model, dtype_bytes=2), config.hw, config.compute, Side(tp=tp))
         sums = OperatorForward(
             model=model, kernels=kernels, peaks=peaks(config.hw), tp=tp, kv_bytes=kv_bytes, even=True
         )

@@ -3,7 +3,7 @@
 What is generated, each between two HTML comments of its page:
 
 - docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
-- docs/reports.md: figures of reports, from `data/reports/figures.csv`.
+- docs/reports.md: figures of reports and of big models, from `data/reports`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
 - docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the laws
   of simulation; docs/faults.md: the kinds of faults and the invariants.
@@ -14,6 +14,7 @@ What is generated, each between two HTML comments of its page:
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import os
@@ -38,6 +39,7 @@ from pdsim.config import Config, ExperimentOptions
 from pdsim.kv.policy import Policy
 from pdsim.kv.verify.invariants import INVARIANTS
 from pdsim.kv.verify.laws import LAWS
+from pdsim.repository import data
 from pdsim.results.schema import INSTANTS, LIVE, OPTIONAL, REQUESTS, SAMPLES, TRANSFERS, Column
 from pdsim.units import format_rate, format_size, format_time
 
@@ -105,6 +107,17 @@ def figures() -> Iterator[str]:
         yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
 
 
+def big_models() -> Iterator[str]:
+    """Yield the table of docs/reports.md on models whose experts lie on many nodes."""
+    yield "| deployment | side | published, tokens/s a node | modelled | error | all of the exchange hidden |"
+    yield "|---|---|---|---|---|---|"
+    with data("reports", "big_models.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            told, found, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
+            numbers = f"{told:,.0f} | {found:,.0f} | {found / told - 1:+.0%} | {hidden:,.0f}"
+            yield f"| {row['source']} | {row['side']} | {numbers} |"
+
+
 def kinds() -> Iterator[str]:
     """Yield the table of what a scenario of `experiment=faults` may have."""
     yield from (
@@ -137,6 +150,7 @@ PARTS: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "configuration": ("docs/configuration.md", configuration),
     "columns": ("docs/results.md", columns),
     "figures": ("docs/reports.md", figures),
+    "big models": ("docs/reports.md", big_models),
     "output": ("README.md", output),
 }
 

@@ -160,6 +160,8 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             found = _colocated(config, found)
         if config.cache.prefill or config.cache.decode:
             _check_cache(config, found)
+        if (found.prefill_time.exchange or found.decode_time.exchange) and config.target != "model":
+            raise ValueError("experts that tokens travel to (parallel.*.ep) have target=model; leave ep at 1")
         if config.kv.layerwise and (config.kv.staging or config.target != "model" or config.engine.handoff != "push"):
             raise ValueError("kv.layerwise has target=model, a pushed handoff and no staging; leave it at false")
         found.check()
@@ -176,8 +178,8 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
     def pool(side: Side) -> int:
         return pages(side, config.model, shape, config.hw, config.kv, config.scheduler, ranks)
 
-    def time(side: Side) -> ForwardModel:
-        return forward(config.model, config.hw, config.compute, side.tp, side.pp, side.cp, side.dp)
+    def time(side: Side, direct: bool = False) -> ForwardModel:
+        return forward(config.model, config.hw, config.compute, side, direct)
 
     return Deployment(
         prefill=_grid(parallel.prefill),
@@ -198,7 +200,7 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
         prefill_batch=config.scheduler.prefill_batch,
         decode_batch=config.scheduler.decode_batch,
         prefill_time=time(parallel.prefill),
-        decode_time=time(parallel.decode),
+        decode_time=time(parallel.decode, direct=True),
         policy=options.router,
         rates=_rates(config) if options.router == "transfer_aware" else {},
         output_known=options.output_known,
@@ -235,8 +237,8 @@ def _check_cache(config: Config, job: Deployment) -> None:
 def _colocated(config: Config, job: Deployment) -> Deployment:
     """Return *job* with engines like those of prefill on the GPUs of both sides, which prefill and decode."""
     side = config.parallel.prefill
-    if side.pp * side.cp * side.dp > 1 or config.target != "model":
-        raise ValueError("experiment.deployment=colocated has target=model and tp only; leave pp, cp and dp at 1")
+    if side.pp * side.cp * side.dp * side.ep > 1 or config.target != "model":
+        raise ValueError("experiment.deployment=colocated has target=model and tp only; leave pp, cp, dp and ep at 1")
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
     if job.shape.state.mamba or job.shape.state.window:
@@ -334,7 +336,7 @@ def _grid(side: Side) -> Grid:
 
 def _sizes(parallel: Parallel) -> str:
     def text(side: Side) -> str:
-        return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}"
+        return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}" + (f" ep={side.ep}" if side.ep > 1 else "")
 
     return f"({text(parallel.prefill)} to {text(parallel.decode)})"
 

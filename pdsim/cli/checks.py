@@ -17,6 +17,7 @@ from pdsim.errors import ConfigError
 from pdsim.guards import instead, near
 from pdsim.hardware import Machine
 from pdsim.job import Place
+from pdsim.serving.compute.roofline import weight_bytes
 from pdsim.serving.placement import places
 from pdsim.serving.seams import handoff_of
 from pdsim.serving.settings import Side, Workload
@@ -281,11 +282,18 @@ def _split(name: str, side: Side, where: Sequence[Place], hw: Machine) -> Iterat
 
     *where* has the places of its ranks, those of one instance together.
     """
-    instances = [where[first : first + side.tp] for first in range(0, side.gpus, side.tp)]
+    together = side.tp if side.ep == 1 else side.attention_tp  # experts may lie on other nodes
+    instances = [where[first : first + together] for first in range(0, side.gpus, together)]
+    if side.ep > hw.gpus and side.ep % hw.gpus:
+        yield (
+            f"parallel.{name}.ep={side.ep} leaves a node of hw={hw.name} ({hw.gpus} GPUs each) in part to others; "
+            "choose a multiple of its GPUs"
+        )
     if any(len({place.node for place in instance}) > 1 for instance in instances):
         yield (
             f"parallel.{name}.tp={side.tp} would put one instance on several nodes of hw={hw.name} ({hw.gpus} GPUs "
-            f"each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes"
+            f"each): tensor parallelism is modelled within a node only; choose tp values that fill the nodes, or "
+            "experts and attention groups of their own (ep=tp, dp)"
         )
 
 
@@ -341,7 +349,7 @@ def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
     heads than ranks. Models with a latent cache have none to divide.
     """
     model, tp, attention_tp = config.model, side.tp, side.attention_tp
-    if model.heads % tp:
+    if model.heads % (tp if side.ep == 1 else attention_tp):
         fit = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
         yield (
             f"parallel.{name}.tp={tp} does not divide the {model.heads} heads of model={model.name}; "
@@ -359,7 +367,7 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
     gpu, model = config.hw.gpu, config.model
     if gpu is None or not config.hw.gpus:
         return
-    share = model.parameters * model.dtype_bytes / side.tp / side.pp
+    share = weight_bytes(model, side)
     usable = gpu.memory * config.scheduler.memory_fraction
     if share >= usable:
         yield (

@@ -107,6 +107,7 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
     ("scheduler.*_batch", 1, 256, 10**7),
     ("compute.allreduce_rate", 1e6, 3e11, 1e14),
     ("compute.allreduce_latency", 1e-9, 1e-5, 1.0),
+    ("compute.exchange_latency", 1e-9, 1e-5, 1.0),
     ("compute.overhead", 1e-9, 2e-3, 60.0),
     ("compute.scale", 1e-9, 1.0, 1000.0),
     ("slo.ttft", 1e-6, 1.0, _DAY),

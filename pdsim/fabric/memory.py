@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from pdsim.clock import Clock, fire
 from pdsim.descriptors import move
 from pdsim.errors import InvalidBatch, OutOfMemory, RegistrationError
 from pdsim.fabric.host_latency import HostLatency
+from pdsim.fabric.side_traffic import SideTraffic
 from pdsim.group import SYMMETRIC
 from pdsim.units import format_size
 
@@ -304,7 +305,7 @@ class SimDevice:
         link: Link,
         copies: Copies | None = None,
         host_latency: HostLatency | None = None,
-        offload: tuple[Sequence[Link], Sequence[Link]] = ((), ()),
+        traffic: SideTraffic | None = None,
     ) -> None:
         self.memory = memory
         self.symmetric = SymmetricPool(memory)
@@ -312,7 +313,7 @@ class SimDevice:
         self._clock = clock
         self._network = network
         self._through = network.path([link, link])  # a copy reads and writes
-        self._offload = offload  # links to the host's memory, and back
+        self.traffic = traffic or SideTraffic(clock, network)
         self._copies = copies
         self.host_latency = host_latency or HostLatency()
         self._planned = 0.0  # when everything that was to be copied has been launched
@@ -377,22 +378,6 @@ class SimDevice:
         else:
             self._launch(work)
         return done
-
-    def offload(self, size: int, back: bool = False) -> Event:
-        """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there; no contents move.
-
-        On a host there is nowhere to go, and it takes no time.
-        """
-        links = self._offload[back]
-        if not links:
-            return self._clock.timeout(0)
-        done = Event(self._clock)
-        self._network.start(self._network.path(links), size, self._offloaded, done)
-        return done
-
-    def _offloaded(self, done: Event) -> None:
-        if not self._clock.stopped:
-            fire(done)
 
     def compute(self, seconds: float) -> Event:
         """Occupy the device for *seconds*, after everything that this rank asked for before.

@@ -29,6 +29,7 @@ from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.memory import DeviceMemory, SimDevice
 from pdsim.fabric.sampling import Sampling
 from pdsim.fabric.shared import Fabric
+from pdsim.fabric.side_traffic import SideTraffic
 from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
@@ -299,8 +300,9 @@ class _ModelJob:
         gpu = self._model.machine.gpu if site.gpu is not None else None
         copies = host.copies if gpu is None else gpu.copies
         host_latency = HostLatency(host, self._clock.now)
-        offload = self._topology.offload(site)
-        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, offload)
+        ways = self._topology.offload(site), self._topology.exchange(site)
+        traffic = SideTraffic(clock, self._network, *ways)
+        device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
         records = _Records(spec.name, self._model.journal)
         hold = self._chance.message if self._chance is not None else None
         observer = self._model.observer

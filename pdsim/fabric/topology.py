@@ -7,6 +7,9 @@
     tcp      host memory - node's tcp out - links of a chain, if any - node's tcp in - host memory
     shm      host memory (read) - host memory (written)
     offload  GPU memory - PCIe - host memory              (`Topology.offload`: KV that a GPU has no room for)
+    exchange                                              (`Topology.exchange`: tokens and the experts of other GPUs)
+             GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
+             GPU memory - port out - port in - GPU memory
 
 Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a port,
 a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
@@ -155,6 +158,23 @@ class Topology:
             return (), ()
         host = self._nodes[site.node].memory
         return (*self._out(site), host), (host, *reversed(self._in(site)))
+
+    def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+        """Return the links of the GPU at *site* to GPUs of other nodes and back, and to those of its own node and back.
+
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing is.
+        """
+        node = self._nodes[site.node]
+        if site.gpu is None:
+            return (), ()
+        memory = node.gpus[site.gpu].memory
+        network: tuple[Link, ...] = ()
+        if site.card is not None:
+            network = (*self._out(site), node.tx[site.card], node.rx[site.card], *reversed(self._in(site)))
+        other = next((gpu for gpu in range(self.machine.gpus) if gpu != site.gpu), None)
+        if self.machine.interconnect.kind != "switch" or other is None:
+            return network, ()
+        return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][1], memory)
 
     def route(self, kind: str, source: Site, target: Site) -> Route:
         """Return how bytes get from the memory at *source* to the one at *target* by *kind*, as in `EngineModel.path`.

@@ -316,9 +316,10 @@ class Forward(KvMessage, frozen=True):
 
 
 class Preceded(Forward, frozen=True):
-    """As `Forward`; write the chunks *cached* at once, for they need no computation."""
+    """As `Forward`; write *cached* at once, which needs no forward, and wait for *tokens* on their way to experts."""
 
     cached: tuple[Chunk, ...]
+    tokens: int = 0
 
 
 class Offload(KvMessage, frozen=True):
@@ -462,8 +463,7 @@ class Released(KvMessage, frozen=True):
 
 def _kinds(base: type[KvMessage]) -> Iterator[type[KvMessage]]:
     for kind in base.__subclasses__():
-        yield kind
-        yield from _kinds(kind)
+        yield from (kind, *_kinds(kind))
 
 
 _Any: Any = reduce(or_, _kinds(KvMessage))

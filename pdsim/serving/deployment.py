@@ -150,7 +150,8 @@ class Deployment:
         """
         plain = self.prefill == self.decode and self.prefill.pp == self.prefill.cp == 1
         plain = plain and self.prefill_dp == self.decode_dp == 1 and not self.colocated
-        shared = bool(self.cache.host)  # host memory, which KV goes to and comes back from
+        # host memory, which KV goes to and comes back from, and links that tokens take to experts
+        shared = bool(self.cache.host or self.prefill_time.exchange or self.decode_time.exchange)
         if not plain or shared or not 1 < index < self.prefill.size:
             return ""
         ways = self.rank_map

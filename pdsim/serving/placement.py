@@ -6,6 +6,7 @@ from pdsim.errors import ConfigError
 from pdsim.hardware import Machine
 from pdsim.job import Place
 from pdsim.kv.layout import KvLayout, KvShape
+from pdsim.serving.compute.roofline import weight_bytes
 from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, Side
 from pdsim.units import format_size
 
@@ -50,8 +51,7 @@ def pages(
     if kv.pool:
         pool = float(kv.pool)
     elif machine.gpu is not None and machine.gpus:
-        weights = model.parameters * model.dtype_bytes / side.tp / side.pp
-        pool = machine.gpu.memory * scheduler.memory_fraction - weights
+        pool = machine.gpu.memory * scheduler.memory_fraction - weight_bytes(model, side)
     else:
         pool = machine.host.memory * scheduler.memory_fraction / -(-ranks // machine.nodes)
     state = kv.state_slots or scheduler.decode_batch

@@ -92,6 +92,9 @@ class Llm:
     rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
     experts: int = 0  # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
     experts_per_token: int = 0  # of them, that a token is routed to
+    expert_groups: int = 0  # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
+    groups_per_token: int = 0
+    dense_layers: int = 0  # without experts, of a mixture of experts
     context: int = 131072  # longest input + output, tokens
     hybrid: Hybrid = field(default_factory=Hybrid)
     hf_config: Mapping[str, Any] = field(
@@ -116,6 +119,14 @@ class Llm:
         if self.attention == "mla":
             positive("model", latent_dim=self.latent_dim)
         not_negative("model", rope_dim=self.rope_dim, experts_per_token=self.experts_per_token)
+        not_negative("model", expert_groups=self.expert_groups, dense_layers=self.dense_layers)
+        if self.expert_groups and not 0 < self.groups_per_token <= self.expert_groups:
+            raise ValueError(
+                f"model.groups_per_token must be >= 1 and <= expert_groups={self.expert_groups}, "
+                f"got {self.groups_per_token}"
+            )
+        if self.dense_layers >= self.layers:
+            raise ValueError(f"model.dense_layers must be < layers={self.layers}, got {self.dense_layers}")
         if self.experts and not 0 < self.experts_per_token < self.experts:
             raise ValueError(
                 f"model.experts_per_token must be >= 1 and < experts={self.experts}, got {self.experts_per_token}"
@@ -140,6 +151,9 @@ class Side:
     *tp* is the tensor parallelism of the whole engine.  With data-parallel attention, *dp* > 1, its ranks form *dp*
     attention groups of ``tp // dp`` ranks a stage, each with requests, pages and a scheduler of its own, as in SGLang:
     dp=4 with tp=4 is four groups of attention tp 1.
+
+    With expert parallelism, *ep* equal to *tp*, each rank has whole experts and tokens travel to them
+    (`pdsim.serving.compute.experts`); with 1, the experts are divided as other weights are.
     """
 
     tp: int
@@ -147,12 +161,17 @@ class Side:
     pp: int = 1  # pipeline stages
     cp: int = 1  # context-parallel ranks
     dp: int = 1  # attention groups
+    ep: int = 1  # ranks that the experts are spread over
 
     def __post_init__(self) -> None:
         positive("parallel", tp=self.tp, instances=self.instances, pp=self.pp, cp=self.cp, dp=self.dp)
         if self.tp % self.dp:
             raise ValueError(
                 f"parallel.dp must divide tp={self.tp}, whose ranks it divides among groups, got {self.dp}"
+            )
+        if self.ep not in (1, self.tp):
+            raise ValueError(
+                f"parallel.ep must be 1 or tp={self.tp}, over all of whose ranks experts go, got {self.ep}"
             )
 
     @property
@@ -360,6 +379,9 @@ class Compute:
     blend: float = 0.0  # the norm of the two roofs, 1 adds them; 0: the higher one counts alone
     allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
     allreduce_latency: Seconds = 12e-6
+    exchange_share: float = 1.0  # of a card's rate, that tokens on their way to experts reach
+    exchange_latency: Seconds = 23e-6  # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
+    exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
     source: str = ""  # of the shares: "measured: …"; without one they are assumed
@@ -367,7 +389,7 @@ class Compute:
     kernels: Kernels | None = None  # times of operators, from pdsim profile, in place of the shares
 
     def __post_init__(self) -> None:
-        for name in ("flops_share", "memory_share"):
+        for name in ("flops_share", "memory_share", "exchange_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}")
         for name in ("attention_share", "prefix_share", "sequence_share", "weight_share"):
@@ -379,6 +401,7 @@ class Compute:
             "compute",
             allreduce_rate=self.allreduce_rate,
             allreduce_latency=self.allreduce_latency,
+            exchange_latency=self.exchange_latency,
             overhead=self.overhead,
             scale=self.scale,
         )

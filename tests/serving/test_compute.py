@@ -9,7 +9,7 @@ import pytest
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.decode.steps import RunningBatch
-from pdsim.serving.settings import Compute, Llm
+from pdsim.serving.settings import Compute, Llm, Side
 
 MACHINE = Machine(
     name="round numbers",
@@ -26,7 +26,7 @@ PLAIN = Compute(flops_share=0.5, memory_share=0.5, allreduce_latency=1e-5, overh
 
 
 def test_a_long_prefill_is_bound_by_arithmetic():
-    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     linear = 2 * 1e10 * 4000 / 0.5e15
     pairs = 4000 * 4001 / 2 + 4000 * 1000
     attention = 4 * 10 * 10 * 100 * pairs / 0.5e15
@@ -34,13 +34,13 @@ def test_a_long_prefill_is_bound_by_arithmetic():
 
 
 def test_a_short_prefill_is_bound_by_reading_weights_and_keys():
-    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     bytes_read = 2e10 + (100 + 10) * 2 * 10 * 4 * 100 * 2
     assert found.prefill([(100, 10)]) == pytest.approx(bytes_read / 0.5e12 + 1e-3)
 
 
 def test_pieces_of_one_iteration_share_its_weights_and_overhead():
-    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert found.prefill([(0, 8), (0, 8)]) < 1.01 * found.prefill([(0, 16)])
 
 
@@ -53,25 +53,25 @@ def test_padded_attention_computes_every_sequence_up_to_the_longest():
 
 
 def test_tensor_parallelism_divides_the_work_and_adds_two_ring_all_reduces_a_layer():
-    one, four = (forward_time(MODEL, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
+    one, four = (forward_time(MODEL, MACHINE, PLAIN, Side(tp=tp)) for tp in (1, 4))
     tokens = 4000
     ring = 2 * 3 / 4 * tokens * 1000 * 2 / 1e11 + 1e-5
     assert four.prefill([(0, tokens)]) == pytest.approx((one.prefill([(0, tokens)]) - 1e-3) / 4 + 1e-3 + 20 * ring)
 
 
 def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():
-    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert found.step(1) == pytest.approx(2e10 / 0.5e12 + 1e-3)
     assert found.context == pytest.approx(2 * 10 * 4 * 100 * 2 / 0.5e12)
 
 
 def test_a_large_batch_is_bound_by_arithmetic_instead():
-    found = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    found = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert found.step(5000) == pytest.approx(2 * 1e10 * 5000 / 0.5e15 + 1e-3)
 
 
 def test_a_mixture_of_experts_reads_no_more_weights_than_its_tokens_use():
-    found = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, tp=1)
+    found = forward_time(replace(MODEL, active=1e9), MACHINE, PLAIN, Side(tp=1))
     read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 4, 10, 100)]
     assert read == pytest.approx([2e9, 8e9, 2e10, 2e10])
 
@@ -81,16 +81,16 @@ MOE = replace(MODEL, active=2e9, experts=100, experts_per_token=20)
 
 
 def test_tokens_read_the_experts_that_they_hit():
-    found = forward_time(MOE, MACHINE, PLAIN, tp=1)
+    found = forward_time(MOE, MACHINE, PLAIN, Side(tp=1))
     read = [(found.step(batch) - 1e-3) * 0.5e12 for batch in (1, 2, 16)]
     # two bytes a parameter, and all parameters here are routed experts'
     assert read == pytest.approx([2e10 * (1 - 0.8**n) for n in (1, 2, 16)])
-    half = forward_time(replace(MOE, parameters=1.6e10, active=8e9), MACHINE, PLAIN, tp=1)
+    half = forward_time(replace(MOE, parameters=1.6e10, active=8e9), MACHINE, PLAIN, Side(tp=1))
     assert (half.step(1) - 1e-3) * 0.5e12 == pytest.approx(2 * (6e9 + 1e10 * 0.2))
 
 
 def test_the_tokens_of_all_attention_groups_read_the_experts_together():
-    one, four = (forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), tp=4, dp=dp) for dp in (1, 4))
+    one, four = (forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), Side(tp=4, dp=dp)) for dp in (1, 4))
     assert one.weight_bytes == four.weight_bytes
     assert one._weights(16) == four._weights(4) == pytest.approx(5e9 * (1 - 0.8**16))
     assert one.token_flops * 16 == four.token_flops * 4
@@ -98,20 +98,20 @@ def test_the_tokens_of_all_attention_groups_read_the_experts_together():
 
 def test_latent_attention_multiplies_more_in_decode_than_in_prefill():
     latent = replace(MODEL, attention="mla", latent_dim=576, rope_dim=64, heads=128, head_dim=128)
-    found = forward_time(latent, MACHINE, PLAIN, tp=8)
+    found = forward_time(latent, MACHINE, PLAIN, Side(tp=8))
     assert found.pair_flops == 2 * (128 + 64 + 128) * 10 * 128 / 8
     assert found.decode_pair_flops == 2 * (576 + 512) * 10 * 128 / 8
-    plain = forward_time(replace(MODEL, heads=128, head_dim=128, kv_heads=8), MACHINE, PLAIN, tp=8)
+    plain = forward_time(replace(MODEL, heads=128, head_dim=128, kv_heads=8), MACHINE, PLAIN, Side(tp=8))
     assert plain.pair_flops == plain.decode_pair_flops == found.decode_pair_flops / 4.25
 
 
 def test_eight_bit_weights_are_multiplied_at_the_peak_of_fp8():
     assert MACHINE.gpu is not None
     fast = replace(MACHINE, gpu=replace(MACHINE.gpu, compute_fp8=2e15))
-    wide, narrow = (forward_time(replace(MODEL, dtype_bytes=size), fast, PLAIN, tp=1) for size in (2, 1))
+    wide, narrow = (forward_time(replace(MODEL, dtype_bytes=size), fast, PLAIN, Side(tp=1)) for size in (2, 1))
     assert (wide.flops, narrow.flops) == (0.5e15, 1e15)
     assert wide.attention_flops == narrow.attention_flops == 0.5e15
-    assert forward_time(replace(MODEL, dtype_bytes=1), MACHINE, PLAIN, tp=1).flops == 0.5e15
+    assert forward_time(replace(MODEL, dtype_bytes=1), MACHINE, PLAIN, Side(tp=1)).flops == 0.5e15
 
 
 @pytest.mark.parametrize("k", [0, 8, 9])
@@ -122,24 +122,24 @@ def test_experts_that_cannot_be_are_refused(k: int):
 
 def test_a_latent_cache_is_read_whole_on_every_rank():
     latent = replace(MODEL, attention="mla", latent_dim=500)
-    one, four = (forward_time(latent, MACHINE, PLAIN, tp=tp) for tp in (1, 4))
+    one, four = (forward_time(latent, MACHINE, PLAIN, Side(tp=tp)) for tp in (1, 4))
     assert one.kv_bytes == four.kv_bytes == 10 * 500 * 2
 
 
 def test_attention_to_earlier_chunks_may_have_a_share_of_its_own():
-    found = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), tp=1)
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, prefix_share=0.25), Side(tp=1))
     linear = 2 * 1e10 * 4000 / 0.5e15
     own, before = 4000 * 4001 / 2, 4000 * 1000
     attention = 4 * 10 * 10 * 100 * (own / 0.5e15 + before / 0.25e15)
     assert found.prefill([(1000, 4000)]) == pytest.approx(linear + attention + 1e-3)
-    plain = forward_time(MODEL, MACHINE, PLAIN, tp=1)
+    plain = forward_time(MODEL, MACHINE, PLAIN, Side(tp=1))
     assert found.prefill([(0, 4000)]) == plain.prefill([(0, 4000)])
 
 
 def test_one_sequence_reaches_its_share_of_the_memory_rate_and_the_longest_is_awaited():
-    found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), tp=1)
+    found = forward_time(MODEL, MACHINE, replace(PLAIN, sequence_share=0.1), Side(tp=1))
     assert found.sequence == pytest.approx(10 * found.context)
-    assert forward_time(MODEL, MACHINE, PLAIN, tp=1).sequence == 0.0
+    assert forward_time(MODEL, MACHINE, PLAIN, Side(tp=1)).sequence == 0.0
     for contexts, tokens in (((50,), 500), ((50, 10), 500), ((50,) * 20, 1000)):
         batch = RunningBatch(found, limit=32)
         for number, context in enumerate(contexts):
@@ -149,7 +149,7 @@ def test_one_sequence_reaches_its_share_of_the_memory_rate_and_the_longest_is_aw
 
 
 def test_scale_shortens_everything():
-    full, tenth = (forward_time(MODEL, MACHINE, replace(PLAIN, scale=scale), tp=2) for scale in (1.0, 0.1))
+    full, tenth = (forward_time(MODEL, MACHINE, replace(PLAIN, scale=scale), Side(tp=2)) for scale in (1.0, 0.1))
     assert tenth.prefill([(5, 50)]) == pytest.approx(full.prefill([(5, 50)]) / 10)
     assert tenth.step(3) == pytest.approx(full.step(3) / 10)
     assert tenth.context == pytest.approx(full.context / 10)
@@ -157,7 +157,7 @@ def test_scale_shortens_everything():
 
 def test_without_gpus_the_hosts_compute_is_assumed():
     hosts = replace(MACHINE, gpus=0, gpu=None, interconnect=Interconnect(kind="none", rate=0.0))
-    found = forward_time(MODEL, hosts, PLAIN, tp=2)
+    found = forward_time(MODEL, hosts, PLAIN, Side(tp=2))
     assert found.flops == HOST_FLOPS * 0.5
     assert found.memory_rate == 1e11 * 0.5
 

@@ -19,7 +19,7 @@ from pdsim.serving.compute.forward import OperatorForward, forward, peaks
 from pdsim.serving.compute.kernels import AllReduce, Correction, Kernels, Peaks, Roof
 from pdsim.serving.compute.operators import Operators
 from pdsim.serving.compute.shapes import layer_shape, products
-from pdsim.serving.settings import Compute, Llm
+from pdsim.serving.settings import Compute, Llm, Side
 from tests.support.machines import machine
 
 PEAKS = Peaks(flops=1e15, narrow=2e15, memory=4e12)
@@ -88,9 +88,9 @@ def test_widths_come_from_the_configuration_or_from_the_parameters():
 
 
 def test_without_kernels_a_forward_is_the_roofline():
-    given = forward(DENSE, machine(), Compute(kernels=KERNELS), tp=1)
+    given = forward(DENSE, machine(), Compute(kernels=KERNELS), Side(tp=1))
     assert isinstance(given, OperatorForward)
-    assert not isinstance(forward(DENSE, machine(), Compute(), tp=1), OperatorForward)
+    assert not isinstance(forward(DENSE, machine(), Compute(), Side(tp=1)), OperatorForward)
 
 
 def test_a_fit_finds_the_kernels_that_rows_were_made_with():

@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from pdsim.hardware import Machine
+from pdsim.serving.compute.experts import Exchange
 from pdsim.serving.compute.kernels import Kernels, Peaks, Roof, tiled
 from pdsim.serving.compute.roofline import HOST_FLOPS, forward_time, kv_shape
 from pdsim.serving.compute.shapes import LayerShape, layer_shape, products
-from pdsim.serving.settings import Compute, Llm
+from pdsim.serving.settings import Compute, Llm, Side
 
 __all__ = ["ForwardModel", "OperatorForward", "forward", "peaks"]
 
@@ -38,24 +39,31 @@ class ForwardModel(Protocol):
     def sequence(self) -> float:
         """Seconds that a token of the longest context alone keeps a decode iteration; 0: there is no such limit."""
 
+    @property
+    def exchange(self) -> Exchange:
+        """What tokens send to experts of other ranks meanwhile."""
 
-def forward(
-    model: Llm, machine: Machine, compute: Compute, tp: int, pp: int = 1, cp: int = 1, dp: int = 1
-) -> ForwardModel:
-    """Return the forward of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
+
+def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardModel:
+    """Return the forward of *model* on an instance of *side*, whose ranks are on *machine*.
+
+    Tokens go to experts of other ranks *direct*, or by way of nodes (`pdsim.serving.compute.experts`).
 
     Raise a `ValueError` if *compute* has kernels, but not all that *model* needs.
     """
     if compute.kernels is None:
-        return forward_time(model, machine, compute, tp, pp, cp, dp)
+        return forward_time(model, machine, compute, side, direct)
+    if side.ep > 1:
+        raise ValueError(f"parallel.ep={side.ep}: profiles have no tokens that travel; use compute=roofline, or ep=1")
     return OperatorForward(
         model=model,
         kernels=compute.kernels,
         peaks=peaks(machine),
-        tp=tp,
-        dp=dp,
-        share=pp * cp,
-        kv_bytes=kv_shape(model).token_bytes(tp // dp) / (pp * cp),
+        tp=side.tp,
+        dp=side.dp,
+        share=side.pp * side.cp,
+        stages=side.pp,
+        kv_bytes=kv_shape(model).token_bytes(side.attention_tp) / (side.pp * side.cp),
         overhead=compute.overhead,
         scale=compute.scale,
     )
@@ -82,6 +90,7 @@ class OperatorForward:
     tp: int = 1
     dp: int = 1
     share: int = 1
+    stages: int = 1  # of a pipeline, see `roofline.ForwardTime.step`
     kv_bytes: float  # of a token, on this rank
     overhead: float = 0.0  # seconds an iteration
     scale: float = 1.0
@@ -110,9 +119,9 @@ class OperatorForward:
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
-        attention = self._decode_roof().launch
-        device = (self._linear(batch, batch, absorbed=True) + self._layers() * attention) / self.share
-        return self.scale * (device + self.overhead)
+        attention, part = self._decode_roof().launch, -(-batch // self.stages)
+        device = (self._linear(part, part, absorbed=True) + self._layers() * attention) / self.share
+        return self.stages * self.scale * (device + self.overhead)
 
     @cached_property
     def context(self) -> float:
@@ -125,6 +134,11 @@ class OperatorForward:
     def sequence(self) -> float:
         """Seconds that a token of the longest context alone keeps a decode iteration: there is no such limit."""
         return 0.0
+
+    @property
+    def exchange(self) -> Exchange:
+        """What tokens send to experts of other ranks: nothing."""
+        return Exchange()
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

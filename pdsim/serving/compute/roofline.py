@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdsim.hardware import Machine
 from pdsim.kv.layout import KvShape
 from pdsim.kv.state import StateShape, Tensor
-from pdsim.serving.settings import Compute, Llm
+from pdsim.serving.compute.experts import Exchange, exchange, expert_parameters
+from pdsim.serving.settings import Compute, Llm, Side
 
-__all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape"]
+__all__ = ["HOST_FLOPS", "ForwardTime", "forward_time", "kv_shape", "weight_bytes"]
 
 HOST_FLOPS = 1e12
 """Assumed for a rank on a machine without GPUs, where compute is emulated anyway: `compute.scale` is the knob."""
@@ -62,6 +63,7 @@ class ForwardTime:
     allreduce: float  # seconds an iteration, all layers
     overhead: float  # seconds an iteration
     scale: float  # of the whole
+    exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
@@ -88,14 +90,14 @@ class ForwardTime:
             compute += prefix * self.pair_flops / self.prefix_flops
         kv = (context + tokens) * self.kv_bytes
         memory = self._sum(self._weights(tokens), self.weight_rate, kv, self.memory_rate)
-        return self.scale * (
-            self._roof(compute, memory) + tokens * self.token_allreduce + self.allreduce + self.overhead
-        )
+        return self._total(self._roof(compute, memory), tokens)
 
     def step(self, batch: int) -> float:
         """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
-        linear = self._roof(batch * self.token_flops / self.flops, self._weights(batch) / self.weight_rate)
-        return self.scale * (linear + batch * self.token_allreduce + self.allreduce + self.overhead)
+        parts = 2 if self.exchange and self.exchange.overlap else 1  # each of which reads the weights
+        share = batch / parts
+        linear = self._roof(share * self.token_flops / self.flops, self._weights(share) / self.weight_rate)
+        return self._total(parts * linear, batch)
 
     @property
     def context(self) -> float:
@@ -111,6 +113,13 @@ class ForwardTime:
         """
         return self.scale * self.kv_bytes / self.sequence_rate
 
+    def _total(self, computing: float, tokens: int) -> float:
+        """Return the seconds of an iteration of *tokens* that takes so long on the GPU, with all that comes on top."""
+        alone = computing + tokens * self.token_allreduce + self.allreduce
+        travelling = self.exchange.seconds(tokens)
+        both = max(alone, travelling) if self.exchange.overlap else alone + travelling
+        return self.scale * (both + self.overhead)
+
     @staticmethod
     def _sum(one: float, rate: float, other: float, other_rate: float) -> float:
         """Return the seconds of both one after the other; of one rate they are rounded once."""
@@ -125,7 +134,7 @@ class ForwardTime:
             return max(compute, memory)
         return float((compute**self.blend + memory**self.blend) ** (1.0 / self.blend))
 
-    def _weights(self, tokens: int) -> float:
+    def _weights(self, tokens: float) -> float:
         """Return the bytes of weights that an iteration of *tokens* a group reads.
 
         Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean: each
@@ -133,44 +142,59 @@ class ForwardTime:
         """
         if not self.expert_bytes:
             return min(self.weight_bytes, tokens * self.token_weight_bytes)
-        hit = 1.0 - (1.0 - self.expert_share) ** (tokens * self.groups)
+        hit: float = 1.0 - (1.0 - self.expert_share) ** (tokens * self.groups)
         return self.weight_bytes - self.expert_bytes * (1.0 - hit)
 
 
-def forward_time(
-    model: Llm, machine: Machine, compute: Compute, tp: int, pp: int = 1, cp: int = 1, dp: int = 1
-) -> ForwardTime:
-    """Return the coefficients of *model* over ``tp * pp * cp`` ranks of *machine*, in *dp* attention groups.
+def weight_bytes(model: Llm, side: Side) -> float:
+    """Return the bytes of weights that a rank of *side* holds.
+
+    Tensor parallelism divides all of them.  With expert parallelism the experts are divided among all ranks and the
+    rest among those of an attention group, each of which has it whole.
+    """
+    if side.ep == 1:
+        return model.parameters * model.dtype_bytes / side.tp / side.pp
+    experts = expert_parameters(model)
+    own = experts / side.tp + (model.parameters - experts) / side.attention_tp
+    return own * model.dtype_bytes / side.pp
+
+
+def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
+    """Return the coefficients of *model* on an instance of *side*, whose ranks are on *machine*.
 
     Stages and context-parallel ranks just divide the work.  The groups are taken to be loaded alike, so that each has
     its share of the engine's arithmetic; weights are read once for the tokens of all of them.
 
     Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
+
+    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce after
+    the experts.  Raise a `ConfigError` where they cannot.
     """
-    shape, share = kv_shape(model), pp * cp
+    shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
     peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
     linear = (machine.gpu.compute_fp8 or peak) if machine.gpu and model.dtype_bytes == 1 else peak
     pairs = 4 * model.head_dim, 4 * model.head_dim  # of a head: the products with keys and with values
     if model.attention == "mla":
         pairs = _mla_pairs(model)
-    expert_bytes = _expert_parameters(model) * model.dtype_bytes / tp / pp
     memory = machine.gpu.memory_rate if machine.gpu else machine.host.memory_rate
     token_allreduce = allreduce = 0.0
-    if tp > 1:
+    reduced, ring = (2, tp) if side.ep == 1 else (1, group)  # attention and MLP need one a layer each
+    if ring > 1:
         rate = compute.allreduce_rate or machine.interconnect.rate or machine.host.tcp_rate
-        # a ring moves 2 (tp - 1) / tp of the activations through each port; attention and MLP need one a layer each
-        token_allreduce = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * model.dtype_bytes / rate / share
-        allreduce = 2 * model.layers * compute.allreduce_latency / pp
+        # a ring moves 2 (n - 1) / n of the activations through each port
+        token_allreduce = reduced * model.layers * 2 * (ring - 1) / ring * model.hidden * model.dtype_bytes
+        token_allreduce = token_allreduce / rate / share
+        allreduce = reduced * model.layers * compute.allreduce_latency / side.pp
     return ForwardTime(
-        token_flops=2 * model.active / (tp // dp) / share,
-        pair_flops=pairs[0] * shape.attention_layers * model.heads / (tp // dp) / share,
-        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / (tp // dp) / share,
-        weight_bytes=model.parameters * model.dtype_bytes / tp / pp,
-        token_weight_bytes=model.active * model.dtype_bytes / tp / pp,
-        expert_bytes=expert_bytes,
+        token_flops=2 * model.active / group / share,
+        pair_flops=pairs[0] * shape.attention_layers * model.heads / group / share,
+        decode_pair_flops=pairs[1] * shape.attention_layers * model.heads / group / share,
+        weight_bytes=weight_bytes(model, side),
+        token_weight_bytes=model.active * model.dtype_bytes / tp / side.pp,
+        expert_bytes=expert_parameters(model) * model.dtype_bytes / tp / side.pp,
         expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
-        groups=dp,
-        kv_bytes=shape.token_bytes(tp // dp) / share,
+        groups=side.dp,
+        kv_bytes=shape.token_bytes(group) / share,
         flops=linear * compute.flops_share,
         attention_flops=peak * (compute.attention_share or compute.flops_share),
         prefix_flops=peak * (compute.prefix_share or compute.attention_share or compute.flops_share),
@@ -183,6 +207,7 @@ def forward_time(
         allreduce=allreduce,
         overhead=compute.overhead,
         scale=compute.scale,
+        exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
     )
 
 
@@ -196,13 +221,3 @@ def _mla_pairs(model: Llm) -> tuple[int, int]:
     """
     prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
     return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)
-
-
-def _expert_parameters(model: Llm) -> float:
-    """Return how many of the parameters are routed experts'.
-
-    Of E experts a token uses k, and all the rest: ``parameters - active`` are those of E - k experts of each layer.
-    """
-    if not model.experts:
-        return 0.0
-    return (model.parameters - model.active) * model.experts / (model.experts - model.experts_per_token)

@@ -262,17 +262,31 @@ class DecodeScheduler(BlockManager):
         if self.job.engine.posting_holds:
             start = self.batch.held(self.clock.now, max(start, self.posted()))
         if pieces := self._pieces():
-            self._set(self.batch.begin_mixed(start, pieces))
+            end = self.batch.begin_mixed(start, pieces)
         else:
             most = 1.0 if self._late else math.inf
             if self._memory is not None:
                 most = min(most, self._memory.steps())
-            self._set(self.batch.begin(start, most))
-            if not self.batch.runs and self._late:
-                self._set(start)
+            end = self.batch.begin(start, most)
+        self._set(end)
+        if self.job.decode_time.exchange:
+            self._route(end, sum(new for _, new in pieces))
+        if not pieces and not self.batch.runs and self._late:
+            self._set(start)
         for room in self._joined:
             room.first = self.batch.first_step() + self.host.answer(room.request.input)
         self._joined.clear()
+
+    def _route(self, end: float, again: int) -> None:
+        """Put the tokens of the steps until *end*, and those computed *again*, on the links to their experts.
+
+        They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group that
+        do not schedule put nothing there.
+        """
+        device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
+        exchange = self.job.decode_time.exchange
+        tokens = again + (self.batch.steps(end) * len(self.batch) if math.isfinite(end) else 0)
+        device.traffic.exchange(tokens * exchange.network, tokens * exchange.port, end - self.clock.now)
 
     def _admit(self) -> None:
         """Give pages to requests of the queue, in the order of the policy, until the next one finds none.

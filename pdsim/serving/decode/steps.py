@@ -153,6 +153,10 @@ class RunningBatch:
         looks = math.ceil((now - self._idle_since) / idle)
         return max(now, self._idle_since + looks * idle)
 
+    def steps(self, time: float) -> int:
+        """Return how many of the steps under way have ended at *time*; 0 if there are none."""
+        return 0 if self._span is None else self._span.steps_until(time)
+
     def advance(self, due: float) -> None:
         """Count the steps until the boundary at *due*, which a wall clock may have passed by now."""
         if self._span is not None:

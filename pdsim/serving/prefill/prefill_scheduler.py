@@ -398,8 +398,9 @@ class PrefillScheduler(PrefillWorker):
         if not chunks:
             return None
         seconds = self.iteration_seconds(pieces) + held_up
-        if cached:
-            return Preceded(self.life, seconds, tuple(chunks), tuple(cached))
+        if cached or self.job.prefill_time.exchange:
+            tokens = sum(new for _, new in pieces) if self.job.prefill_time.exchange else 0
+            return Preceded(self.life, seconds, tuple(chunks), tuple(cached), tokens)
         return Forward(self.life, seconds, tuple(chunks))
 
     def launching(self, forward: float) -> float:

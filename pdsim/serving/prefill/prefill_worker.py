@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simpy.events import Event
+from simpy.events import AllOf, Event
 
 from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
@@ -53,6 +53,7 @@ class PrefillWorker(EngineProcess):
         self.handlers |= {
             Register: self._register,
             Forward: self._forward,
+            Preceded: self._forward,
             Offload: self._offload,
             Grant: lambda sender, message: self.sender.grant(sender, message),
             Abort: self._abort,
@@ -93,8 +94,8 @@ class PrefillWorker(EngineProcess):
         """Move KV to host memory and back.  The event succeeds when what comes back is here."""
         device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
         if message.nbytes:
-            device.offload(message.nbytes)
-        found: Event = device.offload(message.back, back=True) if message.back else self.clock.timeout(0)
+            device.traffic.offload(message.nbytes)
+        found: Event = device.traffic.offload(message.back, back=True) if message.back else self.clock.timeout(0)
         return found
 
     def _offload(self, _: str, message: Offload) -> None:
@@ -109,11 +110,20 @@ class PrefillWorker(EngineProcess):
         cached = message.cached if isinstance(message, Preceded) else ()
         self.sender.expect((*cached, *message.chunks))
         forward = self.rank.device.compute(message.seconds)
+        if isinstance(message, Preceded) and message.tokens:
+            forward = self._routed(forward, message)
         assert forward.callbacks is not None
         if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
         forward.callbacks.append(lambda _: self.guard(self._computed, message))
         return forward
+
+    def _routed(self, forward: Event, message: Preceded) -> Event:
+        """Put the tokens of *forward* on the links to their experts; the event succeeds when both are done."""
+        device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
+        exchange, tokens = self.job.prefill_time.exchange, message.tokens
+        travelling = device.traffic.exchange(tokens * exchange.network, tokens * exchange.port, message.seconds)
+        return AllOf(self.clock, [forward, *travelling])
 
     def _computed(self, message: Forward) -> None:
         """Write the chunks of a forward that has ended, once the host has done what it does before."""

@@ -1,0 +1,71 @@
+"""What a GPU puts on its links beside transfers: KV on its way to host memory, and tokens on their way to experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from simpy.events import Event
+
+from pdsim.clock import Clock, fire
+
+if TYPE_CHECKING:
+    from pdsim.fabric.flows.network import Flow, Link, Network
+
+__all__ = ["RATES", "SideTraffic", "Ways"]
+
+RATES = 8
+"""Steps from a rate of an exchange to twice that: it is at most 9 % more than asked."""
+
+Ways = tuple[Sequence["Link"], Sequence["Link"]]
+"""Links there and back; or, of an exchange, those by way of other nodes and those within the node."""
+
+
+class SideTraffic:
+    """Flows of one rank's GPU that share links with its transfers; no contents move.
+
+    *offload* and *exchange* are what `pdsim.fabric.topology.Topology` returns for its site, empty on a host.
+    """
+
+    def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
+        self._clock = clock
+        self._network = network
+        self._offload = offload
+        self._exchange = exchange
+        self._travelling: list[Flow] = []  # of the last exchange
+
+    def offload(self, size: int, back: bool = False) -> Event:
+        """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there.
+
+        On a host there is nowhere to go, and it takes no time.
+        """
+        links = self._offload[back]
+        if not links:
+            return self._clock.timeout(0)
+        done = Event(self._clock)
+        self._network.start(self._network.path(links), size, self._carried, done)
+        return done
+
+    def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
+        """Move so many bytes to GPUs of other nodes, and to those of this one, spread over *seconds*, and as many back.
+
+        Where the links carry other bytes too it takes longer.  What is left of the exchange before is dropped, for its
+        forward is over.  Return an event for each way that is used.
+        """
+        for flow in self._travelling:
+            self._network.abort(flow)
+        self._travelling.clear()
+        events = []
+        for links, size in zip(self._exchange, (network, port), strict=True):
+            if links and size:
+                # a rate of few values, for each is a path; it is no less than asked, so that alone it ends in time
+                rate = 2.0 ** (math.ceil(RATES * math.log2(size / seconds)) / RATES)
+                done = Event(self._clock)
+                self._travelling.append(self._network.start(self._network.path(links, rate), size, self._carried, done))
+                events.append(done)
+        return events
+
+    def _carried(self, done: Event) -> None:
+        if not self._clock.stopped:
+            fire(done)

@@ -1,0 +1,190 @@
+"""Experts on other ranks: what tokens send to them, by hand and beside DeepEP's table, and on the links of a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdsim.cli.compose import compose
+from pdsim.clock import Clock
+from pdsim.errors import ConfigError
+from pdsim.fabric.flows.network import Network
+from pdsim.fabric.side_traffic import RATES, SideTraffic
+from pdsim.hardware import Nic
+from pdsim.serving.compute.experts import Exchange, exchange, nodes_hit
+from pdsim.serving.compute.roofline import forward_time, weight_bytes
+from pdsim.serving.settings import Cache, Compute, Kv, SchedulerLimits, Side, Workload
+from tests.serving.test_compute import MACHINE, MODEL
+from tests.support.configs import EIGHT, ENGINE
+from tests.support.serving import GQA, configured, serve
+
+MOE = replace(MODEL, active=2e9, parameters=1.1e10, experts=100, experts_per_token=10, dense_layers=2)
+NODES = replace(MACHINE, nodes=4, gpus=5, nic=replace(MACHINE.nic, count=5, rate=1e10))
+PLAIN = Compute(flops_share=0.5, memory_share=0.5, overhead=0.0, exchange_latency=1e-5)
+
+WIDE = [f"parallel.{side}.{key}=128" for side in ("prefill", "decode") for key in ("tp", "dp", "ep")]
+DEEPSEEK = compose(["hw=2x8xh800", "hw.nic.rate=43.5GB/s", "model=deepseek-v3", "hw.nodes=64", "kv.pool=1GB", *WIDE])
+
+MEASURED = {
+    16: (118e-6, 195e-6),
+    32: (155e-6, 273e-6),
+    64: (173e-6, 314e-6),
+    128: (192e-6, 369e-6),
+    256: (194e-6, 360e-6),
+}
+"""Seconds of a dispatch and of a combine of 128 tokens a rank, by ranks: DeepEP, docs/legacy.md (H800, CX-7 400G)."""
+
+
+def test_tokens_go_to_each_expert_by_themselves_or_once_to_a_node():
+    width = 1000 * (2 + 2)  # dispatched and combined, two bytes an element
+    direct = exchange(MOE, NODES, PLAIN, 20, 20, direct=True)
+    assert (direct.network, direct.port) == pytest.approx((8 * 10 * 15 / 20 * width, 8 * 10 * 4 / 20 * width))
+    by_node = exchange(MOE, NODES, PLAIN, 20, 20, direct=False)
+    assert by_node.network == pytest.approx(8 * 4 * (1 - 0.75**10) * 3 / 4 * width)
+    assert by_node.port == pytest.approx(8 * 20 * (1 - 0.95**10) * 4 / 5 * width)
+    assert direct.seconds(100) == pytest.approx(100 * direct.network / 1e10 + 2 * 8 * 1e-5)
+    assert direct.seconds(0) == direct.latency
+    assert Exchange().seconds(100) == 0.0
+
+
+def test_the_ranks_of_an_attention_group_share_its_tokens():
+    alone, group = (exchange(MOE, NODES, PLAIN, 20, dp, direct=True) for dp in (20, 5))
+    assert group.network == pytest.approx(alone.network / 4)
+
+
+def test_a_limit_of_groups_keeps_tokens_on_few_nodes():
+    assert nodes_hit(MOE, 4) == pytest.approx(4 * (1 - 0.75**10))
+    limited = replace(MOE, expert_groups=8, groups_per_token=4)
+    assert nodes_hit(limited, 4) == 4 * (1 - 0.5**2)
+    assert nodes_hit(limited, 16) == 16 * 0.5 * (1 - 0.5**2.5)
+    with pytest.raises(ValueError, match=r"model\.groups_per_token must be >= 1 and <= expert_groups=8, got 9"):
+        replace(MOE, expert_groups=8, groups_per_token=9)
+
+
+@pytest.mark.parametrize("ranks", MEASURED)
+def test_direct_exchanges_take_as_long_as_measured(ranks: int):
+    """`Compute.exchange_latency` is the median of what 16 to 64 ranks leave: in-sample; 128 and 256 are held out."""
+    model, layers = DEEPSEEK.model, 58
+    found = exchange(model, DEEPSEEK.hw, DEEPSEEK.compute, ranks, ranks, direct=True).seconds(128) / layers
+    assert found == pytest.approx(sum(MEASURED[ranks]), rel=0.07)
+
+
+def test_experts_are_divided_among_all_ranks_and_the_rest_among_those_of_a_group():
+    experts = 9e9 * 100 / 90
+    assert weight_bytes(MOE, Side(tp=20, dp=20, ep=20)) == 2 * (experts / 20 + 1e9)
+    assert weight_bytes(MOE, Side(tp=20, dp=5, ep=20)) == 2 * (experts / 20 + 1e9 / 4)
+    assert weight_bytes(MOE, Side(tp=20, dp=5)) == 2 * 1.1e10 / 20
+
+
+def test_a_forward_waits_for_its_tokens_or_hides_them_behind_the_other_half():
+    side = Side(tp=20, dp=20, ep=20)
+    apart, hidden = (
+        forward_time(MOE, NODES, replace(PLAIN, exchange_overlap=overlap), side) for overlap in (False, True)
+    )
+    tokens = 4000
+    travelling = apart.exchange.seconds(tokens)
+    computing = apart.prefill([(0, tokens)]) - travelling
+    assert computing == pytest.approx(forward_time(MOE, NODES, PLAIN, Side(tp=20, dp=20)).prefill([(0, tokens)]), rel=1)
+    assert hidden.prefill([(0, tokens)]) == max(computing, travelling) == pytest.approx(travelling)
+    # each half of a batch reads the weights: those of the group, and the experts that half of all tokens hit
+    read = 2 * (apart.weight_bytes - apart.expert_bytes * 0.9 ** (2 * 20)) / apart.weight_rate
+    assert hidden.step(4) == pytest.approx(max(read, hidden.exchange.seconds(4)))
+
+
+def test_an_exchange_shares_its_links_with_transfers():
+    clock = Clock()
+    network = Network(clock)
+    link = network.link("nic", 1.5e6)
+    traffic = SideTraffic(clock, network, exchange=((link,), ()))
+    ends: list[float] = []
+
+    def go(competing: float) -> None:
+        for event in traffic.exchange(2.0**20, 1e9, 1.0):
+            event.callbacks.append(lambda _: ends.append(clock.now))
+        if competing:
+            network.start(network.path([link]), competing, lambda _: None)
+
+    go(0.0)
+    clock.run()
+    assert ends == [1.0]
+    go(2.0**21)
+    clock.run()
+    assert ends[1] - 1.0 == pytest.approx(2.0**20 / 0.75e6)
+    rate = 2.0 ** (math.ceil(RATES * math.log2(1e6)) / RATES)
+    assert 1e6 <= rate < 1.091e6
+
+
+def test_what_is_left_of_an_exchange_is_dropped_by_the_next():
+    clock = Clock()
+    network = Network(clock)
+    link = network.link("nic", 2.0**20)
+    traffic = SideTraffic(clock, network, exchange=((link,), ()))
+    traffic.exchange(2.0**20, 0.0, 1.0)
+    clock.call_at(0.5, lambda _: traffic.exchange(2.0**19, 0.0, 1.0), None)
+    clock.run()
+    assert link.carried == 2.0**20
+    assert clock.now == 1.5
+
+
+def spread(**changes: Any) -> Any:
+    """Return a configuration of two engines of four nodes with two GPUs each, whose experts lie on all of them."""
+    machine = replace(EIGHT, nodes=8, gpus=2, nic=Nic(count=2, rate=1e9))
+    assert ENGINE.intra is not None
+    backend = replace(ENGINE, inter=replace(ENGINE.intra, path="rdma"))
+    side = Side(tp=8, dp=8, ep=8)
+    model = replace(GQA, parameters=4e6, active=1e6, experts=64, experts_per_token=8)
+    values = {
+        "hw": machine,
+        "backend": backend,
+        "kv": Kv(page_size=16, pool=1 << 22),
+        "scheduler": SchedulerLimits(chunk=256, decode_batch=8),
+    }
+    work = Workload(arrivals="poisson", count=40, rate=1000.0, input_mean=256, output_mean=8)
+    return configured(side, side, model, **(values | {"workload": work} | changes))
+
+
+def test_a_deployment_with_experts_on_other_nodes_serves_and_its_tokens_are_on_the_links():
+    config = spread()
+    found = serve(config)
+    values = {metric.name: metric.value for metric in found.summary}
+    assert values["requests_ok"] == 40
+    outcome = found.outcome
+    assert outcome is not None
+    tokens = sum(found.requests["input"])
+    each = exchange(config.model, config.hw, config.compute, 8, 8, direct=False).network
+    carried = [
+        load * config.hw.nic.rate * outcome.seconds for name, load in outcome.links.items() if name.endswith("/rx")
+    ]
+    # only the tokens of prefill come in on its nodes, the first four; KV leaves them
+    assert sum(carried[:8]) == pytest.approx(tokens * each, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "ranks", "reason"),
+    [
+        (MODEL, NODES, 20, "parallel.ep=20 spreads experts, and model=m has none"),
+        (MOE, NODES, 200, "parallel.ep=200 is more than the 100 experts"),
+        (MOE, MACHINE, 16, "parallel.ep=16 needs 2 nodes, and hw=round numbers has no cards"),
+        (MOE, replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh")), 8, "interconnect.kind=mesh"),
+    ],
+)
+def test_experts_that_cannot_be_reached_are_refused(model: Any, machine: Any, ranks: int, reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        exchange(model, machine, PLAIN, ranks, ranks, direct=True)
+
+
+def test_ep_is_all_ranks_or_none():
+    with pytest.raises(ValueError, match=r"parallel\.ep must be 1 or tp=8, over all of whose ranks experts go, got 4"):
+        Side(tp=8, ep=4)
+
+
+def test_followers_send_cached_pages_early():
+    config = configured(
+        Side(tp=2), Side(tp=2), GQA, cache=Cache(prefill=True, early=True), kv=Kv(page_size=16, pool=1 << 22, checked=0)
+    )
+    trace = replace(config.workload, arrivals="sessions", users=2, turns=3, shared=1024, count=6)
+    found = serve(replace(config, workload=trace))
+    assert {metric.name: metric.value for metric in found.summary}["requests_failed"] == 0
