@@ -165,25 +165,33 @@ def _layers(parts: Parts) -> tuple[float, float]:
     )
 
 
-def _prompts(parts: Parts, backend: str, count: int, staged: bool) -> float:
-    """Return the mean TTFT of *count* prompts at once, from TP 2 to TP 4."""
+def _prompts(parts: Parts, hw: str, backend: str, count: int, tokens: int, staged: bool = False) -> float:
+    """Return the mean TTFT of *count* prompts of *tokens* at once, from TP 2 to TP 4."""
     return parts.serve(
         "ttft_avg_s",
-        *("8xh20", "llama-8b", backend, {}),
+        *(hw, "llama-8b", backend, {}),
         parallel=_sides(Side(tp=2), Side(tp=4)),
-        workload=burst(count, 1024, 16),
+        workload=burst(count, tokens, 16),
         kv=Kv(staging=staged),
     )
 
 
 def _staging(count: int) -> Callable[[Parts], tuple[float, float]]:
-    """Return what simulates *count* prompts sliced and staged (SGLang 22536)."""
-    return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "nixl", count, True))
+    """Compare on the machine and with the prompts for which 256 of them from TP 4 to TP 4 take what is reported."""
+
+    def ttft(parts: Parts, staged: bool) -> float:
+        return _prompts(parts, "2x8xh100", "nixl", count, 256, staged)
+
+    return lambda parts: (ttft(parts, False), ttft(parts, True))
 
 
 def _engines(count: int) -> Callable[[Parts], tuple[float, float]]:
     """Return what simulates *count* prompts over NIXL and over Mooncake (SGLang 26406)."""
-    return lambda parts: (_prompts(parts, "nixl", count, False), _prompts(parts, "mooncake_nvlink", count, False))
+
+    def ttft(parts: Parts, backend: str) -> float:
+        return _prompts(parts, "8xh20", backend, count, 1024)
+
+    return lambda parts: (ttft(parts, "nixl"), ttft(parts, "mooncake_nvlink"))
 
 
 def _polling(parts: Parts) -> tuple[float, float]:
@@ -193,7 +201,7 @@ def _polling(parts: Parts) -> tuple[float, float]:
         prompts: dict[str, Any] = {"input_mean": 4096, "input_cv": 0.0, "output_mean": 8, "output_cv": 0.0, "load": 0.9}
         return parts.serve(
             "transfer_avg_s",
-            *("8xh20", "llama-70b", "mooncake_nvlink", {"notify": notify, "staging": False}),
+            *("2x8xh20", "llama-70b", "mooncake", {"notify": notify, "staging": False}),
             parallel=_sides(Side(tp=4), Side(tp=4)),
             workload=Workload(arrivals="poisson", count=200, **prompts),
         )
@@ -237,7 +245,7 @@ FIGURES = (
             report="#22536",
             says=f"TTFT of {count} prompts, TP 2 to 4: sliced, staged",
             reported=before / after,
-            assumed="8 H20, Llama-3.1-8B, prompts of 1,024 tokens",
+            assumed="2 x 8 H100 over RDMA, Llama-3.1-8B, prompts of 256 tokens: by the report's TP 4 to 4",
             run=_staging(count),
         )
         for count, before, after in ((1, 34, 32), (64, 226, 154), (256, 749, 355))
@@ -256,7 +264,7 @@ FIGURES = (
         report="#37766",
         says="119 to 21 ms a transfer as reported: seen between forwards, seen when complete",
         reported=119 / 21,
-        assumed="8 H20, Llama-3.1-70B, prompts of 4,096 tokens at 0.9 of what prefill can do",
+        assumed="2 x 8 H20 over RDMA, Llama-3.1-70B, prompts of 4,096 tokens at 0.9 of what prefill can do",
         run=_polling,
     ),
     ReportFigure(
