@@ -214,7 +214,8 @@ class Deployment:
         chunks = [(done, min(self.chunk, given - done)) for done in range(0, given, self.chunk)]
         tokens = self.decode_pages * self.page_size
         step = self.decode_time.step(self.decode_batch) + self.decode_time.context * tokens
-        return sum(self.prefill_time.prefill([chunk]) for chunk in chunks) + wanted * step
+        passing = self.prefill.pp * sum(self.prefill_time.prefill([chunk]) for chunk in chunks)
+        return passing + wanted * step
 
     def page_count(self, tokens: int) -> int:
         """Return how many pages hold *tokens* tokens."""

@@ -172,3 +172,12 @@ def test_shapes_are_those_of_the_model():
 def test_no_more_than_the_peak_is_reached(name, share):
     with pytest.raises(ValueError, match=rf"compute.{name} must be > 0 and <= 1, a share of the peak, got {share}"):
         Compute(**{name: share})
+
+
+def test_a_decode_batch_is_divided_among_pipeline_stages_and_passes_all_of_them():
+    plain = replace(PLAIN, allreduce_latency=0.0)
+    one, two = (forward_time(MODEL, MACHINE, plain, Side(tp=1, pp=pp)) for pp in (1, 2))
+    # bound by weights, each stage reads its half for both halves of the batch; bound by arithmetic, both GPUs share it
+    assert two.step(2) == pytest.approx(2 * (one.weight_bytes / 2 / 0.5e12 + 1e-3))
+    assert two.step(10000) - 2e-3 == pytest.approx((one.step(10000) - 1e-3) / 2)
+    assert two.context == pytest.approx(one.context / 2)

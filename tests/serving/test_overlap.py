@@ -13,7 +13,8 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
 from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
-from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Side
+from pdsim.serving.compute.roofline import forward_time
+from pdsim.serving.settings import Cache, Compute, Kv, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
@@ -127,3 +128,19 @@ def test_a_step_that_is_chosen_ahead_holds_what_waited_when_the_one_before_began
     long, short = (row[7] for row in outcome.ranks["router"].value["rows"])
     assert (long == alone, short > long) == (ahead, ahead)
     assert short >= long
+
+
+def test_a_stage_begins_a_chunk_when_the_one_before_has_ended_it():
+    """Of chunks of 256, 256 and 88 tokens the second stage is idle for the first, and alone with the last."""
+    side = Side(tp=1, pp=2)
+    (_, _, started, *_), outcome = run(600, WHOLE, chunk=256, prefill=side)
+    time = forward_time(DEEP, QUIET, Compute(), side)
+    first, second, third = (time.prefill([piece]) for piece in ((0, 256), (256, 256), (512, 88)))
+    one, two = (sorted({record.submitted for record in outcome.ranks[f"prefill0.{i}"].transfers}) for i in (0, 1))
+    assert one[:3] == pytest.approx([started + first, started + first + second, started + first + second + third])
+    message = two[0] - started - 2 * first
+    assert 0 <= message < 1e-3
+    ends = [2 * first]
+    for before, own in ((first + second, second), (first + second + third, third)):
+        ends.append(max(ends[-1], before) + own)
+    assert two[:3] == pytest.approx([started + message + end for end in ends], abs=1e-9)

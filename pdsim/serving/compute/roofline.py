@@ -63,12 +63,14 @@ class ForwardTime:
     allreduce: float  # seconds an iteration, all layers
     overhead: float  # seconds an iteration
     scale: float  # of the whole
+    stages: int = 1  # of a pipeline, that a token passes one after the other; the rest is of one of them
     exchange: Exchange = field(default_factory=Exchange)  # tokens on their way to experts of other ranks
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
 
         Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.
+        Of one stage: the next iteration may begin then, and the first has passed the last one *stages* times as late.
         """
         longest = 0
         if self.padded:
@@ -93,11 +95,16 @@ class ForwardTime:
         return self._total(self._roof(compute, memory), tokens)
 
     def step(self, batch: int) -> float:
-        """Return the seconds of a decode iteration of *batch* requests, without those for their context."""
+        """Return the seconds of a decode iteration of *batch* requests, without those for their context.
+
+        With pipeline stages as many parts of the batch are under way, one in each, and a request's next token comes
+        when its part has passed all of them.
+        """
+        stage = -(-batch // self.stages)
         parts = 2 if self.exchange and self.exchange.overlap else 1  # each of which reads the weights
-        share = batch / parts
+        share = stage / parts
         linear = self._roof(share * self.token_flops / self.flops, self._weights(share) / self.weight_rate)
-        return self._total(parts * linear, batch)
+        return self.stages * self._total(parts * linear, stage)
 
     @property
     def context(self) -> float:
@@ -162,7 +169,7 @@ def weight_bytes(model: Llm, side: Side) -> float:
 def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, direct: bool = False) -> ForwardTime:
     """Return the coefficients of *model* on an instance of *side*, whose ranks are on *machine*.
 
-    Stages and context-parallel ranks just divide the work.  The groups are taken to be loaded alike, so that each has
+    Stages and context-parallel ranks divide the work.  The groups are taken to be loaded alike, so that each has
     its share of the engine's arithmetic; weights are read once for the tokens of all of them.
 
     Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
@@ -207,6 +214,7 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
         allreduce=allreduce,
         overhead=compute.overhead,
         scale=compute.scale,
+        stages=side.pp,
         exchange=exchange(model, machine, compute, side.ep, side.dp, direct) if side.ep > 1 else Exchange(),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from simpy.events import AllOf, Event
 
+from pdsim.clock import fire
 from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
@@ -47,6 +48,7 @@ class PrefillWorker(EngineProcess):
             job.engine.prefill, job.engine.variation, job.seed, f"{instance}.send"
         )  # ranks run in step
         self._sends = 0.0  # when the KV of the last forward is posted, on the clock
+        self._passed = [0.0] * job.prefill.at(index).pp  # when each stage before this one ends its last forward
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self._ahead: list[Forward | Abort] = []  # of the leader: came before this rank was told of its own life
@@ -106,13 +108,34 @@ class PrefillWorker(EngineProcess):
             self.ignore()
 
     def compute(self, message: Forward) -> Event:
-        """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends."""
+        """Occupy the device with a forward, then write its chunks.  The event succeeds when the forward ends.
+
+        A pipeline stage begins when the stages before it have passed the forward on, as long each as *message* says.
+        """
         cached = message.cached if isinstance(message, Preceded) else ()
         self.sender.expect((*cached, *message.chunks))
+        begin = self.clock.now
+        for stage, end in enumerate(self._passed):
+            begin = self._passed[stage] = max(begin, end) + message.seconds
+        if begin > self.clock.now:
+            done = Event(self.clock)
+            self.clock.call_at(begin, lambda done: self.guard(self._pass, message, done), done)
+            return done
+        return self._begin_forward(message)
+
+    def _pass(self, message: Forward, done: Event) -> None:
+        if not self.ended.triggered:
+            forward = self._begin_forward(message)
+            assert forward.callbacks is not None
+            forward.callbacks.append(lambda _: fire(done))
+
+    def _begin_forward(self, message: Forward) -> Event:
+        """Occupy the device with a forward whose input is here."""
         forward = self.rank.device.compute(message.seconds)
         if isinstance(message, Preceded) and message.tokens:
             forward = self._routed(forward, message)
         assert forward.callbacks is not None
+        cached = isinstance(message, Preceded) and message.cached
         if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
         forward.callbacks.append(lambda _: self.guard(self._computed, message))
