@@ -45,7 +45,9 @@ def test_pieces_of_one_iteration_share_its_weights_and_overhead():
 
 
 def test_padded_attention_computes_every_sequence_up_to_the_longest():
-    plain, padded = (forward_time(MODEL, MACHINE, replace(PLAIN, attention_padded=on), tp=1) for on in (False, True))
+    plain, padded = (
+        forward_time(MODEL, MACHINE, replace(PLAIN, attention_padded=on), Side(tp=1)) for on in (False, True)
+    )
     assert padded.prefill([(1000, 4000)]) == plain.prefill([(1000, 4000)])
     more = (4000 - 1000) * (1000 + 500)  # rows of the second that are none of its tokens, and the keys that they meet
     expected = plain.prefill([(0, 4000), (500, 1000)]) + 4 * 10 * 10 * 100 * more / 0.5e15

@@ -352,12 +352,11 @@ class PrefillScheduler(PrefillWorker):
         will come back; if all others are in quarantine, it waits for `Deployment.deadline` seconds and then fails.
         Raise a `ConfigError` if the policy gives more tokens than there are.
         """
-        budget = self.job.chunk
+        budget, held_up = self.job.chunk, 0.0
         pieces: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         cached: list[Chunk] = []  # need no forward
         partial: list[PrefillRequest] = []  # have a piece in this step, and more to come
-        held_up = 0.0
         while self._queue and budget and len(chunks) < self.job.prefill_batch:
             if self._queue[0].failed:
                 self._queue.popleft()
@@ -399,8 +398,8 @@ class PrefillScheduler(PrefillWorker):
             return None
         seconds = self.iteration_seconds(pieces) + held_up
         if cached or self.job.prefill_time.exchange:
-            tokens = sum(new for _, new in pieces) if self.job.prefill_time.exchange else 0
-            return Preceded(self.life, seconds, tuple(chunks), tuple(cached), tokens)
+            travel = [new for _, new in pieces if self.job.prefill_time.exchange]
+            return Preceded(self.life, seconds, tuple(chunks), tuple(cached), sum(travel))
         return Forward(self.life, seconds, tuple(chunks))
 
     def launching(self, forward: float) -> float:
