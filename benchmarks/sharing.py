@@ -6,9 +6,9 @@
     python benchmarks/sharing.py --oracle DIR --simgrid-lib DIR --simgrid-source DIR      # with SimGrid
     python benchmarks/sharing.py --scaling                                                # from 8 to 512 GPUs
 
-README.md says where SimGrid's directories come from and how to read the table.  An oracle's is of ``*.npz`` files, one a
-workload: ``link_capacity`` (bytes/s), ``path_links``, ``path_length``, and ``start`` (s), ``path``, ``size`` (bytes) and
-``finish`` (s) of each flow.
+README.md says where SimGrid's directories come from and how to read the table.  An oracle's is of ``*.npz`` files, one
+a workload: ``link_capacity`` (bytes/s), ``path_links``, ``path_length``, and ``start`` (s), ``path``, ``size`` (bytes)
+and ``finish`` (s) of each flow.
 """
 
 from __future__ import annotations
