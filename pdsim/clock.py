@@ -102,13 +102,17 @@ class Call:
 
     def __init__(self, clock: Clock, function: Callable[[Any], None], argument: Any) -> None:
         self.env = clock
-        self.callbacks: Any = (self.run,)
+        self.callbacks: Any = _CALLING  # not a method of its own, which would make a cycle of each
         self.function = function
         self.argument = argument
 
-    def run(self, _: Any) -> None:
-        """Make the call."""
-        self.function(self.argument)
+
+def _call(call: Any) -> None:
+    """Make *call*."""
+    call.function(call.argument)
+
+
+_CALLING = (_call,)
 
 
 class Alarm(Event):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdsim.descriptors import Int64s
 from pdsim.transfer import Batch, Region
 
-__all__ = ["LazyBatch"]
+__all__ = ["LazyBatch", "one_piece"]
 
 
 class LazyBatch(Batch):
@@ -15,16 +15,26 @@ class LazyBatch(Batch):
 
     The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever makes
     one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over regions at
-    least as large.  It is called at most once, for all batches that `over` derives from this one.
+    least as large.  It is called at most once, for all batches that `over` derives from this one.  *pieces* is as of
+    `Batch`.
     """
 
     __slots__ = ("_count", "_made", "_make")
 
-    def __init__(self, source: Region, target: Region, count: int, nbytes: int, make: Callable[[], Batch]) -> None:
+    def __init__(
+        self,
+        source: Region,
+        target: Region,
+        count: int,
+        nbytes: int,
+        make: Callable[[], Batch],
+        pieces: int | None = None,
+    ) -> None:
         self.source = source
         self.target = target
         self.nbytes = nbytes
-        self.pieces = self._count = count
+        self._count = count
+        self.pieces = count if pieces is None else pieces
         self._make = make
         self._made: Batch | None = None
 
@@ -61,4 +71,14 @@ class LazyBatch(Batch):
     def over(self, source: Region, target: Region) -> Batch:
         """As `Batch.over`."""
         self._check_over(source, target)
-        return LazyBatch(source, target, self._count, self.nbytes, self.arrays)
+        return LazyBatch(source, target, self._count, self.nbytes, self.arrays, self.pieces)
+
+
+def one_piece(source: Region, target: Region, source_offset: int, target_offset: int, size: int) -> Batch:
+    """Return the batch of one descriptor, checked as any other, without arrays until somebody reads them."""
+
+    def make() -> Batch:
+        return Batch(source, target, [source_offset], [target_offset], [size])
+
+    inside = 0 <= source_offset <= source.size - size and 0 <= target_offset <= target.size - size
+    return LazyBatch(source, target, 1, size, make) if inside and size > 0 else make()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import numpy as np
 
 from pdsim.transfer import Batch, Region
@@ -15,19 +14,7 @@ if TYPE_CHECKING:
     from pdsim.fabric.memory import Bytes, SimBuffer
     from pdsim.transfer import Notification, Transfer
 
-__all__ = ["Connection", "EndpointAddress", "Part", "Registration", "SimTransfer", "part_of"]
-
-
-class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `pdsim.fabric.sim_endpoint.SimEndpoint.address` says, as JSON.
-
-    An address is good for one life of a rank; whoever connects with an older one gets `PeerLost`.
-    """
-
-    rank: str
-    engine: str
-    regions: list[Region]
-    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
+__all__ = ["Connection", "Part", "Registration", "SimTransfer", "part_of"]
 
 
 class Registration:

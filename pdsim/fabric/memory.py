@@ -435,7 +435,9 @@ class SimDevice:
                 f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works within a "
                 f"device; use Endpoint.write between devices"
             )
-        buffer = self.symmetric.at(region.address) or self.memory.at(region.address)
+        buffer = self.memory.at(region.address)
+        if buffer is None or self.symmetric.reserved:  # which may begin at the same address
+            buffer = self.symmetric.at(region.address) or buffer
         if buffer is None or buffer.freed or buffer.size < region.size:
             raise RegistrationError(f"the memory of region {region.owner}/{region.name} has been freed")
         return buffer

@@ -77,6 +77,7 @@ class SimSeries(Series):
         self._expect()
         if self._stages[-1][0] - now > limit / 2:
             self._foreseen.drop(self._plan, 0)
+            self._plan.forget()
             self._alarm = None
             return False
         return True
@@ -100,6 +101,7 @@ class SimSeries(Series):
             count = len(self._stages[0])
             self._foreseen.drop(self._plan, count)
             self._tell(count, last=True)
+            self._plan.forget()
             fire(self, (count, None))
 
     def _on_cut(self, flow: Flow | None) -> None:
@@ -107,6 +109,7 @@ class SimSeries(Series):
         count = int(np.searchsorted(self._stages[-1], self._hardware.now, side="left"))
         self._tell(count, last=False)
         submitted, posted, begin, end, complete = (float(column[count]) for column in self._stages)
+        self._plan.forget()
         fire(self, (count, self._resume((submitted, posted, begin, end, complete), flow)))
 
     def _tell(self, count: int, *, last: bool) -> None:

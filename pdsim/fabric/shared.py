@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pdsim.fabric.fold import Columns
 from pdsim.fabric.posting_threads import PostingShare, PostingThreads
+from pdsim.transfer import Region
 
 if TYPE_CHECKING:
     from pdsim.clock import Clock
@@ -18,7 +21,19 @@ if TYPE_CHECKING:
     from pdsim.fabric.topology import Site, Topology
     from pdsim.hardware import Gpu
 
-__all__ = ["Fabric"]
+__all__ = ["EndpointAddress", "Fabric"]
+
+
+class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `pdsim.fabric.sim_endpoint.SimEndpoint.address` says, as JSON.
+
+    An address is good for one life of a rank; whoever connects with an older one gets `PeerLost`.
+    """
+
+    rank: str
+    engine: str
+    regions: list[Region]
+    life: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
 
 @dataclass(frozen=True)

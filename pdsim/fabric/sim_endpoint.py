@@ -30,13 +30,13 @@ from pdsim.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from pdsim.fabric.connections import Connection, EndpointAddress, Registration, SimTransfer
+from pdsim.fabric.connections import Connection, Registration, SimTransfer
 from pdsim.fabric.engine import CopyEngine, Posting, PostingThread, SendQueue
 from pdsim.fabric.memory import SimBuffer
 from pdsim.fabric.payload import Payload
 from pdsim.fabric.posted import PostedTransfers, SeriesRecorder
 from pdsim.fabric.series import SimSeries
-from pdsim.fabric.shared import Fabric
+from pdsim.fabric.shared import EndpointAddress, Fabric
 from pdsim.transfer import Batch, Buffer, Notification, Peer, Region, Repeated, Transfer
 
 if TYPE_CHECKING:

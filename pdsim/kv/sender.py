@@ -34,6 +34,7 @@ from pdsim.kv.queues import Queues
 from pdsim.kv.sender_rooms import ChunkTransfer, SenderRoom, SenderRooms
 from pdsim.kv.staging.ring import GatherBuffers
 from pdsim.kv.status import Status, advance
+from pdsim.lazy_batch import one_piece
 from pdsim.transfer import Batch, Program, Series, Transfer
 
 __all__ = ["KvSender"]
@@ -309,7 +310,7 @@ class KvSender(SenderRooms):
             self._settle(state)
             return
         size = target.blocks.nbytes(sum(count for _, _, count in piece.rows))
-        batch = Batch(block, target.ring, [0], [position % target.ring.size], [size])
+        batch = one_piece(block, target.ring, 0, position % target.ring.size, size)
         transfer = self._write(delivery, batch, "staged")
         self._gathers.lend(queue, transfer)
         try:

@@ -87,6 +87,11 @@ class Plan:
         self.seconds = self.size / level
         self.begins, self.ends = self.steps.times(self.start, self.seconds)
 
+    def forget(self) -> None:
+        """Let go of the owner and of the plans in lockstep: the series is over, and must not be garbage in a circle."""
+        self.group = []
+        self._changed = self._cut = _nothing
+
 
 class Foreseen:
     """All plans of a network.
@@ -214,6 +219,10 @@ class Foreseen:
                 flows = [*self._network.resume(sizes, float(plan.begins[first]))]
             for member, flow in zip(group, flows, strict=True):
                 member._cut(flow)
+
+
+def _nothing(*_: Any) -> None:
+    """Take note of what does not matter any more."""
 
 
 def _level(plans: list[Plan]) -> float:

@@ -76,10 +76,12 @@ class Waterfill:
             if link.active:
                 return False
             free = link.free if link is not own else path.cap
+            if path.repeats and link is not own:
+                free /= path.links.count(link)
             if free < lowest:
                 lowest = free
                 tightest = link
-        if tightest is None or lowest <= 0.0 or path.repeats:
+        if tightest is None or lowest <= 0.0:
             return False
         if own is not None:
             own.free = own._capacity = path.cap

@@ -37,6 +37,7 @@ from pdsim.job import Rank
 from pdsim.kv.layout import KvLayout
 from pdsim.kv.mapping import HeadSlice
 from pdsim.kv.pages import Pages
+from pdsim.lazy_batch import LazyBatch
 from pdsim.transfer import Batch, Buffer, Region, Transfer
 
 __all__ = ["BlockPlan", "GatherBuffers", "Ring", "Slot", "block_plans"]
@@ -195,6 +196,8 @@ class BlockPlan:
         self._layout = layout
         self._skip = first * layout.shape.head_bytes
         self._row = heads * layout.shape.head_bytes
+        self._exact = exact
+        self._size = layout.size
         self._runs = not exact or self._row == layout.row
         self._coarse = self._runs and self._row != layout.row
 
@@ -204,13 +207,37 @@ class BlockPlan:
 
     def gather(self, pool: Region, pages: Pages, block: Region, offset: int) -> Batch:
         """Return the batch that copies *pages* into the block at *offset* of region *block*."""
-        lies, within, size = self._pieces(pages)
-        return Batch(pool, block, lies, within + offset if offset else within, size, self._tokens(size))
+
+        def arrays() -> Batch:
+            lies, within, size = self._pieces(pages)
+            return Batch(pool, block, lies, within + offset if offset else within, size, self._tokens(size))
+
+        counted = self._count(pool, pages, block, offset)
+        return arrays() if counted is None else LazyBatch(pool, block, *counted[:2], arrays, counted[2])
 
     def scatter(self, block: Region, offset: int, pool: Region, pages: Pages) -> Batch:
         """Return the batch that copies the block at *offset* of region *block* into *pages*."""
-        lies, within, size = self._pieces(pages)
-        return Batch(block, pool, within + offset if offset else within, lies, size, self._tokens(size))
+
+        def arrays() -> Batch:
+            lies, within, size = self._pieces(pages)
+            return Batch(block, pool, within + offset if offset else within, lies, size, self._tokens(size))
+
+        counted = self._count(pool, pages, block, offset)
+        return arrays() if counted is None else LazyBatch(block, pool, *counted[:2], arrays, counted[2])
+
+    def _count(self, pool: Region, pages: Pages, block: Region, offset: int) -> tuple[int, int, int | None] | None:
+        """Return descriptors, bytes and pieces of a copy of *pages*; None with contents, or unless it is valid."""
+        end = total = 0
+        for page, count in sorted(pages) if len(pages) > 1 else pages:
+            if page < end or count < 1:
+                return None
+            end = page + count
+            total += count
+        nbytes = self.nbytes(total)
+        inside = end <= self._layout.pages and pool.size >= self._size and 0 <= offset <= block.size - nbytes
+        if self._exact or not nbytes or not inside:
+            return None
+        return len(self._starts) * len(pages), nbytes, nbytes // self._row if self._coarse else None
 
     def _tokens(self, size: Int64s) -> int | None:
         """Return how many pieces those of *size* stand for: where they are runs of tokens, one a token and plane."""

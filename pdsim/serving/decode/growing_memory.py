@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pdsim.kv.pages import Pool
-from pdsim.serving.decode.steps import Member, RunningBatch, steps_that_fit
+from pdsim.serving.decode.steps import RunningBatch, steps_that_fit
 from pdsim.serving.deployment import Deployment
 
 __all__ = ["GrowingMemory"]
@@ -40,8 +40,9 @@ class GrowingMemory:
 
     def short(self) -> bool:
         """Return whether there are too few pages for the next step of all."""
-        needs = ((member.number, self._lacks(member)) for member in self._batch)
-        self._lacking = [(number, pages) for number, pages in needs if pages]
+        pool, page_size = self._pool, self._job.page_size
+        needs = [(number, -(-tokens // page_size) - pool.count(number)) for number, tokens in self._batch.contexts()]
+        self._lacking = sorted(need for need in needs if need[1] > 0)
         return sum(pages for _, pages in self._lacking) > self._pool.free
 
     def grow(self) -> None:
@@ -53,14 +54,12 @@ class GrowingMemory:
 
     def steps(self) -> float:
         """Return how many steps can be taken before a request lacks a page; infinity if none ever does."""
-        members = list(self._batch)
+        members = self._batch.contexts()
         if not members:
             return math.inf
-        most = min(member.left for member in members)
-        pages = self._pool.free + sum(self._pool.count(member.number) for member in members)
-        contexts = [member.context for member in members]
+        most = self._batch.least()
+        count = self._pool.count
+        pages = self._pool.free + sum([count(number) for number, _ in members])
+        contexts = [tokens for _, tokens in members]
         fit = steps_that_fit(contexts, self._job.page_size, pages, most)
         return math.inf if fit == most else fit
-
-    def _lacks(self, member: Member) -> int:
-        return max(0, self._job.page_count(member.context) - self._pool.count(member.number))

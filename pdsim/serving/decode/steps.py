@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from pdsim.serving.compute.forward import ForwardModel
 from pdsim.serving.scheduler_host import StepVariation
 from pdsim.serving.settings import HostCosts
@@ -38,6 +36,7 @@ class DecodeSpan(NamedTuple):
     context: int  # tokens read by the first step
     variation: StepVariation | None = None
     step: int = 0  # number of the first, for *variation*
+    before: float = 0.0  # the sum of the deviations of all steps before that
 
     def end(self, steps: int) -> float:
         """Return when the last of so many steps ends."""
@@ -45,7 +44,7 @@ class DecodeSpan(NamedTuple):
         end = self.start + (steps * self.base + self.cost * tokens)
         if self.variation is None:
             return end
-        return end + self.variation.until(self.step + steps) - self.variation.until(self.step)
+        return end + self.variation.until(self.step + steps) - self.before
 
     def steps_until(self, time: float) -> int:
         """Return the least number of steps, at least 1, whose end is not before *time*."""
@@ -79,10 +78,9 @@ def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: in
     >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
     2
     """
-    tokens = np.array(contexts, np.int64)
-
     def need(steps: int) -> int:
-        return int((-(-(tokens + (steps - 1)) // page_size)).sum())
+        ahead = steps - 1 + page_size - 1
+        return sum([(tokens + ahead) // page_size for tokens in contexts])
 
     if need(most) <= pages:
         return most
@@ -134,6 +132,15 @@ class RunningBatch:
         """Yield the members, in order of their numbers."""
         for end, number, tokens in sorted(self._members, key=lambda member: member[1]):
             yield Member(number, tokens - (end - self._step), end - self._step)
+
+    def contexts(self) -> list[tuple[int, int]]:
+        """Return number and context of all members, in no order."""
+        step = self._step
+        return [(number, tokens - (end - step)) for end, number, tokens in self._members]
+
+    def least(self) -> int:
+        """Return the fewest steps that any member still takes.  Raise an `IndexError` if there is none."""
+        return self._members[0][0] - self._step
 
     @property
     def runs(self) -> bool:
@@ -233,7 +240,8 @@ class RunningBatch:
             longest = max((tokens - (end - self._step) for end, _, tokens in self._members), default=0)
             if self._sequence * longest > cost * context:
                 cost, batch, context = self._sequence, 1, longest
-        return DecodeSpan(start, base, cost, batch, context, self._variation, self._step)
+        before = self._variation.until(self._step) if self._variation is not None else 0.0
+        return DecodeSpan(start, base, cost, batch, context, self._variation, self._step, before)
 
     def _iteration(self, forward: float) -> float:
         """Return the seconds of a step with a forward of *forward* seconds, the host's share included.
