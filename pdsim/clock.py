@@ -28,7 +28,7 @@ LAST = NORMAL + 1
 """Priority of an event that comes after all other events of its instant."""
 
 
-def fire(event: Event, value: Any = None, ok: bool = True) -> None:
+def fire(event: Any, value: Any = None, ok: bool = True) -> None:
     """Trigger *event* and run its callbacks here and now, where `Event.succeed` would take a turn of the queue.
 
     Only a callback may use it, never a process: what waits for *event* goes on before `fire` returns.
@@ -39,10 +39,10 @@ def fire(event: Event, value: Any = None, ok: bool = True) -> None:
         raise RuntimeError(f"{event} has been triggered already")
     event._ok = ok
     event._value = value
-    if (clock := event.env).paused:  # type: ignore[attr-defined]
-        clock.put_off(event)  # type: ignore[attr-defined]
+    if (clock := event.env).paused:
+        clock.put_off(event)
         return
-    callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+    callbacks, event.callbacks = event.callbacks, None
     for callback in callbacks:
         callback(event)
 
@@ -131,16 +131,18 @@ class Alarm(Event):
         self._wake = [wake]
         self._ok = True
         self._value = None
-        self.callbacks = None  # type: ignore[assignment]  # "processed": nothing waits in the queue
+        as_event: Any = self  # of which SimPy says that `callbacks` is a list
+        as_event.callbacks = None  # "processed": nothing waits in the queue
 
     @property
     def armed(self) -> bool:
         """Whether the alarm waits to fire."""
-        return self.callbacks is not None
+        as_event: Any = self
+        return as_event.callbacks is not None
 
     def arm(self, at: float) -> None:
         """Fire at the absolute time *at*."""
-        if self.callbacks is not None:
+        if self.armed:
             raise RuntimeError("this alarm is armed already; let it fire first")
         self.callbacks = self._wake
         self.clock.schedule_at(self, at, self.priority)

@@ -220,8 +220,11 @@ class TransferLog(_RecordSequence):
         if not run.count:
             return
         self._begin(*run)
+        last, data = None, b""
         for column, values in zip(self._times, times, strict=True):
-            column.frombytes(np.ascontiguousarray(values, np.float64).tobytes())
+            if values is not last:  # what is prepared when it is submitted, and seen when it is complete
+                last, data = values, np.ascontiguousarray(values, np.float64).tobytes()
+            column.frombytes(data)
 
     def _begin(self, kind: Kind, label: str, nbytes: int, descriptors: int, count: int) -> None:
         ends = self._ends

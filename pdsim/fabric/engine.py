@@ -196,6 +196,7 @@ class SeriesSteps:
         self._posting = posting
         self._overlap = overlap
         self._latency = latency
+        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for twice: by the plan and its owner
 
     def alike(self, other: Steps) -> bool:
         """Return whether the transfers of *other* take as long in every respect."""
@@ -210,6 +211,12 @@ class SeriesSteps:
 
         These are the sums that `SendQueue` makes, in its order: the same times, bit for bit.
         """
+        known = self._known
+        if known is None or known[0] != start or known[1] != seconds:
+            known = self._known = (start, seconds, self._sums(start, seconds))
+        return known[2]
+
+    def _sums(self, start: float, seconds: float) -> tuple[Times, ...]:
         stages: tuple[float, ...] = (self._posting, seconds, self._latency)
         if self._overlap:
             stages = (max(self._posting, seconds), self._latency)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from heapq import heappop
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
@@ -40,10 +41,7 @@ class RankClock(Clock):
     def _now(self) -> float:  # type: ignore[override]  # SimPy's own methods read it too
         return self.job._now
 
-    @property
-    def now(self) -> float:
-        """Seconds since the start of the job."""
-        return self.job._now
+    now = property(attrgetter("job._now"), doc="Seconds since the start of the job.")
 
     def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
         """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
@@ -80,6 +78,8 @@ class RankClock(Clock):
 
 class JobClock(Clock):
     """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
+
+    now = property(attrgetter("_now"), doc="Seconds since the start.")  # SimPy's, in C
 
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class Queues(Generic[T]):
         while queue.items:
             queue.item = item = queue.items.popleft()
             try:
-                waits = self._work(item, queue.number)
+                waits: Any = self._work(item, queue.number)  # an event has no callbacks once it is over
             except Exception as error:
                 self._failed(item, error)
                 continue
@@ -102,7 +102,7 @@ class Queues(Generic[T]):
                 return
         self._next(queue)
 
-    def _advance(self, queue: _Queue[T], program: Program, event: Event | None) -> Event | None:
+    def _advance(self, queue: _Queue[T], program: Program, event: Any) -> Any:
         """Let *program* go on after *event*, as SimPy's `Process` does; return what it waits for, None at its end."""
         value: Any = None
         ok = True

@@ -16,6 +16,7 @@ from pdsim.serving.workload import stream
 __all__ = ["SchedulerHost", "StepVariation"]
 
 _DRAWS = 1024  # at a time
+_AHEAD = 64  # at a time, of the others
 
 
 class SchedulerHost:
@@ -32,6 +33,7 @@ class SchedulerHost:
         self.steps = StepVariation(costs.step, variation, seed, name) if variation and costs.step else None
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")
+        self._draws: list[float] = []  # ahead, the next one last
 
     def arrive(self, tokens: int) -> float:
         """Return the seconds from the arrival of a request of *tokens* to its scheduler."""
@@ -57,7 +59,11 @@ class SchedulerHost:
         return self._drawn(self.costs.step)
 
     def _drawn(self, mean: float) -> float:
-        return mean * self._random.gamma(self._shape) / self._shape if mean and self._shape else mean
+        if not (mean and self._shape):
+            return mean
+        if not self._draws:  # many at a time are the same numbers as one after the other
+            self._draws = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1]
+        return mean * self._draws.pop() / self._shape
 
 
 class StepVariation:

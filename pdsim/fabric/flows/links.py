@@ -258,7 +258,7 @@ class Path:
         self.rest: tuple[Link, ...] = ()
         self.limit = NOBODY
         self.offset = 0.0
-        self._flows: list[tuple[float, int, Flow]] = [NEVER]
+        self._flows: list[tuple[float, int, Any]] = [NEVER]  # the last has no flow
         self._begun = 0.0  # the sum of the service at the start of each flow
         self._ended = 0.0  # bytes of flows that are no more
         crowded = [link for link in dict.fromkeys(links) if not link._pass(self, links.count(link))]

@@ -78,6 +78,7 @@ def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: in
     >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
     2
     """
+
     def need(steps: int) -> int:
         ahead = steps - 1 + page_size - 1
         return sum([(tokens + ahead) // page_size for tokens in contexts])
