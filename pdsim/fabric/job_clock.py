@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from heapq import heappop
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
@@ -41,7 +40,10 @@ class RankClock(Clock):
     def _now(self) -> float:  # type: ignore[override]  # SimPy's own methods read it too
         return self.job._now
 
-    now = property(attrgetter("job._now"), doc="Seconds since the start of the job.")
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the job."""
+        return self.job._now
 
     def call_at(self, when: float, function: Callable[[Any], None], argument: Any) -> None:
         """As `Clock.call_at`, in one step: most of what is scheduled comes this way."""
@@ -78,8 +80,6 @@ class RankClock(Clock):
 
 class JobClock(Clock):
     """The clock that owns the queue.  Its own events, those of the hardware, outlive every rank."""
-
-    now = property(attrgetter("_now"), doc="Seconds since the start.")  # SimPy's, in C
 
     def __init__(self, ties: Iterator[float] | None = None) -> None:
         super().__init__()

@@ -158,7 +158,7 @@ class Network:
         flow._done = None
         for entry in path._flows:
             if entry[2] is flow:
-                left = max(flow.size - (path._served(self.clock.now) - flow._begin), 0.0)
+                left: float = max(flow.size - (path._served(self.clock.now) - flow._begin), 0.0)
                 path._flows.remove(entry)
                 heapify(path._flows)
                 path._drop(flow, flow.size - left)

@@ -1,0 +1,117 @@
+"""Compile the hot modules with mypyc when a wheel is built with ``PDSIM_COMPILE=1``; others are pure Python.
+
+    PDSIM_COMPILE=1 pip install .
+
+The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  It takes a C
+compiler and one or two minutes.  A compiled wheel has the sources too, for tracebacks.  Editable installs stay pure.
+
+Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and ranks' programs, which packages derive
+from with bases that a compiled class cannot have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SWITCH = "PDSIM_COMPILE"
+OPTIMIZE = "PDSIM_COMPILE_LEVEL"  # of the C compiler: 0 to 3
+MODULES = (
+    "pdsim/clock.py",
+    "pdsim/fabric/channel.py",
+    "pdsim/fabric/connections.py",
+    "pdsim/fabric/deadlines.py",
+    "pdsim/fabric/sim_endpoint.py",
+    "pdsim/fabric/engine.py",
+    "pdsim/fabric/flows/foreseen.py",
+    "pdsim/fabric/flows/links.py",
+    "pdsim/fabric/flows/network.py",
+    "pdsim/fabric/flows/waterfill.py",
+    "pdsim/fabric/host_latency.py",
+    "pdsim/fabric/job_clock.py",
+    "pdsim/fabric/memory.py",
+    "pdsim/fabric/payload.py",
+    "pdsim/fabric/posted.py",
+    "pdsim/fabric/posting_threads.py",
+    "pdsim/fabric/series.py",
+    "pdsim/kv/consensus.py",
+    "pdsim/kv/pages.py",
+    "pdsim/kv/paths.py",
+    "pdsim/kv/peers.py",
+    "pdsim/kv/plan.py",
+    "pdsim/kv/prefix_pages.py",
+    "pdsim/kv/queues.py",
+    "pdsim/kv/receiver.py",
+    "pdsim/kv/rooms.py",
+    "pdsim/kv/sender.py",
+    "pdsim/kv/sender_rooms.py",
+    "pdsim/kv/staging/staging_receiver.py",
+    "pdsim/kv/staging/ring.py",
+    "pdsim/serving/decode/growing_memory.py",
+    "pdsim/serving/decode/steps.py",
+    "pdsim/serving/scheduler_host.py",
+    "pdsim/serving/instances.py",
+    "pdsim/serving/prefix_cache.py",
+)
+"""What runs for each event, message or transfer."""
+
+
+class CompileHook(BuildHookInterface[Any]):
+    """Adds the compiled modules to a wheel, if that was asked for."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """Return what a build needs beside hatchling."""
+        return ["mypy[mypyc]>=1.15", "setuptools>=65", "numpy>=2", "simpy>=4.1", "msgspec>=0.19"] if _wanted() else []
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and have the results put beside their sources."""
+        if not _wanted() or self.target_name != "wheel" or version == "editable":
+            return
+        scratch = Path(tempfile.mkdtemp(prefix="pdsim-compile-"))
+        self._scratch = scratch
+        unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(Path(self.root, "pdsim"), scratch / "pdsim", ignore=unwanted)
+        subprocess.run([sys.executable, str(Path(__file__).resolve())], cwd=scratch, check=True)
+        results = [*scratch.glob("*.so"), *scratch.glob("pdsim/**/*.so")]  # what they share, and a module each
+        found = {str(path): str(path.relative_to(scratch)) for path in sorted(results)}
+        build_data["force_include"].update(found)
+        build_data["infer_tag"] = True
+        build_data["pure_python"] = False
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove what was only needed for the build."""
+        if hasattr(self, "_scratch"):
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _wanted() -> bool:
+    return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def build() -> None:
+    """Compile `MODULES` of the tree in the current directory, in place."""
+    from mypyc.build import mypycify
+    from setuptools import Distribution
+
+    Path("mypy.ini").write_text("[mypy]\nignore_missing_imports = true\n")  # the checkout's own settings are for all
+    extensions = mypycify(
+        [*MODULES], opt_level=os.environ.get(OPTIMIZE, "2"), debug_level="0", group_name="pdsim", verbose=False
+    )
+    command: Any = Distribution({"name": "pdsim", "ext_modules": extensions}).get_command_obj("build_ext")
+    command.inplace = True
+    command.build_temp = "objects"
+    command.ensure_finalized()
+    command.run()
+
+
+if __name__ == "__main__":
+    build()
