@@ -15,13 +15,14 @@ from typing import Any
 from backends.capabilities import EngineLibrary, Variant
 from backends.diagnosis import Diagnosis, devices, error_of, installed
 from pdsim import plugins
-from pdsim.costs import Engine
+from pdsim.costs import Collective, Engine
 from pdsim.errors import BackendUnavailable, ConfigError
 from pdsim.guards import instead
 
 __all__ = [
     "backends",
     "check",
+    "check_collective",
     "diagnose",
     "diagnose_library",
     "implementation_of",
@@ -139,6 +140,18 @@ def check(engine: Engine) -> Iterator[str]:
     ways = [way for way in variants(engine.implementation) if way.backend == engine.name]
     for rule in dict.fromkeys(way.check for way in ways if way.check is not None):
         yield from rule(engine)
+    if engine.threads != 1 and not any(way.posting_threads for way in ways):
+        yield (
+            f"backend.threads={engine.threads}: real ranks of backend={engine.name} post from one thread; use 1, or "
+            "a backend of Mooncake"
+        )
+
+
+def check_collective(collective: Collective) -> Iterator[str]:
+    """Yield a line for each reason why ``target=real`` cannot gather with *collective*."""
+    from backends.collectives import libraries
+
+    yield from libraries.check(collective)
 
 
 def _libraries(ways: Iterable[Variant]) -> list[EngineLibrary]:

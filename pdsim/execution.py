@@ -197,16 +197,12 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
     from backends.jobs.launcher import SILENCE, Processes
 
     host, collective = config.hw.host.memory, config.collective
-    if collective is not None and collective.timing != "caller":
-        raise ConfigError(
-            f"collective.timing={collective.timing} holds on the model: real ranks wait for every call; use caller"
-        )
-    if config.backend.threads != 1:
-        raise ConfigError(
-            f"backend.threads={config.backend.threads} holds on the model: real ranks post from one thread; use 1"
-        )
     silence = config.launch.silence or config.experiment.silence or SILENCE
     if config.hw.guest:
+        if config.backend.threads != 1:
+            raise ConfigError(
+                f"backend.threads={config.backend.threads}: ranks of an emulated machine post from one thread; use 1"
+            )
         from backends.emulation.guest.engines import emulated
 
         meter(0.0, "an emulated machine starts")

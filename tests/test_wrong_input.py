@@ -48,7 +48,14 @@ WRONG = [
         ("collective=gloo", "collective.timing=device"),
         "needs collective.plain.device, and nobody has measured it for gloo",
     ),
-    (("hw=loopback", "target=real", "backend.threads=2"), "backend.threads=2 holds on the model"),
+    (
+        (
+            *("hw=loopback", "target=real", "collective=gloo", "collective.timing=device"),
+            *(f"collective.{kind}.device=[{{latency: 1us, rate: 1GB/s}}]" for kind in ("plain", "symmetric")),
+        ),
+        "collective=gloo gathers memory of the host; use timing=caller",
+    ),
+    (("hw=loopback", "target=real", "backend=nixl_tcp", "backend.threads=2"), "post from one thread; use 1"),
     ("backend.policy=3", "backend.policy must have keys of its own (queues,"),
     ("backend.policy.queues=many", "backend.policy.queues must be a whole number, got 'many'"),
     ("backend.options=3", "backend.options must be a mapping of keys to values, got 3"),

@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
     grow: bool
     check: bool
     timeout: float
+    timing: str = "caller"
 
 
 class Library(ABC):
@@ -53,6 +54,8 @@ class Library(ABC):
 
     engine: str  # as it reports itself
     memory: str  # that it gathers: "host" or "gpu"
+    times_device: bool = False  # whether `start` can be told to time the device alone
+    timing: str = "caller"  # of `pdsim.costs.Collective`; "device" only where it *times_device*
 
     def __init__(self, device: Any, timeout: float) -> None:
         """Gather memory of *device*; nothing takes more than *timeout* seconds."""

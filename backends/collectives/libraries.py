@@ -6,14 +6,17 @@ rank in no group never loads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from backends.base.host import HostDevice
 from backends.collectives.base import Library, Settings
 from pdsim import plugins
+from pdsim.costs import Collective
 from pdsim.errors import BackendUnavailable, ConfigError
+from pdsim.guards import instead
 
-__all__ = ["library"]
+__all__ = ["check", "library"]
 
 
 def library(settings: Settings, device: Any) -> Library:
@@ -32,7 +35,26 @@ def library(settings: Settings, device: Any) -> Library:
         raise ConfigError(
             f"collective={settings.name} does not gather memory of {device.name}; choose collective={' or '.join(fit)}"
         )
-    return chosen(device, settings.timeout)
+    found = chosen(device, settings.timeout)
+    found.timing = settings.timing
+    return found
+
+
+def check(collective: Collective) -> Iterator[str]:
+    """Yield if no package provides the library of *collective*, or if it cannot time what it is asked to."""
+    known = plugins.names(plugins.COLLECTIVES)
+    if collective.implementation not in known:
+        yield (
+            f"collective.implementation={collective.implementation} is provided by no package; "
+            f"{instead(collective.implementation, known)}"
+        )
+    elif collective.timing == "device":
+        chosen: type[Library] = plugins.resolve(plugins.COLLECTIVES, collective.implementation)
+        if not chosen.times_device:
+            yield (
+                f"collective.timing=device: real ranks take it between two events of a GPU's stream, and "
+                f"collective={collective.name} gathers memory of the {chosen.memory}; use timing=caller"
+            )
 
 
 def _memory(name: str) -> str:

@@ -23,6 +23,9 @@ __all__ = ["Nccl", "SymmetricMemory"]
 SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """What keeps libraries from NVLink multicast, which needs rights on the switch that a rank may not have."""
 
+BUSY = 1_500_000
+"""Cycles that a stream is kept busy with, some 0.8 ms, where the device alone is timed: launches fall into them."""
+
 SEGMENT = 2 << 20
 """Bytes that reservations are rounded up to: the granularity of CUDA's virtual memory."""
 
@@ -50,12 +53,15 @@ class _View:
 class _OnGpu(Library):
     """What both have in common: a stream, events around each gather, and views of buffers.
 
-    Gathers go to one stream in the order of the calls. Times are those between two CUDA events around each, in seconds,
-    so they contain neither launch nor polling. Buffers are seen as tensors without a copy; a view is made once and
-    lives as long as its buffer.
+    Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
+    seconds, so they contain no polling.  With ``timing="device"`` they contain neither launch nor waiting for the
+    others: the stream is kept busy until both events and the gather are queued, and a gather of a few bytes before the
+    first event lets the streams of all ranks go on together.  Buffers are seen as tensors without a copy; a view is
+    made once and lives as long as its buffer.
     """
 
     memory = "gpu"
+    times_device = True
 
     @classmethod
     def missing(cls) -> str:
@@ -70,6 +76,7 @@ class _OnGpu(Library):
         self._stream: Any = None
         self._group: Any = None
         self._count = self._index = 0
+        self._few: Any = None  # bytes that streams meet with
         self._kept: list[Any] = []  # what reserved memory lives in
         self._tensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -95,7 +102,8 @@ class _OnGpu(Library):
         with torch.cuda.stream(self._stream):
             one = torch.zeros(16, dtype=torch.uint8, device="cuda")
             every = torch.zeros(16 * self._count, dtype=torch.uint8, device="cuda")
-            self._group._allgather_base(every, one).wait()
+            self._few = one, every
+            self._gather(one, every, symmetric=False)
         self._stream.synchronize()
 
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
@@ -105,6 +113,10 @@ class _OnGpu(Library):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         try:
             with torch.cuda.stream(self._stream):
+                if self.timing == "device":
+                    torch.cuda._sleep(BUSY)
+                    one, every = self._few
+                    self._gather(one, every, symmetric=False)
                 begin.record(self._stream)
                 self._gather(self._tensor(source)[:size], self._tensor(target)[: size * self._count], symmetric)
                 end.record(self._stream)

@@ -11,6 +11,8 @@ What it does about the engine's ways:
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
   stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).  With
   few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
+  With ``backend.threads`` above 1, so many threads of the rank take its transfers to all peers in turn and block in
+  `batch_transfer_sync_*` until each is over, over NVLink too, as SGLang's workers do.
 - Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There the
   clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it is idle,
   so that an answer about the first block is one about all that were posted before.  Small batches are done in the
@@ -133,6 +135,7 @@ class MooncakeEndpoint(RealEndpoint):
             backend="mooncake_tcp",
             requires=MOONCAKE,
             memory=("host", "gpu"),
+            posting_threads=True,
             check=_not_forced,
             name="tcp",
             protocol="tcp",
@@ -145,6 +148,7 @@ class MooncakeEndpoint(RealEndpoint):
             device="gpu",
             memory=("gpu",),
             one_sided=True,
+            posting_threads=True,
             name="nvlink",
             protocol="rdma",
             environment={"MC_INTRANODE_NVLINK": "1"},  # MC_INTRA_NVLINK, as documented, leaves one on TCP
@@ -157,6 +161,7 @@ class MooncakeEndpoint(RealEndpoint):
             device="rdma",
             one_sided=True,
             proves_quiescence=False,
+            posting_threads=True,
             guest="backends.emulation.guest.installed:MOONCAKE",
             name="rdma",
             protocol="rdma",
@@ -171,7 +176,7 @@ class MooncakeEndpoint(RealEndpoint):
         options = dict(self.settings.options)
         self._threads = _positive_int(options.pop("threads", "1"), "threads")
         self._sessions: dict[str, _Session] = {}
-        self._queues: dict[PeerState, queue.SimpleQueue[PostedTransfer | None]] = {}
+        self._queues: dict[PeerState | None, queue.SimpleQueue[PostedTransfer | None]] = {}  # None: of all peers
         self._workers: list[threading.Thread] = []
         self._tickets: dict[PostedTransfer, int] = {}  # what the clock's thread has posted
         device = options.pop("device", "")
@@ -257,8 +262,10 @@ class MooncakeEndpoint(RealEndpoint):
         batch = transfer.batch
         transfer.handle = transfer.blocks()
         transfer.prepared = self.clock.now
-        if not self._transport.gpu_only:
-            self._queue(transfer.peer).put(transfer)
+        if self.settings.threads > 1:
+            self._queue(None, self.settings.threads).put(transfer)
+        elif not self._transport.gpu_only:
+            self._queue(transfer.peer, self._threads).put(transfer)
         elif batch.nbytes <= SMALL and len(batch.size) <= FEW and not self._tickets:
             self._at_once(transfer)
         else:
@@ -319,15 +326,15 @@ class MooncakeEndpoint(RealEndpoint):
         """Return whether the clock's thread has posted what has not ended."""
         return bool(self._tickets)
 
-    # --- over a network: in threads ---------------------------------------------------------------------------------
+    # --- over a network, and with several posting threads: in threads -----------------------------------------------
 
-    def _queue(self, peer: PeerState) -> queue.SimpleQueue[PostedTransfer | None]:
-        """Return the queue of batches to *peer*, with the threads that post them."""
+    def _queue(self, peer: PeerState | None, threads: int) -> queue.SimpleQueue[PostedTransfer | None]:
+        """Return what *threads* take transfers to *peer* from, or to all peers."""
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work
-            for number in range(self._threads):
-                name = f"mooncake {peer.name} {number}"
+            for number in range(threads):
+                name = f"mooncake {peer.name if peer is not None else 'poster'} {number}"
                 worker = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)
                 self._workers.append(worker)
                 worker.start()
@@ -341,9 +348,13 @@ class MooncakeEndpoint(RealEndpoint):
             if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
                 self.clock.call(partial(self.quiesce, transfer))
                 continue
-            ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
             posted = self.clock.now
-            code = self._native.get_batch_transfer_status([ticket]) if ticket else None
+            if self.settings.threads > 1:
+                code = self._sync[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+            else:
+                ticket = self._async[transfer.operation](transfer.peer.handle.session, *transfer.handle)
+                posted = self.clock.now
+                code = self._native.get_batch_transfer_status([ticket]) if ticket else None
             self.clock.call(partial(self._finish, transfer, code, posted, self.clock.now))
 
     def _finish(self, transfer: PostedTransfer, code: int | None, posted: float, at: float) -> None:
@@ -362,7 +373,7 @@ class MooncakeEndpoint(RealEndpoint):
         """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
         for work in self._queues.values():
-            for _ in range(self._threads):
+            for _ in self._workers:  # more than each has, and nobody reads what is left
                 work.put(None)
         if idle:
             for worker in self._workers:

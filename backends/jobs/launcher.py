@@ -181,6 +181,7 @@ class Processes:
             engine=self.engine.name,
             timeout=self.engine.timeout,
             options=dict(self.engine.options),
+            threads=self.engine.threads,
             bind=self.bind if network is None else network.address(spec.place.node),
             device="" if network is None else namespaces.DEVICE,
             capacity=self.device_capacity if spec.place.gpu is None else self.gpu_capacity,
@@ -200,7 +201,7 @@ def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[f
 def _settings(library: Collective | None) -> Settings | None:
     if library is None:
         return None
-    return Settings(library.name, library.implementation, library.grow, library.check, library.timeout)
+    return Settings(library.name, library.implementation, library.grow, library.check, library.timeout, library.timing)
 
 
 class _Child:

@@ -55,6 +55,7 @@ class Start(msgspec.Struct, tag=True):
     engine: str
     timeout: float
     options: dict[str, str]
+    threads: int
     bind: str
     capacity: int
     gpu: int | None

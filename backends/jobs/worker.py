@@ -218,6 +218,7 @@ def _prepare(start: supervision.Start) -> tuple[WallClock, Rank, Records, Any]:
         intra=_NO_MODEL,
         inter=None,
         timeout=start.timeout,
+        threads=start.threads,
         options=start.options,
     )
     clock, records = WallClock() if start.gpu is None else WallClock(spin=SPIN_ON_GPU), Records()

@@ -109,6 +109,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
+    assert config.collective is not None
     options = AllgatherOptions.of(config)
     jobs = options.jobs()
     found: list[GatherRow] = []
@@ -117,7 +118,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
         name = f"{points[0].ranks} ranks{'' if points[0].reserved else ', growing'}"
         progress(number / len(jobs), name, (number + 1) / len(jobs))
         outcomes[name] = target.run(_specs(config, options, points))
-        found += rows(points, options.row, outcomes[name])
+        found += rows(points, options.row, outcomes[name], device=config.collective.timing == "device")
     progress(1.0, "")
     whole = merged(outcomes)
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]

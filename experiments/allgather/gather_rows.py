@@ -68,7 +68,7 @@ class GatherRow:
         return point.size * (point.ranks - 1) / median / 1e9 if median else None
 
 
-def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome) -> list[GatherRow]:
+def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome, *, device: bool = False) -> list[GatherRow]:
     """Return the rows of *points*, which one job with *outcome* has measured in this order.
 
     A point whose contents were wrong is ``corrupt``; one of a job that failed has the first error, `PeerLost` before
@@ -76,10 +76,10 @@ def rows(points: Sequence[GatherPoint], row: int, outcome: Outcome) -> list[Gath
     """
     errors = [rank.error.partition(":")[0] for rank in outcome.ranks.values() if rank.error]
     status = "PeerLost" if "PeerLost" in errors else errors[0] if errors else ""
-    return [_row(point, number, row, outcome, status) for number, point in enumerate(points)]
+    return [_row(point, number, row, outcome, status, device) for number, point in enumerate(points)]
 
 
-def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str) -> GatherRow:
+def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: str, device: bool) -> GatherRow:
     """Return the row of *point*, the *number*-th of its job.
 
     The records of all ranks are put side by side, gather by gather; what some rank has no record of is left out.
@@ -92,7 +92,7 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
     return GatherRow(
         point=point,
         row=row,
-        seconds=[_seconds(each) for each in together],
+        seconds=[_seconds(each, device) for each in together],
         wire=[min(record.completed - record.posted for record in each) for each in together],
         engine=together[0][0].engine if together else "",
         checked=checked,
@@ -103,7 +103,9 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
     )
 
 
-def _seconds(each: Sequence[TransferRecord]) -> float:
+def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
+    if device:  # of the rank that did not wait for others
+        return min(record.seen - record.submitted for record in each)
     return max(record.seen for record in each) - max(record.submitted for record in each)
 
 

@@ -179,13 +179,11 @@ def _own_rules(backend: Engine) -> Iterator[str]:
 
 
 def _collective(config: Config) -> Iterator[str]:
-    """Yield if no package provides the library of the collective, which the model does not look at."""
-    known = plugins.names(plugins.COLLECTIVES)
-    if config.collective is not None and config.collective.implementation not in known:
-        yield (
-            f"collective.implementation={config.collective.implementation} is provided by no package; "
-            f"{instead(config.collective.implementation, known)}"
-        )
+    """Yield what the library of the collective cannot do, which the model does not look at."""
+    if config.collective is not None:
+        from backends import registry
+
+        yield from registry.check_collective(config.collective)
 
 
 def _options(backend: Engine) -> Iterator[str]:

@@ -5,6 +5,7 @@ A modelled number is no better than its parameters; a measured one is evidence i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from pdsim.transfer import TransferRecord
 from pdsim.transfer_log import shapes
 from pdsim.units import format_rate, format_size
 
-__all__ = ["Evidence", "extrapolations", "gather", "host_spread"]
+__all__ = ["Evidence", "beyond", "extrapolations", "gather", "host_spread"]
 
 
 @dataclass(frozen=True)
@@ -179,12 +180,23 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
     counts = Counter[tuple[int, int]]()
     for shape, count in shapes(transfers).items():
         counts[shape.descriptors, shape.nbytes] += count
-    yield from _outside(calibration.name, "descriptors", str, calibration.descriptors, counts, 0)
-    yield from _outside(calibration.name, "bytes", format_size, calibration.bytes, counts, 1)
+    yield from _outside(calibration, "descriptors", str, calibration.descriptors, counts, 0)
+    yield from _outside(calibration, "bytes", format_size, calibration.bytes, counts, 1)
+
+
+def beyond(factor: float) -> float:
+    """Return how many times as wide an interval is *factor* times beyond the samples of a calibration.
+
+    It grows by as much again with each doubling, ``1 + log2(factor)``: a rule, not a measurement.
+
+    >>> beyond(1.0), beyond(4.0)
+    (1.0, 3.0)
+    """
+    return 1.0 + math.log2(max(1.0, factor))
 
 
 def _outside(
-    calibration: str,
+    calibration: Calibration,
     name: str,
     unit: Callable[[float], str],
     span: Sequence[float],
@@ -202,6 +214,15 @@ def _outside(
     factor = most / high if most > high else low / max(least, 1)
     at = most if most > high else least
     yield (
-        f"warning: {outside} of {sum(counts.values())} transfers lie outside calibration={calibration}, whose samples "
-        f"have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
+        f"warning: {outside} of {sum(counts.values())} transfers lie outside calibration={calibration.name}, whose "
+        f"samples have {unit(low)} to {unit(high)} {name}: extrapolated to {unit(at)}, by a factor of {factor:.3g}"
+        + _error(calibration, factor)
     )
+
+
+def _error(calibration: Calibration, factor: float) -> str:
+    held = calibration.held_out
+    if held is None:
+        return ""
+    wide = beyond(factor)
+    return f"; take its error there, {100.0 * held.p95:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"

@@ -43,3 +43,13 @@ def test_what_is_configured_meets_a_table_that_nothing_was_fitted_to(table, meas
     errors = abs(measured(served(config)) / published - 1.0)
     assert errors.mean() < 0.15
     assert errors.max() < 0.30
+
+
+def test_the_phase_begins_where_sglang_stamps_its_transfer_after_the_send(tmp_path):
+    name, words = H20
+    tokens = kv_tables.table(name)[0][:2]
+    late, soon = (
+        phases(served(configuration((*words, f"engine.prefill.send={send}"), tokens, tmp_path)))
+        for send in ("50ms", "0s")
+    )
+    assert late == pytest.approx(soon, rel=1e-9)
