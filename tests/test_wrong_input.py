@@ -64,7 +64,7 @@ WRONG = [
     ("model.layers=1.5", "model.layers must be a whole number, got 1.5"),
     ("model.attention=mha", "model.attention must be one of gqa, mla, got 'mha'"),
     ("model.hybrid.pattern=xyz", "model.hybrid.pattern must be of a, w and m with at least one a, got 'xyz'"),
-    ("parallel.prefill=4", "parallel.prefill must have keys of its own (tp, instances, pp, cp, dp), got 4"),
+    ("parallel.prefill=4", "parallel.prefill must have keys of its own (tp, instances, pp, cp, dp, ep), got 4"),
     ("parallel.prefill.tp=0", "parallel.prefill.tp must be > 0, got 0"),
     (
         "workload.arrivals=normal",

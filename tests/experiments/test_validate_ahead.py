@@ -14,16 +14,13 @@ from experiments.validate import run
 from pdsim.config import Config
 from pdsim.errors import ConfigError, PeerLost
 from pdsim.fabric.model import Model
+from pdsim.progress import silent
 from pdsim.results.record import Result
 from pdsim.validation.verdicts import unseal
 from tests.experiments.test_validate import classes, configured, slower
 from tests.support.configs import EIGHT, ENGINE
 
 Folder = Path
-
-
-def silent(fraction: float, text: str) -> None:
-    assert 0 <= fraction <= 1
 
 
 def predict(folder: Path, **options: Any) -> tuple[Result, Path]:

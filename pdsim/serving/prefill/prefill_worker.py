@@ -118,10 +118,13 @@ class PrefillWorker(EngineProcess):
         for stage, end in enumerate(self._passed):
             begin = self._passed[stage] = max(begin, end) + message.seconds
         if begin > self.clock.now:
-            done = Event(self.clock)
-            self.clock.call_at(begin, lambda done: self.guard(self._pass, message, done), done)
-            return done
-        return self._begin_forward(message)
+            forward = Event(self.clock)
+            self.clock.call_at(begin, lambda done: self.guard(self._pass, message, done), forward)
+        else:
+            forward = self._begin_forward(message)
+        assert forward.callbacks is not None
+        forward.callbacks.append(lambda _: self.guard(self._computed, message))
+        return forward
 
     def _pass(self, message: Forward, done: Event) -> None:
         if not self.ended.triggered:
@@ -138,7 +141,6 @@ class PrefillWorker(EngineProcess):
         cached = isinstance(message, Preceded) and message.cached
         if cached or self.job.layerwise:  # a process calls this, and workers are woken by callbacks only
             self.clock.call_at(self.clock.now, lambda message: self.guard(self._write_early, message), message)
-        forward.callbacks.append(lambda _: self.guard(self._computed, message))
         return forward
 
     def _routed(self, forward: Event, message: Preceded) -> Event:
