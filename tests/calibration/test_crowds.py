@@ -20,6 +20,7 @@ CELLS = [(n, size, crowd) for n, size in ((1, 4096), (1, 1 << 20), (1, 1 << 24),
 ALONE = {"call": 20e-6, "latency": 0.0, "descriptor": 2e-6, "rate": 200e9, "queue_rate": inf, "wire_descriptor": 0.0}
 ALONE |= {"read": 0.0, "read_descriptor": 0.0, "read_rate": inf, "in_order": 0.0}
 ALONE |= {"saving": 0.0, "small_bytes": 1, "small_descriptors": 1}
+ALONE |= {"workers": 0.0}
 ALONE |= {"extra1": 0.0, "first1": 0.0, "extra2": 0.0, "first2": 0.0}
 FORM = Form("sum", ("call", "descriptor", "rate"))
 SPANS = {"call": (19e-6, 21e-6), "descriptor": (1.9e-6, 2.1e-6), "rate": (190e9, 210e9)}

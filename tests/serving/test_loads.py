@@ -8,6 +8,7 @@ from benchmarks.live_validation import SYSTEMS
 from experiments import serve
 from pdsim.cli.run import compose
 from pdsim.fabric.model import Model
+from pdsim.progress import silent
 
 WORDS = (
     "hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=poisson", "workload.rate=8", "workload.count=12",
@@ -18,6 +19,6 @@ WORDS = (
 @pytest.mark.parametrize("engine", SYSTEMS)
 def test_all_requests_of_a_load_succeed(engine: str):
     config = compose([*WORDS, *SYSTEMS[engine]])
-    result = serve.run(config, Model(config.hw, config.backend), lambda _share, _text: None)
+    result = serve.run(config, Model(config.hw, config.backend), silent)
     assert not result.failures
     assert set(result.requests["status"]) == {"success"} or set(result.requests["status"]) == {"ok"}
