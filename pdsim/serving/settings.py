@@ -173,6 +173,8 @@ class Side:
             raise ValueError(
                 f"parallel.ep must be 1 or tp={self.tp}, over all of whose ranks experts go, got {self.ep}"
             )
+        if self.ep > 1 and self.pp * self.cp > 1:
+            raise ValueError(f"parallel.ep={self.ep} has no stages or context-parallel ranks; leave pp and cp at 1")
 
     @property
     def attention_tp(self) -> int:

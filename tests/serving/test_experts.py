@@ -179,6 +179,8 @@ def test_experts_that_cannot_be_reached_are_refused(model: Any, machine: Any, ra
 def test_ep_is_all_ranks_or_none():
     with pytest.raises(ValueError, match=r"parallel\.ep must be 1 or tp=8, over all of whose ranks experts go, got 4"):
         Side(tp=8, ep=4)
+    with pytest.raises(ValueError, match=r"parallel\.ep=8 has no stages or context-parallel ranks"):
+        Side(tp=8, ep=8, pp=2)
 
 
 def test_followers_send_cached_pages_early():
