@@ -2,11 +2,12 @@
 
     PDSIM_COMPILE=1 pip install .
 
-The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  It takes a C
-compiler and one or two minutes.  A compiled wheel has the sources too, for tracebacks.  Editable installs stay pure.
+The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  It takes a
+C compiler and one or two minutes.  A compiled wheel has the sources too, for tracebacks.  Editable installs stay
+pure.
 
-Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and ranks' programs, which packages derive
-from with bases that a compiled class cannot have.
+Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and ranks' programs, which packages
+derive from with bases that a compiled class cannot have.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class CompileHook(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """Return what a build needs beside hatchling."""
-        return ["mypy[mypyc]>=1.15", "setuptools>=65", "numpy>=2", "simpy>=4.1", "msgspec>=0.19"] if _wanted() else []
+        return (
+            ["mypy[mypyc]>=1.15", "setuptools>=65", "numpy>=2", "simpy>=4.1", "msgspec>=0.19"] if _wanted() else []
+        )
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and have the results put beside their sources."""

@@ -1,7 +1,8 @@
 """What a backend declares of itself: what it needs of a machine, and what its transfers can do.
 
-An endpoint class lists a `Variant` for each backend (``conf/backend``) that it implements.  Nothing else in pdsim knows
-an engine by name: `pdsim doctor`, the checks of ``target=real``, the conformance suite and the RDMA guest read these.
+An endpoint class lists a `Variant` for each backend (``conf/backend``) that it implements.  Nothing else in pdsim
+knows an engine by name: `pdsim doctor`, the checks of ``target=real``, the conformance suite and the RDMA guest read
+these.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class EngineLibrary:
 
     It is probed in a process of its own, for native libraries do not always fail politely.
 
-    *probe* is Python source that exits without an error if the library works; *distributions* are the names it may be
-    installed under, tried in order; *install* is the command to print.
+    *probe* is Python source that exits without an error if the library works; *distributions* are the names it may
+    be installed under, tried in order; *install* is the command to print.
     """
 
     probe: str  # a statement that works if the library does
@@ -52,8 +53,10 @@ class Variant:
     posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time until its end
     guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.recipe`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
-    tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # more options for the suite, by suffix
-    check: Callable[[Engine], Iterable[str]] | None = None  # yields a line for each reason why a configuration is wrong
+    # more options for the suite, by suffix
+    tried_with: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # yields a line for each reason why a configuration is wrong
+    check: Callable[[Engine], Iterable[str]] | None = None
 
     def __post_init__(self) -> None:
         one_of("variant", ("", *DEVICES), device=self.device)

@@ -105,7 +105,9 @@ def _gpus() -> Diagnosis:
     why = "no NVIDIA driver and no /dev/kfd"
     if Path("/proc/driver/nvidia/version").exists():
         why = error_of(_LIST_GPUS) or "the NVIDIA driver finds no GPU"
-    return Diagnosis("gpu", works=False, reason=why, remedy="a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty")
+    return Diagnosis(
+        "gpu", works=False, reason=why, remedy="a machine with GPUs, and CUDA_VISIBLE_DEVICES not empty"
+    )
 
 
 def _rdma() -> Diagnosis:

@@ -44,7 +44,7 @@ def load(name: str) -> Any:
     return plugins.resolve(plugins.BACKENDS, name)
 
 
-# --- what they declare ----------------------------------------------------------------------------------------------
+# --- what they declare ---------------------------------------------------------------------------------------------
 
 
 def variants(implementation: str) -> tuple[Variant, ...]:
@@ -99,7 +99,7 @@ def _importable() -> tuple[str, ...]:
     return tuple(found)
 
 
-# --- what works here ------------------------------------------------------------------------------------------------
+# --- what works here -----------------------------------------------------------------------------------------------
 
 
 @cache
@@ -108,8 +108,8 @@ def diagnose(backend: str) -> Diagnosis:
 
     If not, the reason names everything that is missing.
 
-    Libraries are probed in processes of their own, and the answer is kept for this process.  A backend works if all of
-    its libraries do and one of its variants finds its device.
+    Libraries are probed in processes of their own, and the answer is kept for this process.  A backend works if all
+    of its libraries do and one of its variants finds its device.
     """
     implementation = implementation_of(backend)
     try:

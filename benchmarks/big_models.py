@@ -1,16 +1,16 @@
 """Throughput of DeepSeek-V3 on nodes of 8 GPUs, published and modelled: ``python -m benchmarks.big_models``.
 
-Two deployments with experts over many nodes say how many tokens a second one of their nodes computes.  Each figure is
-that of a saturated engine in closed form, as `experiment=serve` simulates it: full chunks, or a full batch.  Nothing is
-fitted to them, but that an exchange is not hidden unless ``compute.exchange_overlap`` says so, as SGLang's two-batch
-overlap is off by default, was decided when both columns were known.  Kernels reach the shares of the peaks that
-``compute=roofline`` assumes; experts are loaded evenly.
+Two deployments with experts over many nodes say how many tokens a second one of their nodes computes.  Each figure
+is that of a saturated engine in closed form, as `experiment=serve` simulates it: full chunks, or a full batch.
+Nothing is fitted to them, but that an exchange is not hidden unless ``compute.exchange_overlap`` says so, as
+SGLang's two-batch overlap is off by default, was decided when both columns were known.  Kernels reach the shares of
+the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
 
 - SGLang: lmsys.org/blog/2025-05-05-large-scale-ep, 12 nodes of 8 x H100; a batch of 256 a GPU is assumed, for which
   the published rate is a step of 92 ms (the report says about 100).
 - DeepSeek: the open-source week's overview of its inference system, a day's mean over about 227 nodes of 8 x H800.
-  A prompt of 4,000 tokens is assumed, of which 56.3 % are cached as published; 4,989 tokens of context are published,
-  and 88 requests a GPU are what the published rate and 21 tokens a second for each user mean.
+  A prompt of 4,000 tokens is assumed, of which 56.3 % are cached as published; 4,989 tokens of context are
+  published, and 88 requests a GPU are what the published rate and 21 tokens a second for each user mean.
 """
 
 from __future__ import annotations

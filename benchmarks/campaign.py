@@ -3,9 +3,10 @@
     python -m benchmarks.campaign hw=8xh200 [backend=nvlink,nixl] [KEY=VALUE ...] [STEP:KEY=VALUE ...] [OPTION ...]
 
 Each step is a command of pdsim in a process of its own, with a deadline; what fails or is stopped does not keep the
-next from running.  Steps come in the order of what is lost without them: `doctor`; for each engine `validate`, against
-the predictions committed for the machine if there are any, and `calibrate`; then `crossing`, `allgather`, the seeds;
-and at last `again`, the validation compared with the model that was calibrated here, for which no GPU is needed.
+next from running.  Steps come in the order of what is lost without them: `doctor`; for each engine `validate`,
+against the predictions committed for the machine if there are any, and `calibrate`; then `crossing`, `allgather`,
+the seeds; and at last `again`, the validation compared with the model that was calibrated here, for which no GPU is
+needed.
 
 KEY=VALUE goes to every step, STEP:KEY=VALUE to that step only.  One folder holds all there is: a log of each step,
 `runs`, `calibration` and ``campaign.json``, written anew after each.  Exit status 1 if a step failed or was stopped.
@@ -34,7 +35,15 @@ from pdsim.cli.run import compose
 from pdsim.results.environment import environment
 
 ENGINES = "nvlink,mooncake_nvlink,nixl"
-LIMITS = {"doctor": 60, "validate": 240, "calibrate": 180, "crossing": 120, "allgather": 120, "seed": 240, "again": 300}
+LIMITS = {
+    "doctor": 60,
+    "validate": 240,
+    "calibrate": 180,
+    "crossing": 120,
+    "allgather": 120,
+    "seed": 240,
+    "again": 300,
+}
 """Seconds of each kind of step; on 2 x H200, with three jobs, a validation took 55 and a calibration 20."""
 
 JOBS = "experiment.jobs=3"
@@ -95,7 +104,9 @@ def plan(
         first = engine == engines[0]
         classes = () if given or first else ("experiment.classes=[pair,read,contention,handoff,metadata,serve]",)
         yield Step(
-            f"validate {engine}", ("validate", *real, f"backend={engine}", JOBS, *given, *classes), LIMITS["validate"]
+            f"validate {engine}",
+            ("validate", *real, f"backend={engine}", JOBS, *given, *classes),
+            LIMITS["validate"],
         )
     for engine in engines:
         to = ("--to", str(folder / "calibration"), "--name", _here(engine, hw))
@@ -113,7 +124,13 @@ def plan(
             words = ("run", f"experiment=seed_{seed}", *real, f"backend={engine or engines[0]}")
             yield Step(f"seed {seed}", words, LIMITS["seed"])
     for engine in engines:
-        words = ("validate", *base, f"backend={engine}", "experiment.predict=now", f"calibration={_here(engine, hw)}")
+        words = (
+            "validate",
+            *base,
+            f"backend={engine}",
+            "experiment.predict=now",
+            f"calibration={_here(engine, hw)}",
+        )
         yield Step(f"again {engine}", (*words, "--config-dir", str(folder.resolve())), LIMITS["again"])
 
 
@@ -144,7 +161,9 @@ def execute(command: Sequence[str], log: Path, limit: float) -> tuple[str, float
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            status = {0: "ok", 1: "failed", 2: "refused"}.get(process.wait(limit), f"ended with {process.returncode}")
+            status = {0: "ok", 1: "failed", 2: "refused"}.get(
+                process.wait(limit), f"ended with {process.returncode}"
+            )
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit:g} s"
         finally:

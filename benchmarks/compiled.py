@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled [--requests 500] [--case NAME ...] [--wheel FILE]
 
-The wheel is built as `PDSIM_COMPILE=1 pip wheel .` does (`hatch_build.py`), in a folder that is thrown away, with the
-packages that are installed here.  Cases are those of `benchmarks.serve`; seconds are of the processor, pure and
+The wheel is built as `PDSIM_COMPILE=1 pip wheel .` does (`hatch_build.py`), in a folder that is thrown away, with
+the packages that are installed here.  Cases are those of `benchmarks.serve`; seconds are of the processor, pure and
 compiled by turns.  Exits with 1 if a result differs.
 """
 
@@ -57,7 +57,9 @@ def run(site: Path | None, case: str, requests: int) -> dict[str, Any]:
     """Return what `one` says in a process of its own, with the pdsim of *site* or of this checkout."""
     path = os.pathsep.join(map(str, [*([site] if site else []), ROOT]))
     command = [sys.executable, str(Path(__file__).resolve()), "--one", case, "--requests", str(requests)]
-    done = subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, check=True, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -71,7 +73,9 @@ def compare(site: Path, cases: Sequence[str], requests: int) -> bool:
         pure, fast = (min(pair[i]["seconds"] for pair in pairs) for i in range(2))
         equal = all(one["digest"] == other["digest"] and other["compiled"] for one, other in pairs)
         same = same and equal
-        print(f"{case:16}{pure:12.2f}{fast:10.2f}{pure / fast:7.2f}  {'equal' if equal else 'DIFFERENT'}", flush=True)
+        print(
+            f"{case:16}{pure:12.2f}{fast:10.2f}{pure / fast:7.2f}  {'equal' if equal else 'DIFFERENT'}", flush=True
+        )
     return same
 
 

@@ -6,14 +6,14 @@
     python -m benchmarks.dynosim answers --python dynosim/bin/python --trace conversation_trace.jsonl --write
 
 `speed` replays the whole trace with both, in turns: seconds of the processor, start and files included.  With
---oracle, --simgrid-lib and --simgrid-source it shares links as SimGrid does, too, in the same run (README.md says what
-they are).  `answers` gives both the same requests and step times and prints TTFT and TPOT side by side: with prompts
-cut to one chunk, as the trace has them, and as the trace has them where pdsim, too, takes no time for attention to
-earlier chunks.  DynoSim is no dependency: it runs in an environment of its own.
+--oracle, --simgrid-lib and --simgrid-source it shares links as SimGrid does, too, in the same run (README.md says
+what they are).  `answers` gives both the same requests and step times and prints TTFT and TPOT side by side: with
+prompts cut to one chunk, as the trace has them, and as the trace has them where pdsim, too, takes no time for
+attention to earlier chunks.  DynoSim is no dependency: it runs in an environment of its own.
 
 What is given to DynoSim: the time of a prefill forward by its new tokens and that of a decode step by the tokens in
-memory and the mean context, both from the compute model of the job; the pages of both pools; bytes of KV a token; and
-as bandwidth of the handoff the mean of pdsim's own, for DynoSim has one rate and no contention.
+memory and the mean context, both from the compute model of the job; the pages of both pools; bytes of KV a token;
+and as bandwidth of the handoff the mean of pdsim's own, for DynoSim has one rate and no contention.
 """
 
 from __future__ import annotations
@@ -100,11 +100,15 @@ def write_times(job: Deployment, path: Path) -> None:
         prefill_ttft_ms=np.array([1e3 * job.prefill_time.prefill([(0, int(size))]) for size in prompt]),
         decode_active_kv_tokens=tokens.astype(float),
         decode_context_length=contexts,
-        decode_itl=np.array([[1e3 * step(float(active), float(context)) for context in contexts] for active in tokens]),
+        decode_itl=np.array(
+            [[1e3 * step(float(active), float(context)) for context in contexts] for active in tokens]
+        ),
     )
 
 
-def replay(python: str, trace: Path, prefill: dict[str, Any], decode: dict[str, Any], scratch: Path) -> dict[str, Any]:
+def replay(
+    python: str, trace: Path, prefill: dict[str, Any], decode: dict[str, Any], scratch: Path
+) -> dict[str, Any]:
     """Return DynoSim's report of *trace* on one worker of each side."""
     report = scratch / "dynosim.json"
     alike = {"block_size": BLOCK, "enable_prefix_caching": False}
@@ -156,7 +160,9 @@ def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bo
         prefill = {**alike, "num_gpu_blocks": int(job.prefill_pages * pages), "max_num_seqs": job.prefill_batch}
         decode = {**alike, "num_gpu_blocks": int(job.decode_pages * pages), "max_num_seqs": job.decode_batch}
         theirs = replay(python, scratch / "trace.jsonl", prefill, decode, scratch)
-    ours = {name: np.array([value for value in found.requests[name] if value is not None]) for name in ("ttft", "tpot")}
+    ours = {
+        name: np.array([value for value in found.requests[name] if value is not None]) for name in ("ttft", "tpot")
+    }
     rows = []
     for name, values in ours.items():
         for label, theirs_name in QUANTITIES.items():

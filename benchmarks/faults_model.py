@@ -3,11 +3,11 @@
     python -m benchmarks.faults_model run --seeds 200000..210000 --workers 32 --limit 900 --to part.json
     python -m benchmarks.faults_model table part.json ...
 
-A part is one small file: which seeds were run, by which code and with which options, how requests ended, the CPU time,
-and each violation.  It is written now and then, at the end, and when the run is told to stop, by the time limit, Ctrl-C
-or SIGTERM; the same command goes on from there.  Parts of several machines, of seeds that do not overlap, add up in
-`table`, those of other code in rows of their own.  It needs Python 3.11 or later with numpy, msgspec and simpy, no
-more, and runs from the root of the repository.
+A part is one small file: which seeds were run, by which code and with which options, how requests ended, the CPU
+time, and each violation.  It is written now and then, at the end, and when the run is told to stop, by the time
+limit, Ctrl-C or SIGTERM; the same command goes on from there.  Parts of several machines, of seeds that do not
+overlap, add up in `table`, those of other code in rows of their own.  It needs Python 3.11 or later with numpy,
+msgspec and simpy, no more, and runs from the root of the repository.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def run(part: Part, seeds: Iterable[int], workers: int, limit: float, to: Path) 
         part.cpu_seconds = round(before + _cpu() - spent, 1)
         part.write(to)
     print(
-        f"{to}: {part.count} scenarios, {len(part.violations)} violations, {part.cpu_seconds} CPU seconds", flush=True
+        f"{to}: {part.count} scenarios, {len(part.violations)} violations, {part.cpu_seconds} CPU seconds",
+        flush=True,
     )
     return count == len(left)
 

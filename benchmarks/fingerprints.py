@@ -2,8 +2,8 @@
 
 A Parquet table is hashed column by column: its type, and its values in order, so that another writer, another row
 group or another order of columns changes nothing.  `summary.json` and `run.json` are taken apart into numbers, which
-are compared, and words (titles, headings, definitions, notes, evidence), which are only counted.  What is different in
-every run is left out: `VOLATILE`.  This module does not know which runs there are, nor how they are started.
+are compared, and words (titles, headings, definitions, notes, evidence), which are only counted.  What is different
+in every run is left out: `VOLATILE`.  This module does not know which runs there are, nor how they are started.
 """
 
 from __future__ import annotations
@@ -193,8 +193,9 @@ def fingerprint(part: Part, only: Sequence[str] | None = None) -> dict[str, Any]
 
     Args:
         part: the table.
-        only: the columns that are the same in every run, of a run on a real engine: the others keep their types alone,
-            and rows are compared in sorted order, for ranks are served in any.  None is all of them, as they lie.
+        only: the columns that are the same in every run, of a run on a real engine: the others keep their types
+            alone, and rows are compared in sorted order, for ranks are served in any.  None is all of them, as they
+            lie.
     """
     columns = [c for c in part.values if only is None or c in only]
     values = {c: list(part.values[c]) for c in columns}

@@ -122,7 +122,9 @@ RUNS = {
     "seed-nixl-staging": Run(
         "experiment=seed_nixl_staging experiment.tp=[2to4,4to2] experiment.tokens=[512] experiment.prompts=[1,8]"
     ),
-    "seed-symmetric-allgather": Run("experiment=seed_symmetric_allgather experiment.ranks=[2,4] experiment.repeat=3"),
+    "seed-symmetric-allgather": Run(
+        "experiment=seed_symmetric_allgather experiment.ranks=[2,4] experiment.repeat=3"
+    ),
     # on real engines, over this machine's loopback
     "real-transfer-mooncake": Run(
         "target=real hw=loopback experiment=transfer experiment.patterns=[pair,incast] experiment.ranks=3 "
@@ -159,13 +161,23 @@ def execute(name: str, names: Names, keep: Path | None = None) -> Found:
         RuntimeError: it did not end well, or left no folder of results.
     """
     with tempfile.TemporaryDirectory(prefix="fixed-run-") as scratch:
-        command = [sys.executable, "-m", "pdsim", "run", "--quiet", f"output={scratch}", *RUNS[name].overrides.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pdsim",
+            "run",
+            "--quiet",
+            f"output={scratch}",
+            *RUNS[name].overrides.split(),
+        ]
         started = _cpu_seconds()
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE, check=False)
         seconds = _cpu_seconds() - started
         folders = sorted(Path(scratch).iterdir())
         if ended.returncode or len(folders) != 1 or folders[0].suffix == ".incomplete":
-            raise RuntimeError(f"{name} ended with {ended.returncode}: {(ended.stderr or ended.stdout).strip()[-800:]}")
+            raise RuntimeError(
+                f"{name} ended with {ended.returncode}: {(ended.stderr or ended.stdout).strip()[-800:]}"
+            )
         if keep is not None:
             shutil.copytree(folders[0], keep / name)
         return Found(seconds, *load(folders[0], names))
@@ -189,7 +201,9 @@ def record(path: Path, keep: Path | None) -> None:
             f'   "seconds": {found.seconds:.2f},',
             f'   "words": {json.dumps(found.words)},',
         ]
-        parts = [f"    {json.dumps(key)}: {json.dumps(reduced(name, key, part))}" for key, part in found.parts.items()]
+        parts = [
+            f"    {json.dumps(key)}: {json.dumps(reduced(name, key, part))}" for key, part in found.parts.items()
+        ]
         lines += ['   "parts": {', ",\n".join(parts), "   }", "  }" + "," * (i + 1 < len(RUNS))]
     path.write_text("\n".join(["{", *lines, " }", "}"]) + "\n")
 
@@ -299,7 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="record: a new folder for the results themselves")
     parser.add_argument("--before", type=Path, help="check: the folder that record kept, to print old values")
     parser.add_argument("--renames", type=Path, help="check: JSON of old to new names of columns")
-    parser.add_argument("--run", action="append", default=[], metavar="NAME", help="check: this run only; repeatable")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="NAME", help="check: this run only; repeatable"
+    )
     options = parser.parse_args(argv)
     if options.command == "record":
         record(options.file, options.keep)

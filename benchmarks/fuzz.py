@@ -2,9 +2,9 @@
 
 Each family is a kind of input: messages, frames of the wire, traces, outputs of other tools, samples, calibrations,
 configurations, overrides and folders of results.  Input *i* of a family follows from ``--seed``, the family and *i*
-alone, so a run can be cut, resumed from its state file, and a finding repeated: ``--only FAMILY:I``.  A finding is an
-exception that is not the documented one, an error that is not of one line a mistake, or an input that takes longer than
-`SLOW` seconds of processor time.  The exit status is 1 if there are findings.
+alone, so a run can be cut, resumed from its state file, and a finding repeated: ``--only FAMILY:I``.  A finding is
+an exception that is not the documented one, an error that is not of one line a mistake, or an input that takes
+longer than `SLOW` seconds of processor time.  The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def torn(random: Random, payload: bytes) -> bytes:
         elif kind < 0.7:
             del found[at : at + random.randint(1, 8)]
         else:
-            found[at:at] = random.choice((random.randbytes(random.randint(1, 9)), found[at : at + 9], b"\xc1", b"\xa3"))
+            found[at:at] = random.choice(
+                (random.randbytes(random.randint(1, 9)), found[at : at + 9], b"\xc1", b"\xa3")
+            )
     return bytes(found)
 
 
@@ -115,7 +117,7 @@ def refused_in_one_line(act: Callable[..., Any], *arguments: Any) -> None:
             raise AssertionError(f"an empty line in {error!r}") from error
 
 
-# --- families -------------------------------------------------------------------------------------------------------
+# --- families ------------------------------------------------------------------------------------------------------
 
 
 class Bench:

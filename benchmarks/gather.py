@@ -3,10 +3,10 @@
     python -m benchmarks.gather [TOKENS ...]
 
 Blocks are those of Llama-3.1-8B between TP 1 and TP 2: half the heads of 64 planes.  The rank of TP 1 gathers and
-scatters pieces of 1 KiB, one a token and plane; the ranks of TP 2 runs of pages, which are divided into tiles.  Columns
-are medians of what `pdsim.transfer.Device.copy` does one after the other: the batch is *planned* and checked, made a
-*table* of tiles, and, on a GPU, *moved*: the table goes there, the kernel runs, and its end is waited for.  *host* is
-what host memory takes to move the same instead (`pdsim.descriptors.move`).
+scatters pieces of 1 KiB, one a token and plane; the ranks of TP 2 runs of pages, which are divided into tiles.
+Columns are medians of what `pdsim.transfer.Device.copy` does one after the other: the batch is *planned* and
+checked, made a *table* of tiles, and, on a GPU, *moved*: the table goes there, the kernel runs, and its end is
+waited for.  *host* is what host memory takes to move the same instead (`pdsim.descriptors.move`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m benchmarks.house                       # the table: pdsim before, now, the three, and their median
     python -m benchmarks.house list                  # what the counts of pdsim count: files, lines, names
-    python -m benchmarks.house measure [--site DIR]  # count the three again, from DIR or freshly installed, and keep it
+    python -m benchmarks.house measure [--site DIR]  # count the three again, from DIR or freshly installed, and keep
+    it
 
 pdsim is its packages `PACKAGES`, without tests and benchmarks.  `ROOMS` says which package may import which;
 `tests/test_house.py` asserts it.  Figures are kept in `data/benchmarks/house.json`.
@@ -46,7 +47,8 @@ ROOMS = {
     "fabric": Room(("pdsim.fabric",), ("waist",)),
     "kv": Room(("pdsim.kv",), ("waist",)),
     "serving": Room(("pdsim.serving",), ("kv", "waist")),
-    "records": Room(tuple(f"pdsim.results.{name}" for name in _RECORDS), ("waist", "face")),  # what results are made of
+    # what results are made of
+    "records": Room(tuple(f"pdsim.results.{name}" for name in _RECORDS), ("waist", "face")),
     "calibration": Room(("pdsim.calibration",), ("records", "waist")),
     "config": Room(("pdsim.config",), ("calibration", "serving", "kv", "waist")),
     "results": Room(("pdsim.results",), ("records", "config", "calibration", "waist", "face")),
@@ -160,7 +162,9 @@ def details(source: Source) -> str:
             f"{m}:{hit}" for m, hits in source.foreign_private().items() for hit in hits
         ],
         "private names of others": [f"{len(hits):3} {m}" for m, hits in source.private_of_others().items()],
-        "class names more than once": [f"{name}: {', '.join(where)}" for name, where in source.class_names().items()],
+        "class names more than once": [
+            f"{name}: {', '.join(where)}" for name, where in source.class_names().items()
+        ],
         "module names more than once": source.module_names(),
         "modules with one importer": source.one_importer(),
         f"lines over {LONGEST_LINE}": source.long_lines(LONGEST_LINE),
@@ -196,7 +200,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.house", description=__doc__.splitlines()[0])
     parser.add_argument("command", nargs="?", default="table", choices=("table", "list", "measure"))
-    parser.add_argument("--site", type=Path, help=f"measure: a folder with {', '.join(REFERENCES)} of these versions")
+    parser.add_argument(
+        "--site", type=Path, help=f"measure: a folder with {', '.join(REFERENCES)} of these versions"
+    )
     options = parser.parse_args(argv)
     kept = json.loads(KEPT.read_text())
     if options.command == "list":

@@ -1,12 +1,12 @@
 """Real engines over links of known rate and delay: ``python -m benchmarks.known_link WHAT FILE [LINK ...]``.
 
 ``validate`` runs ``pdsim validate``, which predicts first, ``measure`` writes what both engines over TCP take,
-``recover`` what a transfer takes that is cut or stalled on its way, and ``all FOLDER SECONDS`` does all of that, over
-every link of this file, and begins no job after *SECONDS*.  Rows are written job by job, and what a file has is not
-measured again.  `benchmarks.known_link_model` fits and compares.
+``recover`` what a transfer takes that is cut or stalled on its way, and ``all FOLDER SECONDS`` does all of that,
+over every link of this file, and begins no job after *SECONDS*.  Rows are written job by job, and what a file has is
+not measured again.  `benchmarks.known_link_model` fits and compares.
 
-If the machine has other things to do, run it in a control group of its own: ``systemd-run --scope -p CPUWeight=10000``.
-Ranks have slices of 0.1 ms, so that they get a processor at once when they wake up.
+If the machine has other things to do, run it in a control group of its own: ``systemd-run --scope -p
+CPUWeight=10000``. Ranks have slices of 0.1 ms, so that they get a processor at once when they wake up.
 
 A link is what `conf/hw/link.yaml` is changed by, with who writes to whom: ``"rate=200Mbps delay=1ms flows=0>1"``.  A
 point is *blocks* of *size* bytes, *gap* seconds after the one before.  Steady points have short gaps or none, and
@@ -112,7 +112,7 @@ def points(link: str) -> list[Point]:
     return [point for point in [*steady, *cold] if point[0] * point[1] / slowest < 2.0]
 
 
-# --- programs -------------------------------------------------------------------------------------------------------
+# --- programs ------------------------------------------------------------------------------------------------------
 
 
 def write(rank: Rank, points: Sequence[Point], taker: str, together: bool) -> Program:
@@ -178,7 +178,7 @@ def kept(point: Point, seconds: Sequence[float]) -> Sequence[float]:
     return seconds[2:] if point[2] < LONG else seconds
 
 
-# --- links ----------------------------------------------------------------------------------------------------------
+# --- links ---------------------------------------------------------------------------------------------------------
 
 
 def _settings(link: str) -> Iterator[tuple[str, str]]:
@@ -205,7 +205,7 @@ def _words(backend: str, link: str) -> list[str]:
     return [f"backend={backend}", "hw=link", *changed]
 
 
-# --- measurements ---------------------------------------------------------------------------------------------------
+# --- measurements --------------------------------------------------------------------------------------------------
 
 
 def measure(path: Path, links: Iterable[str], until: float = float("inf")) -> None:
@@ -246,7 +246,7 @@ def read(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
-# --- validation -----------------------------------------------------------------------------------------------------
+# --- validation ----------------------------------------------------------------------------------------------------
 
 DESIGN = [
     "experiment=validate",
@@ -289,7 +289,7 @@ def _validated(backend: str, link: str) -> list[list[Any]]:
     ]
 
 
-# --- recovery -------------------------------------------------------------------------------------------------------
+# --- recovery ------------------------------------------------------------------------------------------------------
 
 RUNS = {"": (0.0,), "cut": (0.1, 0.5, 1.0), "stall": (0.3, 1.0)}  # what happens, and for how many seconds
 REPEATS = {"": 3, "cut": 5, "stall": 3}

@@ -1,9 +1,9 @@
 """What the model says of what `benchmarks.known_link` measured: ``python -m benchmarks.known_link_model WHAT FILE``.
 
 ``fit`` says which parameters suit them best; ``compare`` how far the model is off, for messages of 1 MiB and more in
-per cent and for smaller ones in milliseconds, with every point after it for links that have a shape; ``validated`` how
-far it was when it predicted; ``recovered`` how far for transfers that were cut or stalled.  Medians of the repeats are
-what counts.
+per cent and for smaller ones in milliseconds, with every point after it for links that have a shape; ``validated``
+how far it was when it predicted; ``recovered`` how far for transfers that were cut or stalled.  Medians of the
+repeats are what counts.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _errors(found: Pairs) -> list[float]:
             kinds["small"].append(abs(seconds - measured) * 1e3)
     large, small = kinds["large"], kinds["small"]
     of = statistics.median
-    return [round(n, 2) for n in (of(large), max(large), of(small), max(small), of(kinds["blocks"]), of(kinds["idle"]))]
+    return [
+        round(n, 2) for n in (of(large), max(large), of(small), max(small), of(kinds["blocks"]), of(kinds["idle"]))
+    ]
 
 
 def validated(path: Path) -> None:

@@ -2,12 +2,12 @@
 
     python -m benchmarks.kv_tables
 
-Both are 2 x 8 GPUs at TP8, one request at a time, 128 to 32,768 tokens.  Nothing is fitted to either: they are a test
-set, and the parameters are those of `conf/hw` and `conf/backend/mooncake.yaml` with the sources that stand there.  Of
-SGLang on H20 with Qwen3-235B, the phase *transfer* of each request is compared, from the post on, as SGLang counts:
-``completion_time - prefill_transfer_queue_entry_time``, and `process_batch_result_disagg_prefill` takes the latter
-after ``send_kv_chunk``.  What its host takes from the end of the forward until then (`engine.prefill.send`) is not in
-it; what the error were with it is printed too.  vLLM
+Both are 2 x 8 GPUs at TP8, one request at a time, 128 to 32,768 tokens.  Nothing is fitted to either: they are a
+test set, and the parameters are those of `conf/hw` and `conf/backend/mooncake.yaml` with the sources that stand
+there.  Of SGLang on H20 with Qwen3-235B, the phase *transfer* of each request is compared, from the post on, as
+SGLang counts: ``completion_time - prefill_transfer_queue_entry_time``, and `process_batch_result_disagg_prefill`
+takes the latter after ``send_kv_chunk``.  What its host takes from the end of the forward until then
+(`engine.prefill.send`) is not in it; what the error were with it is printed too.  vLLM
 on H800 with Qwen3-8B logs the engine's call alone (``_send_blocks``), so that of the slowest rank is compared; the
 pages are those that the table's sizes show, one more than the prompt has (a chat template).
 
@@ -94,7 +94,9 @@ def show(name: str, tokens: Sequence[int], published: Floats, modelled: Floats) 
 
 def main() -> None:
     """Print both tables beside the model."""
-    print("nothing is fitted to these tables; sources: conf/hw/8xh20.yaml, 2x8xh800.yaml, conf/backend/mooncake.yaml")
+    print(
+        "nothing is fitted to these tables; sources: conf/hw/8xh20.yaml, 2x8xh800.yaml, conf/backend/mooncake.yaml"
+    )
     with TemporaryDirectory() as folder:
         name, words = H20
         tokens, seconds = table(name)

@@ -3,13 +3,14 @@
     python -m benchmarks.live_campaign --engine vllm|sglang --output DIR [OPTION ...] [KEY=VALUE ...]
 
 Starts a prefill and a decode server of the engine with dummy weights (Qwen3-8B on 2 x H200 unless told otherwise),
-sends single requests of each prompt length to the idle pair, then each load, and ends the servers.  A load is a list of
-overrides, so that ``python -m pdsim run target=model WORDS`` predicts it; `LOADS` has their names.  KEY=VALUE goes to
-every configuration, as in ``live.connector=NixlPushConnector``.  `benchmarks.live_variants` runs several side by side.
+sends single requests of each prompt length to the idle pair, then each load, and ends the servers.  A load is a list
+of overrides, so that ``python -m pdsim run target=model WORDS`` predicts it; `LOADS` has their names.  KEY=VALUE
+goes to every configuration, as in ``live.connector=NixlPushConnector``.  `benchmarks.live_variants` runs several
+side by side.
 
-What it writes, at most eight files below 16 MiB each, anew after every load so that an interrupted campaign keeps what
-it has: ``about.json`` (provenance, command lines, what did not run and why), ``singles.json`` (rows, and what the
-servers counted for each request), ``summary.json`` (words and metrics of each load), ``requests.parquet``,
+What it writes, at most eight files below 16 MiB each, anew after every load so that an interrupted campaign keeps
+what it has: ``about.json`` (provenance, command lines, what did not run and why), ``singles.json`` (rows, and what
+the servers counted for each request), ``summary.json`` (words and metrics of each load), ``requests.parquet``,
 ``metrics.parquet`` (the servers' gauges and counters over time), ``trace.jsonl`` and a log of each server.
 
 Exit status 1 if the servers did not start, a load did not run, or a request failed.
@@ -109,7 +110,13 @@ ENGINES = {
     "vllm": ["backend=nixl", "kv.page_size=16"],
     "sglang": ["backend=mooncake_nvlink", "kv.page_size=1"],
 }
-GPUS = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "scheduler.memory_fraction=0.55", "scheduler.decode_batch=256"]
+GPUS = [
+    "hw=2xh200",
+    "model=qwen3-8b",
+    "parallel=tp1",
+    "scheduler.memory_fraction=0.55",
+    "scheduler.decode_batch=256",
+]
 
 BOUNDS = ["live.timeout=60s", "live.ready=240s"]
 """Of a request and of the start, so that one that hangs does not cost the campaign its time."""
@@ -178,7 +185,11 @@ def _reported(served: Served) -> dict[str, Any]:
     return {
         server: {
             "histograms": {
-                name: {"count": one.count, "mean": one.mean, **{f"p{q}": one.quantile(q / 100) for q in (50, 90, 99)}}
+                name: {
+                    "count": one.count,
+                    "mean": one.mean,
+                    **{f"p{q}": one.quantile(q / 100) for q in (50, 90, 99)},
+                }
                 for name, one in page.histograms.items()
                 if ":" in name and one.count > 0
             },
@@ -193,7 +204,9 @@ def _reported(served: Served) -> dict[str, Any]:
     }
 
 
-def _run_singles(campaign: Campaign, config: Config, pair: LiveDeployment, lengths: Sequence[int], repeat: int) -> None:
+def _run_singles(
+    campaign: Campaign, config: Config, pair: LiveDeployment, lengths: Sequence[int], repeat: int
+) -> None:
     """Measure single requests on the idle pair; the first of each length is a warm-up that is kept and marked."""
     number = 0
     for length in (n for n in lengths if n + SINGLE_OUTPUT <= config.model.context):

@@ -3,8 +3,9 @@
     python -m benchmarks.live_page              # writes them
     python -m benchmarks.live_page points       # prints the blind campaign point by point, with bounds and floors
 
-They are made of what is in data/live: campaigns, predictions that were sealed before one, and those of the model after
-a fit.  A point is a load and a metric; its floor is how far that metric of the same load was apart on two hosts.
+They are made of what is in data/live: campaigns, predictions that were sealed before one, and those of the model
+after a fit.  A point is a load and a metric; its floor is how far that metric of the same load was apart on two
+hosts.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ FIGURE = PAGE.parent / "live.svg"
 BLIND = DATA / "blind"
 """Sealed predictions, ``expected-VARIANT.json``, and what was measured then, ``VARIANT/``.
 
-``second-VARIANT.json`` are of the model after a change, sealed while the servers were measured, before their author had
-seen a figure of it.
+``second-VARIANT.json`` are of the model after a change, sealed while the servers were measured, before their author
+had seen a figure of it.
 """
 
 ROWS = {
@@ -138,7 +139,16 @@ def points() -> Iterator[Table]:
                         "bound" if abs(error) <= bound else "floor" if abs(error) <= 2 * floor[metric] else "MISSED"
                     )
                     rows.append(
-                        [load, metric, one * 1e3, other * 1e3, 100 * error, 100 * bound, 200 * floor[metric], verdict]
+                        [
+                            load,
+                            metric,
+                            one * 1e3,
+                            other * 1e3,
+                            100 * error,
+                            100 * bound,
+                            200 * floor[metric],
+                            verdict,
+                        ]
                     )
         heads = ("load", "metric", "predicted ms", "measured ms", "error %", "bound %", "floor %", "within")
         yield Table(label, {head: _MEANING.get(head, head) for head in heads}, rows)
@@ -173,7 +183,11 @@ def _judged(made: float | None, found: float, floor: float) -> str:
         return "-"
     sign = (made - 1.0) * (found - 1.0) >= 0.0
     size = (
-        "right" if abs(made - found) <= 0.25 * abs(found - 1.0) else "floor" if abs(made - found) <= floor else "wrong"
+        "right"
+        if abs(made - found) <= 0.25 * abs(found - 1.0)
+        else "floor"
+        if abs(made - found) <= floor
+        else "wrong"
     )
     return f"sign {'right' if sign else 'wrong'}, size {size}"
 
@@ -248,7 +262,9 @@ def figure() -> str:
                 axis.plot(share, point, "o", color=color, fillstyle="none" if load in FITTED else "full")
             axis.plot([], [], "o", color=color, label=f"{label}, measured")
     for axis, name in zip(axes, ("TTFT", "TPOT"), strict=True):
-        axis.set(xlabel="load, % of the prefill GPU (open points: fitted)", ylabel=f"median {name}, ms", ylim=(0, None))
+        axis.set(
+            xlabel="load, % of the prefill GPU (open points: fitted)", ylabel=f"median {name}, ms", ylim=(0, None)
+        )
     axes[0].legend(frameon=False)
     out = io.StringIO()
     picture.savefig(out, format="svg", metadata={"Date": None})

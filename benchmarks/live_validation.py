@@ -4,8 +4,8 @@
     python -m benchmarks.live_validation compare FILE FOLDER      # FOLDER is what live_campaign wrote
     python -m benchmarks.live_validation floor FOLDER FOLDER ...  # how far repeats and hosts are from one another
 
-A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads, one
-after the other on one deployment, as the campaign does; those of FOLDER, a campaign, if one is named.  FILE gets
+A prediction runs the overrides of the campaign with ``target=model``: single requests of each length and the loads,
+one after the other on one deployment, as the campaign does; those of FOLDER, a campaign, if one is named.  FILE gets
 what the model says, with its hash.  LOADS are those that parameters were fitted to, so that errors of the others are
 held out.  KEY=VALUE is added to all, as in ``engine=sglang`` for the wrong engine.
 """
@@ -102,7 +102,9 @@ def told(engine: str, base: Sequence[str], parts: Parts, fitted: Sequence[str]) 
     }
     singles = {
         name.removeprefix(SINGLE): {
-            key: median(row[key] for row in own) for key in ("ttft", "tpot", "handoff") if own[0].get(key) is not None
+            key: median(row[key] for row in own)
+            for key in ("ttft", "tpot", "handoff")
+            if own[0].get(key) is not None
         }
         for name, own in rows.items()
         if name.startswith(SINGLE)
@@ -216,7 +218,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("predict", "compare", "floor"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--like", type=Path, help="a campaign, whose requests are predicted")
-    parser.add_argument("--fitted", default="none", help="names of loads that parameters were fitted to, with commas")
+    parser.add_argument(
+        "--fitted", default="none", help="names of loads that parameters were fitted to, with commas"
+    )
     asked = parser.parse_intermixed_args(words)
     if len(asked.rest) < (2 if asked.what != "floor" else 1):
         parser.error(f"{asked.what} needs more than {asked.rest}; see the top of this file")

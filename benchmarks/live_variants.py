@@ -3,10 +3,11 @@
     python -m benchmarks.live_variants run PLAN --output DIR [--limit SECONDS] [--site ENGINE=FOLDER ...]
     python -m benchmarks.live_variants predict PLAN DIR       # before: a sealed file for each variant
 
-A start of servers takes 80 s, a load 20: the variants of a plan start together and share the memory, each with a pool
-of its own size, and are measured in turn by `benchmarks.live_campaign`, which writes into DIR/VARIANT.  Idle servers
-ask their sockets only, so the one that is measured has the GPUs to itself.  What does not start is left out.  A folder
-of ``--site`` has an ``env.sh`` to be read first; ``--hold FILE`` waits until FILE exists, for a copy to end.
+A start of servers takes 80 s, a load 20: the variants of a plan start together and share the memory, each with a
+pool of its own size, and are measured in turn by `benchmarks.live_campaign`, which writes into DIR/VARIANT.  Idle
+servers ask their sockets only, so the one that is measured has the GPUs to itself.  What does not start is left out.
+A folder of ``--site`` has an ``env.sh`` to be read first; ``--hold FILE`` waits until FILE exists, for a copy to
+end.
 
 A variant is a list of words over those of its engine, and for the prediction what the model has to be told instead.
 """
@@ -159,7 +160,8 @@ def run(plan: Mapping[str, Variant], asked: argparse.Namespace) -> int:
         (folder / "turns").mkdir(parents=True, exist_ok=True)
         line = shlex.join([*command(variant, folder, asked.limit, asked.trace, number), *asked.word])
         if variant.site in sites:
-            own = f"export PYTHONPATH=; . {shlex.quote(sites[variant.site])}/env.sh"  # and nothing of another engine's
+            # and nothing of another engine's
+            own = f"export PYTHONPATH=; . {shlex.quote(sites[variant.site])}/env.sh"
             line = f"{own}; export PYTHONPATH=$PYTHONPATH:$LATER; exec {line}"
         with (folder / "campaign.log").open("wb") as log:
             environment = os.environ | {"LATER": asked.python_path}

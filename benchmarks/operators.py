@@ -48,7 +48,8 @@ def rows(operators: Operators, hw: str, kernels: Kernels) -> Iterator[list[Any]]
     for name, (tp, shape) in MODELS.items():
         config = compose([f"hw={hw}", f"model={name}", "parallel=tp8"])
         widths = {key: value for key, value in config.model.hf_config.items() if key != "vocab_size"}
-        model = replace(config.model, dtype_bytes=WEIGHTS[name], kv_dtype="", hf_config=widths)  # tables have no head
+        # tables have no head
+        model = replace(config.model, dtype_bytes=WEIGHTS[name], kv_dtype="", hf_config=widths)
         roof = forward_time(model, config.hw, config.compute, Side(tp=tp))
         # KV of bf16 whatever the weights are, as in the tables
         kv_bytes = kv_shape(replace(model, dtype_bytes=2)).token_bytes(tp)

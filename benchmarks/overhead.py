@@ -1,13 +1,14 @@
 """What pdsim costs above the bare library: the same transfers through our endpoint and by calling the engine directly.
 
-``python -m benchmarks.overhead [ENGINE ...]`` prints a table and exits with 1 if the bandwidth of the largest transfer
-(64 MiB, between GPUs 256 MiB) is below 0.97 of the library's or, between GPUs, if 4 KiB take 15 us longer.  Engines
-between GPUs are mooncake_nvlink, nixl and nvlink, from GPU 0 to the last.  Both ways run in the same two processes,
-over the same connection and memory, in turns.  Times are medians; the ratio of bandwidths is the median over the turns,
-so that slow drifts of the machine cancel.  A bare NIXL target spins in the library, as NIXL's own examples do; ours is
-polled by its clock.
+``python -m benchmarks.overhead [ENGINE ...]`` prints a table and exits with 1 if the bandwidth of the largest
+transfer (64 MiB, between GPUs 256 MiB) is below 0.97 of the library's or, between GPUs, if 4 KiB take 15 us longer.
+Engines between GPUs are mooncake_nvlink, nixl and nvlink, from GPU 0 to the last.  Both ways run in the same two
+processes, over the same connection and memory, in turns.  Times are medians; the ratio of bandwidths is the median
+over the turns, so that slow drifts of the machine cancel.  A bare NIXL target spins in the library, as NIXL's own
+examples do; ours is polled by its clock.
 
-Run it on a machine that does nothing else: with the two cores taken, differences of 5 % either way are the scheduler's.
+Run it on a machine that does nothing else: with the two cores taken, differences of 5 % either way are the
+scheduler's.
 """
 
 from __future__ import annotations
@@ -231,7 +232,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("engines", nargs="*", default=["mooncake_tcp", "nixl_tcp", "nixl_shm"])
     below = False
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}"
+    )
     for name in parser.parse_args().engines:
         engine, rows = measure(name)
         print(f"\n{name}: {table(engine, rows)}", flush=True)

@@ -2,11 +2,12 @@
 
 What is generated, each between two HTML comments of its page:
 
-- docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type it.
+- docs/configuration.md: every configuration key with its type, default and meaning, from the dataclasses that type
+  it.
 - docs/reports.md: figures of reports and of big models, from `data/reports`.
 - docs/results.md: every column of the Parquet files, from `pdsim.results.schema`.
-- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the laws
-  of simulation; docs/faults.md: the kinds of faults and the invariants.
+- docs/reliability.md: what was found under faults on real engines, from `data/benchmarks/faults_real.csv`, and the
+  laws of simulation; docs/faults.md: the kinds of faults and the invariants.
 - README.md: the output of its first command, on the model, where one seed gives the same output on every machine.
 
 `tests/test_docs.py` compares all of them with what is written.
@@ -246,7 +247,7 @@ def _default(field: Field[Any], kind: str) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment beside each field of *cls*, its bases included."""
+    """Return the comment of each field of *cls*, its bases included: beside it, or the lines right above it."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not is_dataclass(each):
@@ -257,10 +258,15 @@ def _comments(cls: type) -> dict[str, str]:
             for token in tokenize.generate_tokens(io.StringIO(source).readline)
             if token.type == tokenize.COMMENT
         }
+        alone = {number for number, line in enumerate(source.splitlines(), 1) if line.lstrip().startswith("#")}
         body = next(node for node in parse(source).body if isinstance(node, ClassDef)).body
         for node in body:
             if isinstance(node, AnnAssign) and isinstance(node.target, Name):
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                lines = list(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                above = node.lineno - 1
+                while above in alone:
+                    lines.insert(0, above)
+                    above -= 1
                 found[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
     return found
 

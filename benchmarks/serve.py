@@ -2,8 +2,9 @@
 
     python -m benchmarks.serve [--trace conversation_trace.jsonl] [--requests 2000] [--case NAME ...] [--command]
 
-A line for each of `CASES`.  Without a trace the requests are generated: Poisson, means of 12,000 and 340 tokens, as in
-Mooncake's conversation trace; `light` and `main` take the trace if there is one.  With --command, the whole command
+A line for each of `CASES`.  Without a trace the requests are generated: Poisson, means of 12,000 and 340 tokens, as
+in Mooncake's conversation trace; `light` and `main` take the trace if there is one.  With --command, the whole
+command
 too: start, simulation and files.  Seconds are of the processor, user and system together, which other jobs on the
 machine disturb less than the wall clock.
 
@@ -85,7 +86,9 @@ def command(overrides: Sequence[str]) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         started = spent()
         subprocess.run(
-            [sys.executable, "-m", "pdsim", "run", "--quiet", f"output={scratch}", *overrides], check=True, timeout=900
+            [sys.executable, "-m", "pdsim", "run", "--quiet", f"output={scratch}", *overrides],
+            check=True,
+            timeout=900,
         )
         return spent() - started
 

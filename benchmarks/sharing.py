@@ -6,9 +6,9 @@
     python benchmarks/sharing.py --oracle DIR --simgrid-lib DIR --simgrid-source DIR      # with SimGrid
     python benchmarks/sharing.py --scaling                                                # from 8 to 512 GPUs
 
-README.md says where SimGrid's directories come from and how to read the table.  An oracle's is of ``*.npz`` files, one
-a workload: ``link_capacity`` (bytes/s), ``path_links``, ``path_length``, and ``start`` (s), ``path``, ``size`` (bytes)
-and ``finish`` (s) of each flow.
+README.md says where SimGrid's directories come from and how to read the table.  An oracle's is of ``*.npz`` files,
+one a workload: ``link_capacity`` (bytes/s), ``path_links``, ``path_length``, and ``start`` (s), ``path``, ``size``
+(bytes) and ``finish`` (s) of each flow.
 """
 
 from __future__ import annotations
@@ -188,7 +188,11 @@ class SimGrid:
         """Compile the driver in *scratch*; *source* is SimGrid's source, for its headers, and *library* its build."""
         self.scratch = scratch
         self.version = next(
-            (line.split()[1] for line in (source / "PKG-INFO").read_text().splitlines() if line.startswith("Version")),
+            (
+                line.split()[1]
+                for line in (source / "PKG-INFO").read_text().splitlines()
+                if line.startswith("Version")
+            ),
             "unknown",
         )
         off = [f"-Denable_{part}=off" for part in ("python", "documentation", "smpi")]
@@ -251,7 +255,11 @@ def grow(repeat: int) -> Iterator[tuple[float, int, Cost]]:
 def machine(simgrid: SimGrid | None) -> dict[str, str]:
     """Return what the figures depend on besides the code."""
     model = next(
-        (line.split(":")[1].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")),
+        (
+            line.split(":")[1].strip()
+            for line in _read("/proc/cpuinfo").splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
     packages = {name: importlib.metadata.version(name) for name in ("simpy", "numpy")}
@@ -288,7 +296,9 @@ def growth(costs: Sequence[tuple[float, int, Cost]]) -> str:
     cells = {(load, gpus): cost for load, gpus, cost in costs}
     for gpus in dict.fromkeys(gpus for _, gpus, _ in costs):
         row = [cells[load, gpus] for load in LOADS]
-        lines.append(f"| {gpus} |" + "".join(f" {c.microseconds:.1f}, {c.touched:.1f}, {c.events:.2f} |" for c in row))
+        lines.append(
+            f"| {gpus} |" + "".join(f" {c.microseconds:.1f}, {c.touched:.1f}, {c.events:.2f} |" for c in row)
+        )
     first, last = 8 * NODES[0], 8 * NODES[-1]
     factors = [cells[load, last].microseconds / cells[load, first].microseconds for load in LOADS]
     return "\n".join([*lines, "| growth |" + "".join(f" {factor:.2f} x |" for factor in factors)])
@@ -322,7 +332,9 @@ def main() -> int:
     return 0
 
 
-def report(about: dict[str, str], rows: Sequence[Row], costs: Sequence[tuple[float, int, Cost]], write: bool) -> None:
+def report(
+    about: dict[str, str], rows: Sequence[Row], costs: Sequence[tuple[float, int, Cost]], write: bool
+) -> None:
     """Print the figures and, if *write*, keep them."""
     title = ", ".join(f"{key} {value}" if key not in ("date", "machine") else value for key, value in about.items())
     parts = [title, table(rows) if rows else "", growth(costs) if costs else ""]

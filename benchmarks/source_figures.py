@@ -238,7 +238,10 @@ class Source:
             hits += [
                 (line, f"{target}.{name}")
                 for target, name, line, _ in module.imported()
-                if name is not None and _private(name) and name not in known and f"{target}.{name}" not in self.modules
+                if name is not None
+                and _private(name)
+                and name not in known
+                and f"{target}.{name}" not in self.modules
             ]
             if hits:
                 found[module.name] = [f"{line}: {text}" for line, text in sorted(hits)]
@@ -276,7 +279,9 @@ class Source:
 
     def long_lines(self, most: int) -> list[str]:
         """Return ``module:line`` of each line of more than *most* characters."""
-        return [f"{m.name}:{i}" for m in self.modules.values() for i, line in enumerate(m.lines, 1) if len(line) > most]
+        return [
+            f"{m.name}:{i}" for m in self.modules.values() for i, line in enumerate(m.lines, 1) if len(line) > most
+        ]
 
     def files(self) -> dict[str, int]:
         """Return the lines of each file."""
@@ -285,7 +290,9 @@ class Source:
     def methods(self) -> dict[str, int]:
         """Return the methods of each class, by ``module.Class``."""
         return {
-            f"{module.name}.{node.name}": sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in node.body)
+            f"{module.name}.{node.name}": sum(
+                isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in node.body
+            )
             for module in self.modules.values()
             for node in ast.walk(module.tree)
             if isinstance(node, ast.ClassDef)

@@ -3,9 +3,9 @@
 ``python -m benchmarks.sweeps kills`` runs one sweep undisturbed and the same one killed at random moments, resumed
 each time by the same command, and compares: every point once, equal tables.  With ``--executor ray`` a worker of Ray
 is killed, too.  ``python -m benchmarks.sweeps overhead`` prints the processor's time of a point beside that of its
-simulation alone.  ``python -m benchmarks.sweeps interruptions`` ends commands by SIGINT, SIGTERM and SIGKILL at random
-moments and looks at what they left.  Each exits with 1 if what must hold does not.  The moments are drawn from
-``--seed``; what they meet depends on the machine.
+simulation alone.  ``python -m benchmarks.sweeps interruptions`` ends commands by SIGINT, SIGTERM and SIGKILL at
+random moments and looks at what they left.  Each exits with 1 if what must hold does not.  The moments are drawn
+from ``--seed``; what they meet depends on the machine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def kills(count: int, times: int, executor: Sequence[str], seed: int, folder: Pa
     once, same = len(names) == len(set(names)) == total, tables[0].equals(tables[1])
     left = [path.name for path in only(killed).glob("*.incomplete")]
     ended = sorted(set(tables[1]["status"].to_pylist()))
-    print(f"every point once: {once} ({len(names)} rows); the same table: {same}; status {ended}; unfinished: {left}")
+    print(
+        f"every point once: {once} ({len(names)} rows); the same table: {same}; status {ended}; unfinished: {left}"
+    )
     return once and same and not left
 
 
@@ -160,12 +162,14 @@ _STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGK
 def interruptions(times: int, seed: int, folder: Path) -> bool:
     """Interrupt commands at random moments, print what each left, and return whether all was as it must be.
 
-    A command ends with its result, or with the status of the signal and one line at most; what it wrote is complete, or
-    marked incomplete, and a sweep goes on by the same command.
+    A command ends with its result, or with the status of the signal and one line at most; what it wrote is complete,
+    or marked incomplete, and a sweep goes on by the same command.
     """
     chance, good = random.Random(seed), True
     call = [sys.executable, "-m", "pdsim"]
-    subprocess.run([*call, "run", "workload.count=20", "--quiet", "output=kept"], cwd=folder, check=True, timeout=600)
+    subprocess.run(
+        [*call, "run", "workload.count=20", "--quiet", "output=kept"], cwd=folder, check=True, timeout=600
+    )
     (kept,) = (folder / "kept").iterdir()
     for number in range(times):
         words = [str(kept) if word == "KEPT" else word for word in COMMANDS[number % len(COMMANDS)]]
@@ -190,7 +194,9 @@ def interruptions(times: int, seed: int, folder: Path) -> bool:
     return good
 
 
-def _problems(status: int, sent: signal.Signals, out: str, err: str, folder: Path, words: Sequence[str]) -> list[str]:
+def _problems(
+    status: int, sent: signal.Signals, out: str, err: str, folder: Path, words: Sequence[str]
+) -> list[str]:
     if "KeyboardInterrupt" in err and "/pdsim/cli/" not in err:
         return []  # Python itself was still starting, and says so in its own way
     lines = [line for line in err.splitlines() if not line.startswith(("sweep ", "serve ")) and line]

@@ -1,11 +1,12 @@
 """Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
 
-``python -m benchmarks.validation predictions`` prints the medians of what is predicted for machines not yet measured.
+``python -m benchmarks.validation predictions`` prints the medians of what is predicted for machines not yet
+measured.
 
 A validation is a folder of `data/validation` with the ``expectations.json`` and ``measurements.json`` of a
 run of ``pdsim validate``.  Nothing is measured or predicted here: the two are compared as they were kept, point by
-point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a machine
-to measure on, the predictions are shown.
+point, and as what the reports' changes gain.  Of a folder with expectations only, which were written ahead of a
+machine to measure on, the predictions are shown.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def reached(folders: Sequence[Path]) -> Iterator[str]:
     pairs = [(read(folder / EXPECTED), read(folder / MEASURED)) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
     for number, (expected, measured) in enumerate(pairs):
-        both = compare([Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]])
+        both = compare(
+            [Value(**row) for row in expected["expected"]], [Value(**row) for row in measured["measured"]]
+        )
         for each in by_class(both, bounds(ValidateOptions()), expected["seed"]):
             rows.setdefault(each.name, {})[number] = each
     names = [f"`{expected['backend']}` on {expected['hw']}" for expected, _ in pairs]

@@ -17,12 +17,13 @@ __all__ = ["__version__", "load", "simulate"]
 def simulate(*words: str, **choices: object) -> KeptRun:
     """Run one configuration, as ``pdsim run`` does, keep its results, and return them.
 
-    *words* are overrides as on the command line, ``"workload.rate=2"``; *choices* are the same with values of Python:
-    ``simulate(hw="8xh200", seed=1)`` or, for keys with dots, ``simulate(**{"workload.rate": 2, "kv.staging": True})``.
-    A key set twice has its last value, *choices* after *words*.  The results are kept in the folder ``output``.
+    *words* are overrides as on the command line, ``"workload.rate=2"``; *choices* are the same with values of
+    Python: ``simulate(hw="8xh200", seed=1)`` or, for keys with dots, ``simulate(**{"workload.rate": 2, "kv.staging":
+    True})``. A key set twice has its last value, *choices* after *words*.  The results are kept in the folder
+    ``output``.
 
-    Raise a `ConfigError` for what cannot be run, in the words of the command line, and whatever the experiment raises.
-    Requests that failed raise nothing: see ``failures``.
+    Raise a `ConfigError` for what cannot be run, in the words of the command line, and whatever the experiment
+    raises. Requests that failed raise nothing: see ``failures``.
     """
     from pdsim.cli.compose import compose
     from pdsim.cli.run import measure

@@ -277,13 +277,13 @@ class Source(Protocol):
 class WallClock(Clock):
     """Real time in seconds since *origin* (a value of `time.monotonic`), the same for every process of one host.
 
-    Between events it looks at its sources, and sleeps until the next event or until a source's descriptor is readable.
-    Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a pause for the
-    first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for readable
-    descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
+    Between events it looks at its sources, and sleeps until the next event or until a source's descriptor is
+    readable. Sources that can only be polled are looked at every *nap* seconds while they are busy, and without a
+    pause for the first *spin* seconds, because a completion is most often near.  Meanwhile the kernel is asked for
+    readable descriptors every *nap* seconds: it takes as long to answer as an engine, which would have to wait.
 
-    `idle`, if it is set, is called ahead of a sleep of a millisecond or more, and by `settle`.  It returns in how many
-    seconds it has something to do again, which is 0 if it has not finished.
+    `idle`, if it is set, is called ahead of a sleep of a millisecond or more, and by `settle`.  It returns in how
+    many seconds it has something to do again, which is 0 if it has not finished.
     """
 
     virtual = False

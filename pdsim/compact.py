@@ -108,6 +108,8 @@ def rows(columns: Mapping[str, Sequence[Any]], which: npt.NDArray[np.bool_]) -> 
     """Return the rows of *columns* for which *which* is true."""
     places = np.flatnonzero(which)
     return {
-        name: values.taken(places) if isinstance(values, ArrayColumn) else [values[place] for place in places.tolist()]
+        name: values.taken(places)
+        if isinstance(values, ArrayColumn)
+        else [values[place] for place in places.tolist()]
         for name, values in columns.items()
     }

@@ -49,8 +49,8 @@ class Ramp:
 class InlineSaving:
     """Batches of up to *bytes* in all and up to *descriptors* that an engine moves within the call that posts them.
 
-    It does so if nothing that it has posted otherwise is under way.  They take *saving* less, for nobody asks for their
-    end.
+    It does so if nothing that it has posted otherwise is under way.  They take *saving* less, for nobody asks for
+    their end.
     """
 
     bytes: Size
@@ -106,8 +106,8 @@ class Workers:
 class OptionCosts:
     """What an engine that runs with these *options* costs beside what it costs otherwise.
 
-    Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers* take
-    the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
+    Seconds are added to those of the `EngineModel`, and *rate* is the share that is left of its rates.  *workers*
+    take the place of its own.  *intervals*, from least to most, are those of *latency*, *descriptor* and *rate*.
 
     The first of `EngineModel.by_option` whose options all fit is applied, once, when a configuration is loaded.
     """
@@ -138,19 +138,19 @@ class EngineModel:
     """What one engine costs on one kind of path.
 
     A transfer of *n* descriptors and *S* bytes takes two stages.  Posting occupies the poster for ``call + n *
-    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path at
-    a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined* too,
-    it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its posting.
-    The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a maximum for
-    UCX and verbs: LogGP with g = *descriptor*.)
+    descriptor``, and for a *ramp* on top.  The wire carries ``S + n * wire_descriptor * rate`` bytes over the path
+    at a fair share, capped at *rate*, and starts when posting ends or, if *overlap*, when it starts.  If *pipelined*
+    too, it starts when the first descriptor is posted, and ends no earlier than the last one's bytes can after its
+    posting. The transfer is complete *latency* after both have ended.  (A sum for Mooncake's NVLink transport, a
+    maximum for UCX and verbs: LogGP with g = *descriptor*.)
 
     A read takes *read* longer than a write, and each of its descriptors *read_descriptor* longer on the wire: what
     asking for the bytes costs, once and every time.  It has at most *read_rate*.
 
     *workers* post large batches: there a posting takes as long as that of the longest piece.
 
-    A *small* batch takes ``small.saving`` less if nothing that its poster has posted is under way but such batches: so
-    much less of *latency* and, where that is not enough, of *call*; never less than without both.
+    A *small* batch takes ``small.saving`` less if nothing that its poster has posted is under way but such batches:
+    so much less of *latency* and, where that is not enough, of *call*; never less than without both.
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -295,8 +295,8 @@ class EngineModel:
 class Engine:
     """A transfer engine: `conf/backend`.  One model for peers inside a node, one for peers across nodes.
 
-    *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given to
-    the real engine as they are.  Raise a `ValueError` for numbers out of range or an unknown vendor.
+    *intra* or *inter* may be None where the engine does not connect such peers, but not both.  *options* are given
+    to the real engine as they are.  Raise a `ValueError` for numbers out of range or an unknown vendor.
     """
 
     name: str
@@ -308,7 +308,8 @@ class Engine:
     threads: int = 1  # of each rank that post
     serial: float = 1.0  # share of posting that they do one at a time: `pdsim.fabric.posting_threads`
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
-    options: Mapping[str, str] = field(default_factory=dict)  # for the real engine: environment variables and the like
+    # for the real engine: environment variables and the like
+    options: Mapping[str, str] = field(default_factory=dict)
     modelled: tuple[str, ...] = ()  # names of the options that have made its costs what they are: `OptionCosts`
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -343,21 +344,21 @@ class CollectiveModel:
 
     *n* ranks with *S* bytes each take ``latency + (n - 1) * step + S / own_rate + (n - 1) * S / rate``, of which the
     last term is flows over the ranks' links, at a fair share and at most at *rate* out of each rank.  In a ``ring``
-    each rank sends ``(n - 1) * S`` to the next one, ``direct`` is *S* from each rank to each other; over a switch both
-    load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives at:
-    two where it lands in a staging buffer and is copied from there.
+    each rank sends ``(n - 1) * S`` to the next one, ``direct`` is *S* from each rank to each other; over a switch
+    both load every port alike.  *copies* is how many times more a byte passes the memory of the rank that it arrives
+    at: two where it lands in a staging buffer and is copied from there.
 
-    No call is over before the hosts are done with it.  One that does not follow the group's call before at once keeps
-    them busy for *after_pause*, one on symmetric memory of a pool that has grown for *grown*; neither is added to what
-    the call takes otherwise.
+    No call is over before the hosts are done with it.  One that does not follow the group's call before at once
+    keeps them busy for *after_pause*, one on symmetric memory of a pool that has grown for *grown*; neither is added
+    to what the call takes otherwise.
 
-    All of this is what a caller sees who waits for each call, as `pdsim.group.Group` has it.  A library with *device*
-    lines has another time, the GPU's own: that of the protocol which is the quickest for the size.  A program that
-    queues gathers on a stream, as a model's forward does, pays that; a caller who waits for one on the bare library
-    pays *launch* on top.
+    All of this is what a caller sees who waits for each call, as `pdsim.group.Group` has it.  A library with
+    *device* lines has another time, the GPU's own: that of the protocol which is the quickest for the size.  A
+    program that queues gathers on a stream, as a model's forward does, pays that; a caller who waits for one on the
+    bare library pays *launch* on top.
 
-    *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the algorithmic
-    bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
+    *rate* is a bus bandwidth, what every rank's port carries each way.  What is reported otherwise is the
+    algorithmic bandwidth, ``n * S / seconds``; nccl-tests' bus bandwidth is that times ``(n - 1) / n``.
     """
 
     path: str  # "nvlink", "rdma", "tcp" or "shm"
@@ -385,7 +386,8 @@ class CollectiveModel:
 
         With ``stream`` it is what the GPU takes beyond moving the bytes at *rate*.
 
-        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6, rate=300e9, own_rate=100e9)
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6, rate=300e9,
+        own_rate=100e9)
         >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
         '45.0'
         """
@@ -405,8 +407,8 @@ class CollectiveModel:
     ) -> Seconds:
         """Return the seconds of an all-gather with nothing in its way, over links of *narrowest* bytes/s or more.
 
-        *size* is the bytes of each of *ranks*; *paused* and *grown* are those of `busy`.  The simulator gives the same
-        for idle links.
+        *size* is the bytes of each of *ranks*; *paused* and *grown* are those of `busy`.  The simulator gives the
+        same for idle links.
         """
         moved = (ranks - 1) * size / min(self.rate, narrowest)
         return max(self.before(ranks, size) + moved, self.busy(paused=paused, grown=grown))

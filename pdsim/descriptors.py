@@ -77,8 +77,8 @@ def _ascending(offset: Int64s, size: Int64s) -> bool:
 def check_disjoint(offset: Int64s, size: Int64s) -> None:
     """Raise an `InvalidBatch` that names two descriptors if their targets overlap.
 
-    *offset* and *size* are int64 of shape (n,), sizes positive.  Pieces in ascending order, as most batches have them,
-    are not sorted.
+    *offset* and *size* are int64 of shape (n,), sizes positive.  Pieces in ascending order, as most batches have
+    them, are not sorted.
     """
     if _ascending(offset, size):  # as batches mostly are: no need to sort
         return
@@ -87,7 +87,9 @@ def check_disjoint(offset: Int64s, size: Int64s) -> None:
     if overlap.any():
         first = int(np.argmax(overlap))
         one, other = int(order[first]), int(order[first + 1])
-        raise InvalidBatch(f"targets of descriptors {one} and {other} overlap: engines keep no order among descriptors")
+        raise InvalidBatch(
+            f"targets of descriptors {one} and {other} overlap: engines keep no order among descriptors"
+        )
 
 
 _SMALL = 4096

@@ -68,7 +68,8 @@ class BackendUnavailable(TransferError):
 class RegistrationError(TransferError):
     """Memory could not be registered, is not registered, or may not be given up yet.
 
-    So is the error of using a region after `Endpoint.deregister`, and of deregistering one while transfers move in it.
+    So is the error of using a region after `Endpoint.deregister`, and of deregistering one while transfers move in
+    it.
     """
 
 

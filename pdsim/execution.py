@@ -44,13 +44,13 @@ def execute(
     """Run the experiment of *config*, keep its result, and return it and its folder.
 
     *words* are the overrides that *config* was composed of; *notes* are added to those of the result; with *quiet*
-    nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with the
-    date in it; *durable* is that of `pdsim.results.store.Run`.
+    nothing is shown meanwhile, with *progress* it is shown there; *name* is that of the folder, by default one with
+    the date in it; *durable* is that of `pdsim.results.store.Run`.
 
     Raise a `ConfigError` if the experiment refuses *config*; nothing is left of the run then.
 
-    Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.  The
-    folder is complete only when `pdsim.results.store.Run.finish` has returned.
+    Any other exception leaves what there is of the run in its folder and says where, as a note of the exception.
+    The folder is complete only when `pdsim.results.store.Run.finish` has returned.
     """
     experiment = config.experiment.name
     measure: Callable[..., Result]
@@ -169,7 +169,8 @@ def _target(config: Config, meter: Meter, kept: Run, observer: LawChecker | None
     """Yield what the job runs on; a machine that is emulated, or servers that are launched, for it end afterwards.
 
     Raise a `ConfigError` for options that only the model has: device timing of collectives, and several posting
-    threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of them.
+    threads. Real processes, servers and emulated machines are imported only here, so a simulation needs none of
+    them.
     """
     if config.target == "model":
         from pdsim.fabric.model import Model

@@ -60,7 +60,13 @@ class Group(Protocol):
         """For how long this rank waited for that."""
 
     def all_gather(
-        self, source: Buffer, target: Buffer, size: int | None = None, *, timeout: float | None = None, label: str = ""
+        self,
+        source: Buffer,
+        target: Buffer,
+        size: int | None = None,
+        *,
+        timeout: float | None = None,
+        label: str = "",
     ) -> Event:
         """Bring the first *size* bytes (by default all) of every rank's *source* to every rank's *target*.
 

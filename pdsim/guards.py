@@ -54,7 +54,8 @@ def one_of(owner: str, allowed: tuple[str, ...], **values: str) -> None:
 def ranks_named(ranks: Sequence[str], **times: Mapping[str, float]) -> None:
     """Raise a `ConfigError` unless *ranks* have names of their own, and *times* are theirs and not before the start.
 
-    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the start.
+    *times* are called as a user of `pdsim.transfer.Target.run` does: ``kill={"a": 0.5}``, in seconds after the
+    start.
     """
     for name in ranks:
         if ranks.count(name) > 1:

@@ -1,8 +1,8 @@
 """What a machine is: nodes, GPUs, links, network cards and hosts, as frozen data that a configuration fills in.
 
-Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its own
-ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of `EVIDENCE`.
-Knows nothing of transfer engines: what those cost is in `pdsim.costs`.
+Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its
+own ranges; `sources` says for each number where it comes from, as ``"kind: text"`` with one of the kinds of
+`EVIDENCE`. Knows nothing of transfer engines: what those cost is in `pdsim.costs`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ VENDORS = ("nvidia", "amd", "cpu")
 class Copies:
     """What `pdsim.transfer.Device.copy` costs beside the memory's bandwidth, on one kind of device.
 
-    A copy of *n* descriptors keeps its rank's copies busy for ``call + n * descriptor`` before its first byte: they are
-    planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end is
-    seen.  What a kernel loses to small ones is part of *descriptor*.  Where the device's last copy was another rank's
-    it takes *context_switch* more: kernels of different processes do not run side by side.
+    A copy of *n* descriptors keeps its rank's copies busy for ``call + n * descriptor`` before its first byte: they
+    are planned and checked on the host, their table goes to the device, a kernel is launched over them, and its end
+    is seen.  What a kernel loses to small ones is part of *descriptor*.  Where the device's last copy was another
+    rank's it takes *context_switch* more: kernels of different processes do not run side by side.
     """
 
     call: Seconds = 0.0
@@ -89,9 +89,9 @@ class Gpu:
 class Interconnect:
     """What joins the GPUs of a node: a ``switch`` (NVSwitch), a ``mesh`` of pairs (xGMI), or ``none``.
 
-    On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its own,
-    so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for another *kind*, and for a rate
-    that is not positive where there is a link.
+    On a switch each GPU has one port of *rate*, which all its peers share.  In a mesh each pair has a link of its
+    own, so a GPU with seven peers sends seven times *rate* in all.  Raise a `ValueError` for another *kind*, and for
+    a rate that is not positive where there is a link.
     """
 
     kind: str
@@ -109,8 +109,9 @@ class Interconnect:
 class Nic:
     """The network cards of a node and the fabric between nodes, which is taken to be free of contention.
 
-    Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a machine
-    without network cards, which needs no rate.  Raise a `ValueError` for negative numbers or cards without a rate.
+    Ranks of several GPUs may share a card: with 8 GPUs and 4 cards, GPUs 0 and 1 use card 0.  ``count=0`` is a
+    machine without network cards, which needs no rate.  Raise a `ValueError` for negative numbers or cards without a
+    rate.
     """
 
     count: int  # per node; GPU g uses card g * count // gpus
@@ -128,7 +129,8 @@ class Host:
     """A node's processor side: memory that all its ranks share, TCP, and the latency of programs.
 
     Control messages take *tcp_latency* one way and share *tcp_rate* with TCP engines.  *wake*, *idle_wake* and
-    *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit handoffs`).
+    *idle_after* are the host latency of a rank's program; on H200 they are fitted to handoffs (`pdsim refit
+    handoffs`).
 
     Raise a `ValueError` that names the field for a capacity or a rate that is not positive, and for negative times.
     """
@@ -145,7 +147,11 @@ class Host:
     def __post_init__(self) -> None:
         positive("host", memory=self.memory, memory_rate=self.memory_rate, tcp_rate=self.tcp_rate)
         not_negative(
-            "host", tcp_latency=self.tcp_latency, wake=self.wake, idle_wake=self.idle_wake, idle_after=self.idle_after
+            "host",
+            tcp_latency=self.tcp_latency,
+            wake=self.wake,
+            idle_wake=self.idle_wake,
+            idle_after=self.idle_after,
         )
 
 
@@ -153,11 +159,11 @@ class Host:
 class LinkChange:
     """What happens to a hop of a `NetworkLink`, both ways, from *start* to *end*.
 
-    It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it is
-    ``cut`` and loses what is on the wire.
+    It is ``slow`` and carries *share* of what it otherwise does, it is ``stall``ed and goes on where it was, or it
+    is ``cut`` and loses what is on the wire.
 
-    Raise a `ValueError` for an unknown kind, an end that is not after the start, and a *share* that does not belong to
-    the kind: only ``slow`` has one, between 0 and 1.
+    Raise a `ValueError` for an unknown kind, an end that is not after the start, and a *share* that does not belong
+    to the kind: only ``slow`` has one, between 0 and 1.
     """
 
     kind: str
@@ -184,8 +190,9 @@ class NetworkLink:
     All TCP traffic between nodes shares it, and ``target=real`` makes it (`backends.emulation.link.emulated_link`).
     It loses nothing but what a `LinkChange` says.
 
-    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.  Raise a `ValueError`
-    for rates or windows that are not positive, an *mtu* outside 576 to 65000, and a *filled* outside 0 to 1.
+    Rates count whole packets.  Defaults of *initial*, *window* and *timeout* are those of Linux.  Raise a
+    `ValueError` for rates or windows that are not positive, an *mtu* outside 576 to 65000, and a *filled* outside 0
+    to 1.
     """
 
     rate: Rate  # of all packets, headers included, toward nodes of a higher number
@@ -234,8 +241,8 @@ class Machine:
     """Nodes of one kind, as `conf/hw` describes them.
 
     A machine with ``gpus=0`` has ranks on its hosts only; one with *link* has two or more nodes, which it joins.
-    *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.  Raise
-    a `ValueError` that names the key for a combination that cannot be.
+    *sources* says of each number, by dotted key, where it comes from: ``{"gpu.memory": "datasheet: H20 SXM"}``.
+    Raise a `ValueError` that names the key for a combination that cannot be.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A job: the ranks that are started, what each of them is given, and how they ended.
 
-A `Target` runs a job, on the model (`pdsim.fabric.model`) or on real engines (`backends.jobs.launcher`); the programs
-of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
+A `Target` runs a job, on the model (`pdsim.fabric.model`) or on real engines (`backends.jobs.launcher`); the
+programs of its ranks cannot tell which.  What ranks move bytes with is the waist, `pdsim.transfer`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class JobJournal(Protocol):
 class Rank:
     """What a program is given: who it is and what it may use.
 
-    A program is a generator function of a `Rank` and plain arguments.  It yields events of this rank's clock, device,
-    endpoint, channel and groups, and what it returns is the rank's result::
+    A program is a generator function of a `Rank` and plain arguments.  It yields events of this rank's clock,
+    device, endpoint, channel and groups, and what it returns is the rank's result::
 
         def program(rank, receiver):
             rank.channel.send(receiver, b"hello")
@@ -83,8 +83,8 @@ class Rank:
     def group(self, names: Sequence[str]) -> Group:
         """Return the group of the ranks *names*, this one among them; for the same names the same group.
 
-        All of them call this; it does not wait for the others.  Raise a `ValueError` for a name that occurs twice, is
-        no rank or is not there for this rank, and `BackendUnavailable` where there are no collectives.
+        All of them call this; it does not wait for the others.  Raise a `ValueError` for a name that occurs twice,
+        is no rank or is not there for this rank, and `BackendUnavailable` where there are no collectives.
         """
         wanted, known = tuple(names), (self.name, *self.peers)
         for name in wanted:
@@ -112,13 +112,14 @@ class Place:
 class RankSpec:
     """A rank to be started: *program* is ``"package.module:function"``, called with a `Rank` and *arguments*.
 
-    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process boundary.
+    *arguments* and the program's return value are plain data (what JSON can hold), for they cross a process
+    boundary.
 
     *name* is unique in the job; peers address the rank by it.
 
     *like* names a rank that does the same: told the same at the same times, both return the same value and make the
-    same transfers, with ranks that are like one another in turn.  Neither tells the other anything.  A target may run
-    one for both where that gives the same results; one that runs processes does not look at it.
+    same transfers, with ranks that are like one another in turn.  Neither tells the other anything.  A target may
+    run one for both where that gives the same results; one that runs processes does not look at it.
     """
 
     name: str
@@ -132,7 +133,8 @@ class RankSpec:
 class RankResult:
     """How a rank ended: with its program's *value*, or with an *error* ``"PeerLost: decode0 is gone"``.
 
-    *engine* is what moved its bytes, as the engine reports itself.  *transfers* are in the order in which they ended.
+    *engine* is what moved its bytes, as the engine reports itself.  *transfers* are in the order in which they
+    ended.
     """
 
     name: str

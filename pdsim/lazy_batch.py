@@ -13,10 +13,10 @@ __all__ = ["LazyBatch", "one_piece"]
 class LazyBatch(Batch):
     """A batch whose arrays are made by *make* when somebody first reads one of them.
 
-    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever makes
-    one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over regions at
-    least as large.  It is called at most once, for all batches that `over` derives from this one.  *pieces* is as of
-    `Batch`.
+    The simulator on memory without contents needs no more than the number of descriptors and the bytes.  Whoever
+    makes one has checked what `Batch` checks; *make* returns a batch of *count* descriptors and *nbytes* over
+    regions at least as large.  It is called at most once, for all batches that `over` derives from this one.
+    *pieces* is as of `Batch`.
     """
 
     __slots__ = ("_count", "_made", "_make")

@@ -1,6 +1,7 @@
 """What packages provide under a name: backends, experiments, schedulers and so on, all by entry points.
 
-Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports nothing.
+Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports
+nothing.
 
 A package registers what it has in its ``pyproject.toml``, in a group of those below::
 

@@ -1,7 +1,7 @@
 """How far a run is: what experiments say of their steps, and what jobs say within one.
 
-An experiment calls its `ShowProgress` when a step begins; between two such calls the target calls the `Meter` with what
-the ranks have counted (`pdsim.job.Rank.counts`).  Knows neither terminals nor experiments.
+An experiment calls its `ShowProgress` when a step begins; between two such calls the target calls the `Meter` with
+what the ranks have counted (`pdsim.job.Rank.counts`).  Knows neither terminals nor experiments.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def within(show: ShowProgress, begin: float, end: float, text: str = "") -> Show
 class Meter:
     """Shows how far the experiment says it is, and between two such words what the ranks of its job count.
 
-    Called by the experiment as a `ShowProgress`, by a model through `simulated`, by real processes through `measured`.
-    With nobody to *show* it to it does nothing.
+    Called by the experiment as a `ShowProgress`, by a model through `simulated`, by real processes through
+    `measured`. With nobody to *show* it to it does nothing.
     """
 
     def __init__(self, show: ShowProgress | None) -> None:

@@ -55,7 +55,7 @@ __all__ = [
 Program = Generator[Event, Any, Any]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------------------------
 
 
 class Buffer(Protocol):
@@ -117,16 +117,16 @@ class Device(Protocol):
     def copy(self, batch: Batch) -> Event:
         """Copy within the device, as a gather or scatter kernel does; both regions of *batch* lie on it.
 
-        They need not be registered: see `Region.local`.  The event succeeds without a value when the bytes are there.
-        Copies under way may end in any order.  Raise `InvalidBatch` if a region is not on this device, and a
+        They need not be registered: see `Region.local`.  The event succeeds without a value when the bytes are
+        there. Copies under way may end in any order.  Raise `InvalidBatch` if a region is not on this device, and a
         `RegistrationError` if its buffer was freed.
         """
 
     def compute(self, seconds: float) -> Event:
         """Occupy the device for *seconds* and return an event for its end.
 
-        Work is served in the order in which it was asked for.  On real targets it is a wait: computation is emulated,
-        and transfers go on meanwhile.
+        Work is served in the order in which it was asked for.  On real targets it is a wait: computation is
+        emulated, and transfers go on meanwhile.
         """
 
 
@@ -161,7 +161,8 @@ class Batch:
     would be chance; sources may overlap).
 
     *pieces* is how many descriptors it stands for; by default as many as it has.  `Device.copy` on memory without
-    contents is given few that stand for many; nothing else looks at it.  `InvalidBatch` if it is less than there are.
+    contents is given few that stand for many; nothing else looks at it.  `InvalidBatch` if it is less than there
+    are.
     """
 
     __slots__ = ("nbytes", "pieces", "size", "source", "source_offset", "target", "target_offset")
@@ -228,15 +229,16 @@ class Batch:
             )
 
 
-# --- moving bytes ---------------------------------------------------------------------------------------------------
+# --- moving bytes --------------------------------------------------------------------------------------------------
 
 
 class TransferRecord(NamedTuple):
     """What one transfer was and when each stage of it ended; seconds on the clock of the rank that posted it.
 
     As in nixlbench: *prep* is ``prepared - submitted`` (descriptor lists built), *post* is ``posted - prepared``
-    (the engine has taken all descriptors), *tx* is ``seen - posted``.  Of tx, ``completed - posted`` is the wire (bytes
-    at the target, acknowledged) and ``seen - completed`` what the poller added; nixlbench cannot tell them apart.
+    (the engine has taken all descriptors), *tx* is ``seen - posted``.  Of tx, ``completed - posted`` is the wire
+    (bytes at the target, acknowledged) and ``seen - completed`` what the poller added; nixlbench cannot tell them
+    apart.
     """
 
     engine: str
@@ -257,8 +259,8 @@ class TransferRecord(NamedTuple):
 class Transfer(Event):
     """One write or read under way.
 
-    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not end
-    the run: the recorder has it.
+    Succeeds with its `TransferRecord`, or fails with a `TransferError`.  A failure that nobody waits for does not
+    end the run: the recorder has it.
 
     Its life, with the names that `pdsim.fabric.posted` and `backends` use for the transitions::
 
@@ -357,11 +359,11 @@ class Endpoint(Protocol):
     """One rank's way to move bytes.
 
     The life of an endpoint: `register` buffers, send `address` to peers over the channel, `connect` to theirs, then
-    `write` and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what it
-    does by notifications.
+    `write` and `read` as often as wanted, and `close`.  Only the side that posts connects; its peer learns of what
+    it does by notifications.
 
-    Transfers to one peer may overlap and complete in any order; notifications of transfers that were posted one after
-    the other's completion arrive in that order, and no other order is promised.
+    Transfers to one peer may overlap and complete in any order; notifications of transfers that were posted one
+    after the other's completion arrive in that order, and no other order is promised.
     """
 
     @property
@@ -408,8 +410,8 @@ class Endpoint(Protocol):
         *timeout* in seconds replaces the endpoint's default deadline.  Raise `InvalidBatch` if a region is not this
         endpoint's or not *peer*'s, a `RegistrationError` if the local one is no longer registered.
 
-        The event fails with `TransferTimeout` after the deadline and with `PeerLost` if the peer is gone; how it then
-        settles is `Transfer.settled`.  *label* goes into the record and means nothing to the engine.
+        The event fails with `TransferTimeout` after the deadline and with `PeerLost` if the peer is gone; how it
+        then settles is `Transfer.settled`.  *label* goes into the record and means nothing to the engine.
         """
 
     def read(self, peer: Peer, batch: Batch, *, timeout: float | None = None, label: str = "") -> Transfer:
@@ -418,7 +420,9 @@ class Endpoint(Protocol):
         The peer's program has no part in it and gets no notification.
         """
 
-    def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = "") -> Series | None:
+    def foresee(
+        self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
+    ) -> Series | None:
         """Begin *count* writes as of *batch* (its sizes; offsets may differ), each when the one before is complete.
 
         Return None, and begin nothing, if this endpoint does not know their times now: then `write` them.  Only the

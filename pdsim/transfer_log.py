@@ -1,8 +1,9 @@
 """Many `TransferRecord`s in little memory: a sequence of them that keeps columns, and makes records when they are read.
 
-What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them: they
-are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of transfers;
-as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them in a file.
+What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
+they are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of
+transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them in
+a file.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ class _Runs(NamedTuple):
         counts = ends - np.concatenate(([first], ends[:-1]))
         codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
         found = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
-        found["label"] = ArrayColumn(np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high])
+        found["label"] = ArrayColumn(
+            np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high]
+        )
         found["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
         found["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
         times = zip(TIMES, self.times, strict=True)
@@ -169,11 +172,13 @@ class _RecordSequence(Sequence[TransferRecord]):
 class TransferLog(_RecordSequence):
     """Records in the order in which they were appended; equal to any sequence of equal records.
 
-    With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they are
-    needed.  *rank* is who made them.
+    With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they
+    are needed.  *rank* is who made them.
     """
 
-    def __init__(self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None) -> None:
+    def __init__(
+        self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None
+    ) -> None:
         self._kinds: list[Kind] = []
         self._codes: dict[Kind, int] = {}
         self._rank = rank

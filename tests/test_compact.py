@@ -66,4 +66,7 @@ def test_a_column_is_a_sequence_of_python_values():
     assert column[1] is None
     assert column.known().tolist() == [1.5]
     words = ArrayColumn(np.array([1, 0, 1]), ("a", "b"))
-    assert [*rows({"word": words, "other": [1, 2, 3]}, np.array([True, False, True])).values()] == [["b", "b"], [1, 3]]
+    assert [*rows({"word": words, "other": [1, 2, 3]}, np.array([True, False, True])).values()] == [
+        ["b", "b"],
+        [1, 3],
+    ]

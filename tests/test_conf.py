@@ -192,7 +192,16 @@ def test_by_default_a_trace_is_served_on_a_modelled_node_of_eight_h20():
 
 
 ON_AMD = {"mooncake", "mooncake_tcp", "mori", "mori_inline", "nixl_tcp"}
-ON_NVIDIA = {"mooncake", "mooncake_efa", "mooncake_nvlink", "mooncake_tcp", "nixl", "nixl_vllm", "nixl_tcp", "nvlink"}
+ON_NVIDIA = {
+    "mooncake",
+    "mooncake_efa",
+    "mooncake_nvlink",
+    "mooncake_tcp",
+    "nixl",
+    "nixl_vllm",
+    "nixl_tcp",
+    "nvlink",
+}
 ON_HOST = {"mooncake_tcp", "nixl_tcp", "nixl_shm"}
 
 

@@ -152,7 +152,9 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
     ],
 )
 def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, value, rule):
-    assert refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
+    assert (
+        refusal(Config, changed(CONFIG, key, value)) == f"{rule}; leave {key} out to keep what the configuration has"
+    )
 
 
 def test_a_missing_key_says_what_to_set():
@@ -161,7 +163,9 @@ def test_a_missing_key_says_what_to_set():
 
 
 def test_an_experiment_that_does_not_exist_is_answered_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"experiment.name=transfr does not exist; did you mean transfer\? There are"):
+    with pytest.raises(
+        ConfigError, match=r"experiment.name=transfr does not exist; did you mean transfer\? There are"
+    ):
         load(changed(CONFIG, "experiment.name", "transfr"))
 
 

@@ -106,7 +106,9 @@ def test_every_file_that_is_named_exists():
 
 
 def test_walks_list_as_many_files_as_they_say():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Three walks")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Three walks")[2].partition("\n## ")[0]
+    )
     first, chunk, last = re.split(r"^\*\*", text, flags=re.MULTILINE)[1:]
     on_model, on_mooncake = re.search(
         r"On the model: (.*) On Mooncake: (.*?)^7\.", chunk, re.DOTALL | re.MULTILINE

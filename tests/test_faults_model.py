@@ -28,7 +28,9 @@ def test_a_part_that_was_stopped_goes_on_and_parts_add_up(tmp_path: Path):
     assert row.endswith("| 0 |")
 
 
-def test_seeds_count_once_and_parts_of_other_options_do_not_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_seeds_count_once_and_parts_of_other_options_do_not_add_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert ranges([[4, 6], [0, 2], [2, 4]]) == [[0, 6]]
     with pytest.raises(ValueError, match="seed 1 is there twice"):
         ranges([[0, 2], [1, 3]])

@@ -63,7 +63,9 @@ def test_what_is_injected_ends_with_the_job():
 def test_a_clean_job_has_nothing():
     assert found(plan()) == {}
     assert found(plan(kill={"decode0.0": 1.5}), LOST, decode="killed by signal 9, as was asked for") == {}
-    assert found(plan(pause={"decode0.0": [(1.5, 6.0)]}), LOST, ended=5.0, decode="PeerLost: decode0 is given up") == {}
+    assert (
+        found(plan(pause={"decode0.0": [(1.5, 6.0)]}), LOST, ended=5.0, decode="PeerLost: decode0 is given up") == {}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Whatever others write, or that was edited: what is raised is the documented error, and of one line a mistake.
 
-The inputs are the first of those that `benchmarks.fuzz` makes, with a seed of its own; that of a campaign is another.
+The inputs are the first of those that `benchmarks.fuzz` makes, with a seed of its own; that of a campaign is
+another.
 """
 
 from __future__ import annotations

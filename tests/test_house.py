@@ -1,7 +1,7 @@
 """The source keeps the order of the house: arrows point down, nothing runs in circles, private names stay private.
 
-What does not keep it yet is listed below, with the reason.  A list can only become shorter: what is new fails, and so
-does an entry that nothing needs any more.  `python -m benchmarks.house list` shows what there is.
+What does not keep it yet is listed below, with the reason.  A list can only become shorter: what is new fails, and
+so does an entry that nothing needs any more.  `python -m benchmarks.house list` shows what there is.
 """
 
 from pathlib import Path
@@ -22,7 +22,10 @@ PRIVATE = {
         "it steps through all ranks' events, and SimPy does not say publicly that one failed",
     ),
     "backends.collectives.gloo": (3, "PyTorch: options of Gloo, and an all-gather into one tensor"),
-    "backends.collectives.nccl": (2, "PyTorch: an all-gather into one tensor of a group that is not the default one"),
+    "backends.collectives.nccl": (
+        2,
+        "PyTorch: an all-gather into one tensor of a group that is not the default one",
+    ),
     "backends.engines.nixl": (2, "NIXL's classes are in modules with private names"),
     "backends.jobs.worker": (1, "SimPy's counter of events, as of 6db8051"),
     "backends.profiling.mixture": (1, "PyTorch: grouped products of matrices have no public name before 2.10"),

@@ -25,7 +25,9 @@ def test_every_cell_runs_and_the_results_are_kept(executed):
 
 
 def test_tables_and_figures_are_shown(executed):
-    kinds = [output.data.keys() for cell in executed[0].cells for output in cell.get("outputs", ()) if "data" in output]
+    kinds = [
+        output.data.keys() for cell in executed[0].cells for output in cell.get("outputs", ()) if "data" in output
+    ]
     assert sum("text/html" in kind for kind in kinds) == 2
     assert sum("image/png" in kind for kind in kinds) == 2
 

@@ -56,7 +56,7 @@ def test_sizes_of_the_staged_path_are_positive(changes):
         Staging(**({"ring": 1, "buffer": 1, "wait": 1.0} | changes))
 
 
-# --- mooncake over TCP ------------------------------------------------------------------------------------------------
+# --- mooncake over TCP ---------------------------------------------------------------------------------------------
 
 
 def test_the_alias_forces_tcp():

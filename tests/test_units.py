@@ -89,7 +89,8 @@ def test_a_fraction_of_a_byte_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(65536, "64 KiB"), (0, "0 B"), (1020, "1020 B"), (2**20 - 1, "1 MiB"), (1.5 * 2**30, "1.5 GiB")]
+    ("size", "text"),
+    [(65536, "64 KiB"), (0, "0 B"), (1020, "1020 B"), (2**20 - 1, "1 MiB"), (1.5 * 2**30, "1.5 GiB")],
 )
 def test_a_size_is_printed_with_a_binary_prefix(size, text):
     assert format_size(size) == text

@@ -1,7 +1,7 @@
 """Wrong and nonsensical configurations: one line that says why and what to write instead, status 2, nothing written.
 
-`WRONG` breaks a rule of the grammar, a type, a unit or a range; `NONSENSE` keeps them all and means nothing that there
-is.  Refusals of commands, files and combinations are in `tests.test_cli`.
+`WRONG` breaks a rule of the grammar, a type, a unit or a range; `NONSENSE` keeps them all and means nothing that
+there is.  Refusals of commands, files and combinations are in `tests.test_cli`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ NONSENSE = [
     ("slo.ttft=500", "slo.ttft=500 has no unit; did you mean 500ms?"),
     ("slo={ttft: 2}", "slo.ttft=2 has no unit; did you mean 2s?"),
     ("slo.tpot=30", "slo.tpot=30 has no unit; did you mean 30ms?"),
-    ((LINK, "hw.link.changes=[{kind: stall, start: 1, end: 3s}]"), "hw.link.changes[0].start=1 has no unit; did you"),
+    (
+        (LINK, "hw.link.changes=[{kind: stall, start: 1, end: 3s}]"),
+        "hw.link.changes[0].start=1 has no unit; did you",
+    ),
     # what nothing has
     ("hw.interconnect.latency=5s", "hw.interconnect.latency=5 s is not plausible, from 0.1 ns to 10 ms is;"),
     ("hw.gpu.compute=1e30TFLOPS", "hw.gpu.compute=1e+42 FLOPS is not plausible"),
@@ -123,7 +126,10 @@ NONSENSE = [
     ("kv.pool=20", "kv.pool=20 B is not plausible, from 1 KiB to 16 TiB is; did you mean 20GiB?"),
     ("slo.ttft=1000h", "slo.ttft=1000 h is not plausible"),
     ("compute.overhead=1h", "compute.overhead=1 h is not plausible"),
-    (("workload=poisson", "workload.count=1e9"), "workload.count=1,000,000,000 is not plausible, from 1 to 10,000,000"),
+    (
+        ("workload=poisson", "workload.count=1e9"),
+        "workload.count=1,000,000,000 is not plausible, from 1 to 10,000,000",
+    ),
     (("workload=poisson", "workload.rate=1e-9"), "workload.rate=1e-09 is not plausible"),
     ((LINK, "hw.link.delay=1h"), "hw.link.delay=1 h is not plausible"),
     # what contradicts itself, or can be nowhere
@@ -172,7 +178,13 @@ def test_wrong_input_is_one_line_status_two_and_nothing_written(capfd, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-QUICK = (TRANSFER, "experiment.patterns=[pair]", "experiment.size=4KiB", "experiment.blocks=1", "experiment.repeat=2")
+QUICK = (
+    TRANSFER,
+    "experiment.patterns=[pair]",
+    "experiment.size=4KiB",
+    "experiment.blocks=1",
+    "experiment.repeat=2",
+)
 
 
 def test_what_is_not_plausible_can_be_taken_as_it_is(capfd):
@@ -196,7 +208,9 @@ def test_a_kept_configuration_has_bare_numbers_and_runs_again(capfd, tmp_path):
 
 def test_options_of_the_engine_that_the_model_does_not_look_at_are_named(capfd):
     main(["run", *QUICK, "backend.options.threads=4"])
-    note = "note: backend.options.threads changes nothing of target=model: options are for the real engine, target=real"
+    note = (
+        "note: backend.options.threads changes nothing of target=model: options are for the real engine, target=real"
+    )
     assert note in capfd.readouterr().out
     main(["run", *QUICK])
     assert "changes nothing" not in capfd.readouterr().out

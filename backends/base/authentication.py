@@ -1,8 +1,8 @@
 """Who may speak to a rank: key pairs made for one job, and the doorkeeper that knows them.
 
-Every control connection is CURVE (RFC 26, as ZeroMQ does it): encrypted, and accepted only from a rank of the same job.
-The supervisor makes a key pair for each rank and hands it over on the socket pair that the rank's process inherits:
-keys are on no command line, in no environment and in no file.  They end with the job.
+Every control connection is CURVE (RFC 26, as ZeroMQ does it): encrypted, and accepted only from a rank of the same
+job. The supervisor makes a key pair for each rank and hands it over on the socket pair that the rank's process
+inherits: keys are on no command line, in no environment and in no file.  They end with the job.
 
 Knows nothing of what is said.  Engines keep ports of their own (`docs/engines.md`), which this does not protect.
 """
@@ -67,7 +67,9 @@ def job_keys(names: Iterable[str]) -> dict[str, Keys]:
     import zmq
 
     if not zmq.has("curve"):
-        raise BackendUnavailable("libzmq has no CURVE, so ranks cannot authenticate each other; pip install pyzmq anew")
+        raise BackendUnavailable(
+            "libzmq has no CURVE, so ranks cannot authenticate each other; pip install pyzmq anew"
+        )
     pairs = {name: tuple(key.decode() for key in zmq.curve_keypair()) for name in names}
     public = {name: pair[0] for name, pair in pairs.items()}
     return {name: Keys(name, pair[1], public) for name, pair in pairs.items()}
@@ -82,11 +84,11 @@ def sender_of(frame: Any) -> str:
 class Doorkeeper:
     """Answers, on a thread of its own, which keys may connect to sockets of *context*; ends with the context.
 
-    *refused* counts handshakes that failed at the sockets that are watched: unknown keys, and whatever does not speak
-    CURVE.
+    *refused* counts handshakes that failed at the sockets that are watched: unknown keys, and whatever does not
+    speak CURVE.
 
-    Life: make it before the socket is bound; then `watch` the socket. Its thread ends when the context is terminated.
-    One for each context, since the address that it answers at is fixed.
+    Life: make it before the socket is bound; then `watch` the socket. Its thread ends when the context is
+    terminated. One for each context, since the address that it answers at is fixed.
     """
 
     def __init__(self, context: Any, keys: Keys) -> None:
@@ -106,7 +108,9 @@ class Doorkeeper:
         """Count the handshakes that fail at *socket*, and begin to answer."""
         zmq = self._zmq
         failures = (
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         socket.monitor("inproc://failures", failures)
         self._failures = self._context.socket(zmq.PAIR)

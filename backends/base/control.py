@@ -1,9 +1,9 @@
 """What endpoints tell each other beside the engine: that they are alive, and short notes of a `kind`.
 
 Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX over shared memory
-never does, and neither tells an initiator that the other side withdrew memory.  So endpoints that know each other keep
-a TCP connection of their own: the kernel closes it when a process ends, however it ends, and the other side sees that
-in milliseconds.  A process that is stopped keeps its connection; only a deadline can tell.
+never does, and neither tells an initiator that the other side withdrew memory.  So endpoints that know each other
+keep a TCP connection of their own: the kernel closes it when a process ends, however it ends, and the other side
+sees that in milliseconds.  A process that is stopped keeps its connection; only a deadline can tell.
 
 As with the control channel, only ranks of the job can connect, and one that sends what is no note is lost.
 """
@@ -85,8 +85,8 @@ class Control:
 
     Life: it listens from the start; lines come about when this endpoint connects (`reach`) or another one does (a
     greeting), and go when the connection closes.  A line that is lost stays in `known`, because its end is a proof
-    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier life of this
-    rank are ignored.
+    about its process. Notes are ``kind, own token, token of the receiver, body...``; those for an earlier life of
+    this rank are ignored.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Control:
         self.card = Card(keys.name, self._inbox.uri, secrets.token_bytes(16), myself())
         clock.watch(self)
 
-    # --- Source -----------------------------------------------------------------------------------------------------
+    # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Deliver notes and notice lost lines."""
@@ -133,7 +133,7 @@ class Control:
         """Return False: the descriptor tells."""
         return False
 
-    # --- lines ------------------------------------------------------------------------------------------------------
+    # --- lines -----------------------------------------------------------------------------------------------------
 
     @property
     def refused(self) -> int:
@@ -194,7 +194,9 @@ class Control:
         zmq = self._zmq
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         failures = (
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         monitors: list[Any] = []
 

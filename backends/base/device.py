@@ -1,7 +1,8 @@
 """What real memory of every kind has in common as a `Device`: accounts, quarantine, and a queue of emulated work.
 
-It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers that
-bytes may still move in or out of.  Memory that is held is not given back to the system, and not handed out again.
+It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers
+that bytes may still move in or out of.  Memory that is held is not given back to the system, and not handed out
+again.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ POOLS = ("default", SYMMETRIC, "nvlink")
 class RealBuffer(ABC):
     """Zeroed memory at *address*, a pointer of this process.
 
-    *registered* is set by endpoints while an engine knows the address, *holds* counted by who moves bytes.  The memory
-    goes back when the buffer is freed and nothing holds it.
+    *registered* is set by endpoints while an engine knows the address, *holds* counted by who moves bytes.  The
+    memory goes back when the buffer is freed and nothing holds it.
     """
 
     def __init__(self, address: int, size: int, pool: str) -> None:
@@ -108,7 +109,8 @@ class RealDevice(ABC):
     def allocate(self, size: int, pool: str = "default") -> RealBuffer:
         """Return a zeroed buffer of *size* bytes.
 
-        Raise a `ValueError` for a size that is not positive or an unknown pool, and `OutOfMemory` beyond the capacity.
+        Raise a `ValueError` for a size that is not positive or an unknown pool, and `OutOfMemory` beyond the
+        capacity.
         """
         if size <= 0:
             raise ValueError(f"size must be > 0 bytes, got {size}")

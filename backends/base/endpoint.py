@@ -1,15 +1,16 @@
 """What every real endpoint has in common; an engine adds seven methods (`RealEndpoint`, below).
 
-Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out or
-get them wrong: no engine's time-out or cancel stops the data, NIXL has no time-out at all and goes on writing into
-memory that its owner deregistered, and neither tells a rejected transfer from a dead peer.
+Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out
+or get them wrong: no engine's time-out or cancel stops the data, NIXL has no time-out at all and goes on writing
+into memory that its owner deregistered, and neither tells a rejected transfer from a dead peer.
 
 The rules:
 
 - A transfer is *moving* until the engine itself says that it is complete, or that it never started.
 - The regions of a moving transfer cannot be deregistered, so their memory cannot be freed.
-- An owner that deregisters a region tells all who know it.  They refuse new transfers to it, and return it when none is
-  moving; until all have, the owner holds the memory.  So even where an engine would still write, nothing else is there.
+- An owner that deregisters a region tells all who know it.  They refuse new transfers to it, and return it when none
+  is moving; until all have, the owner holds the memory.  So even where an engine would still write, nothing else is
+  there.
 - The first transfers to a peer wait until it has said what it withdrew since it gave out its address.
 - A write to a process that is proven dead has nowhere to land, and settles as soon as the engine has let go of it.
 """
@@ -66,9 +67,10 @@ _NOTIFY = b"notify"
 class RealEndpoint(EngineHooks):
     """What an `Endpoint` of a real engine derives from, in pdsim and in other packages.
 
-    An engine implements the methods of `EngineHooks`.  Its constructor takes what this class takes.  *keys* say which
-    rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the address that sockets
-    listen on.  The life of a transfer, and the method that an engine calls as it passes from state to state::
+    An engine implements the methods of `EngineHooks`.  Its constructor takes what this class takes.  *keys* say
+    which rank this is and who may speak to it, *device* is the memory that buffers come from, *bind* the address
+    that sockets listen on.  The life of a transfer, and the method that an engine calls as it passes from state to
+    state::
 
                          post() raises
         prepared ───────────────────────────────┐
@@ -82,8 +84,8 @@ class RealEndpoint(EngineHooks):
             │                                   ▼                                ▼
             └──────────────────────────────► quiesced ◄──────────────────────────┘
 
-    `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.  The
-    methods are called on the clock's thread.
+    `Transfer` fires when it is completed or failed, and once more when it is quiesced: then its regions are free.
+    The methods are called on the clock's thread.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class RealEndpoint(EngineHooks):
             self.control.close(clean=True)
             raise
 
-    # --- what some engines do otherwise -----------------------------------------------------------------------------
+    # --- what some engines do otherwise ----------------------------------------------------------------------------
 
     def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing that dead processes have sent is still to be taken in."""
@@ -135,7 +137,7 @@ class RealEndpoint(EngineHooks):
             RETURN: self._withdrawal.on_return,
         }
 
-    # --- Endpoint: memory -------------------------------------------------------------------------------------------
+    # --- Endpoint: memory ------------------------------------------------------------------------------------------
 
     @property
     def quarantined(self) -> int:
@@ -187,7 +189,7 @@ class RealEndpoint(EngineHooks):
                 f"another in the child"
             )
 
-    # --- Endpoint: peers --------------------------------------------------------------------------------------------
+    # --- Endpoint: peers -------------------------------------------------------------------------------------------
 
     def address(self) -> bytes:
         """Return what a peer needs to reach this endpoint and the regions registered so far."""
@@ -228,7 +230,7 @@ class RealEndpoint(EngineHooks):
         except (msgspec.MsgspecError, ValueError) as error:
             raise TransferFailed(f"no description of a {self.kind} endpoint: {error}") from None
 
-    # --- Endpoint: transfers ----------------------------------------------------------------------------------------
+    # --- Endpoint: transfers ---------------------------------------------------------------------------------------
 
     def write(
         self, peer: Peer, batch: Batch, notify: bytes = b"", *, timeout: float | None = None, label: str = ""
@@ -326,7 +328,7 @@ class RealEndpoint(EngineHooks):
             all(line.lost and is_dead(line.card.process) for line in unclean) and self.inbound_drained()
         )
 
-    # --- how transfers end ------------------------------------------------------------------------------------------
+    # --- how transfers end -----------------------------------------------------------------------------------------
 
     def complete(self, transfer: PostedTransfer, at: float | None = None) -> None:
         """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now."""
@@ -409,7 +411,7 @@ class RealEndpoint(EngineHooks):
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
 
-    # --- deadlines --------------------------------------------------------------------------------------------------
+    # --- deadlines -------------------------------------------------------------------------------------------------
 
     def _time_out(self, transfer: PostedTransfer) -> None:
         self.fail(transfer, self._too_late(transfer), moving=not self._take_from_queue(transfer))
@@ -433,7 +435,7 @@ class RealEndpoint(EngineHooks):
         assert event.callbacks is not None
         event.callbacks.append(function)
 
-    # --- what peers say ---------------------------------------------------------------------------------------------
+    # --- what peers say --------------------------------------------------------------------------------------------
 
     def _on_notify(self, line: PeerLine, body: list[bytes]) -> None:
         if len(body) != 1:
@@ -469,7 +471,7 @@ class RealEndpoint(EngineHooks):
             if transfer.peer.line is line:
                 self.fail(transfer, PeerLost(f"{line.name} {line.lost}"), moving=not self._take_from_queue(transfer))
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give everything back; see `pdsim.transfer.Endpoint.close`.

@@ -50,8 +50,8 @@ class Entry:
 class PeerState:
     """All that is known of one other endpoint; what `Peer.handle` holds.
 
-    Regions in *withdrawn* must not be addressed any more.  While *welcome* is false, transfers wait in *waiting*: the
-    peer has yet to say what it withdrew since the address that it was connected by.
+    Regions in *withdrawn* must not be addressed any more.  While *welcome* is false, transfers wait in *waiting*:
+    the peer has yet to say what it withdrew since the address that it was connected by.
     """
 
     line: PeerLine

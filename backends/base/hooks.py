@@ -14,9 +14,10 @@ __all__ = ["EngineHooks"]
 class EngineHooks(ABC):
     """The engine's part of an `Endpoint`.
 
-    `backends.base.endpoint.RealEndpoint` calls these, on the clock's thread, in this order: `start_engine` once; `pin`
-    and `unpin` for each region; `engine_address` whenever an address is asked for; `connect_engine` for each address
-    of a peer; `post` for each transfer; `stop_engine` once.  The engine reports the end of a transfer to the endpoint.
+    `backends.base.endpoint.RealEndpoint` calls these, on the clock's thread, in this order: `start_engine` once;
+    `pin` and `unpin` for each region; `engine_address` whenever an address is asked for; `connect_engine` for each
+    address of a peer; `post` for each transfer; `stop_engine` once.  The engine reports the end of a transfer to the
+    endpoint.
     """
 
     kind = ""  # endpoints of different kinds cannot connect

@@ -19,8 +19,8 @@ def prepare(engine: str, needed: Mapping[str, str], defaults: Mapping[str, str])
 
     Raise a `ConfigError` if the user's environment contradicts what is needed.
 
-    Must be called before the library is loaded: native libraries read their environment once.  Variables stay set for
-    the process, which runs one rank only.
+    Must be called before the library is loaded: native libraries read their environment once.  Variables stay set
+    for the process, which runs one rank only.
     """
     for name, value in needed.items():
         if os.environ.get(name, value) != value:

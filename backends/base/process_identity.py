@@ -1,7 +1,7 @@
 """Whether another process is dead, as opposed to silent.
 
-A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had without
-its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.
+A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had
+without its help, and only on the same host: elsewhere, and for a process that cannot be seen, the answer is no.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def is_dead(identity: str) -> bool:
 def when_dead(clock: WallClock, identity: str, action: Callable[[], object], wait: float = FIRST) -> None:
     """Call *action* once the process that *identity* names has certainly ended: now, or when a later look shows it.
 
-    The kernel closes the connections of a process some time before the process is dead, so that whoever acts on their
-    end may come too early.  Of a process on another host, or one that goes on, nothing is ever called.
+    The kernel closes the connections of a process some time before the process is dead, so that whoever acts on
+    their end may come too early.  Of a process on another host, or one that goes on, nothing is ever called.
     """
     if is_dead(identity):
         action()

@@ -62,8 +62,8 @@ class Arena:
 class ReservedPool:
     """Segments, each with what the device needs to make a buffer of a part of it.
 
-    *owner* is the one group whose gathers may use the pool.  Segments are added by `Group.reserve` and stay until the
-    process ends.
+    *owner* is the one group whose gathers may use the pool.  Segments are added by `Group.reserve` and stay until
+    the process ends.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,12 +1,12 @@
 """Whether this process has a TCP connection whose other end is dead: bytes may still come out of it.
 
 When a process ends, the kernel goes on delivering what the process had sent, from its send buffer and from the
-receiver's, and says end-of-file only after the last byte.  An engine that has seen that closes its own end.  So once no
-connection of this process has a dead end, nothing that dead processes had sent over TCP is left to be taken in.
+receiver's, and says end-of-file only after the last byte.  An engine that has seen that closes its own end.  So once
+no connection of this process has a dead end, nothing that dead processes had sent over TCP is left to be taken in.
 
-It is read from ``/proc`` (see proc_pid_net(5)), which shows both ends of a connection if they are on this host, in this
-network namespace or in that of another process that this one may look at.  An end that it does not show, or that could
-be one of several in namespaces with equal addresses, counts as dead: the answer errs towards yes.
+It is read from ``/proc`` (see proc_pid_net(5)), which shows both ends of a connection if they are on this host, in
+this network namespace or in that of another process that this one may look at.  An end that it does not show, or
+that could be one of several in namespaces with equal addresses, counts as dead: the answer errs towards yes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["half_open"]
 
 _SELF = Path("/proc/self")
 _ESTABLISHED = "01"
-_IDLE = {"03", "06", "07", "0A", "0C"}  # SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
+# SYN_RECV, TIME_WAIT, CLOSE, LISTEN, NEW_SYN_RECV: no data comes out of these
+_IDLE = {"03", "06", "07", "0A", "0C"}
 _NOBODY = "0"
 """The inode of a socket that no process has any more."""
 

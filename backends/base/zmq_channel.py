@@ -1,8 +1,8 @@
 """Control messages over pyzmq: the wall clock's `Channel`.
 
 Each rank binds one PULL socket and connects a PUSH socket to every rank that it sends to.  ZeroMQ's descriptor is
-edge-triggered and sending on a socket may swallow the edge of receiving on it; sockets that only send and sockets that
-only receive do not have that problem.
+edge-triggered and sending on a socket may swallow the edge of receiving on it; sockets that only send and sockets
+that only receive do not have that problem.
 
 Only ranks of the job can connect (`backends.base.authentication`), and the connection, not the message, says who the
 sender is.  Size and number of messages are limited, so that no sender can take all memory of another rank.
@@ -41,8 +41,8 @@ class Inbox:
     A `MessageError` of *deliver*, and `drop`, drop the sender's connection.  While *full* is true nothing is taken,
     and *paused* says that something may wait; who makes room calls `poll`.
 
-    Life: binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and ends
-    with `close`.  A sender is who its key proves, so *deliver* need not look for a name in the frames.
+    Life: binds a free port when it is made (`uri` says which), is watched by a clock or polled by its owner, and
+    ends with `close`.  A sender is who its key proves, so *deliver* need not look for a name in the frames.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Inbox:
 def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any], None] | None = None) -> Any:
     """Return a PUSH socket that is being connected to *rank* at *uri*; *prepare* is called with it before.
 
-    It never reconnects.  A rank that is gone stays gone: another process may have its port by now.  Send with NOBLOCK;
-    `zmq.Again` means that the connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a
+    It never reconnects.  A rank that is gone stays gone: another process may have its port by now.  Send with
+    NOBLOCK; `zmq.Again` means that the connection is lost, or that *rank* has left `QUEUE` messages unread.  Raise a
     `TransferFailed` if *rank* is none of this job.
 
     The socket lingers for `LINGER_MS` when it is closed.  *prepare* may attach a monitor, which must see the
@@ -168,9 +168,9 @@ def dial(context: Any, uri: str, keys: Keys, rank: str, prepare: Callable[[Any],
 class ZmqChannel:
     """Ordered messages between ranks; see `pdsim.transfer.Channel`.
 
-    Life: the worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs send
-    and receive, `close` ends it.  Used on the clock's thread only.  Messages with a topic do not reach the program:
-    endpoints and groups use them.
+    Life: the worker makes it and reports *uri* to the supervisor, `open` tells it where the others are, programs
+    send and receive, `close` ends it.  Used on the clock's thread only.  Messages with a topic do not reach the
+    program: endpoints and groups use them.
     """
 
     def __init__(self, clock: WallClock, keys: Keys, bind: str = "127.0.0.1") -> None:
@@ -249,7 +249,9 @@ class ZmqChannel:
             return
         try:
             socket.send_multipart(frames, self._noblock)
-        except self._again:  # gone, or so far behind that it counts as gone; and no later message may overtake this one
+        except (
+            self._again
+        ):  # gone, or so far behind that it counts as gone; and no later message may overtake this one
             socket.close(linger=0)
             self._sockets[receiver] = None
 
@@ -285,7 +287,8 @@ class ZmqChannel:
     def _deliver(self, sender: str, frames: list[bytes]) -> None:
         """Put a message into the mailbox, or call who listens to its topic; keep it if nobody listens yet.
 
-        Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are kept.
+        Raise a `MessageError` for more than one topic, or when `QUEUE` messages of topics nobody listens to are
+        kept.
         """
         payload, *topics = frames
         message = Message(sender, payload)

@@ -48,8 +48,8 @@ class Library(ABC):
     """What moves the bytes of one group.  Raises `TransferError`s.
 
     The life: made for a group; `connect` once, on a thread of its own; `reserve` and `start` one at a time, in the
-    same order on all ranks; `poll` on the clock's thread until the work is over; `abort` at the end, or when something
-    failed.
+    same order on all ranks; `poll` on the clock's thread until the work is over; `abort` at the end, or when
+    something failed.
     """
 
     engine: str  # as it reports itself
@@ -75,8 +75,8 @@ class Library(ABC):
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
         """Begin to gather and return the work.
 
-        *source* and *target* are buffers of the device, *size* bytes of each rank.  On the clock's thread, so it must
-        not block.
+        *source* and *target* are buffers of the device, *size* bytes of each rank.  On the clock's thread, so it
+        must not block.
         """
 
     @abstractmethod
@@ -106,8 +106,8 @@ class Hello(msgspec.Struct, tag=True):
 class Intent(msgspec.Struct, tag=True):
     """What a rank is about to do, or, with *done*, has done.
 
-    *number* counts the calls of the group, *kind* is that of `GatherCall.kind`, and *refusal* names an error class and
-    a message, ``"OutOfMemory: ..."``, if this rank cannot do it.
+    *number* counts the calls of the group, *kind* is that of `GatherCall.kind`, and *refusal* names an error class
+    and a message, ``"OutOfMemory: ..."``, if this rank cannot do it.
     """
 
     group: list[str]
@@ -175,8 +175,8 @@ Then = Callable[[Any, BaseException | None], None]
 def disagreement(said: Mapping[str, Intent]) -> TransferError | None:
     """Return what keeps ranks that have *said* this from doing it together.
 
-    The first refusal counts, as the error that it names; then calls of different kinds or sizes are an `InvalidBatch`.
-    None if all agree.
+    The first refusal counts, as the error that it names; then calls of different kinds or sizes are an
+    `InvalidBatch`. None if all agree.
     """
     for intent in said.values():
         if intent.refusal:

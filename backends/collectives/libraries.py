@@ -1,7 +1,7 @@
 """The libraries that groups of real ranks gather with: entry points of the group ``pdsim.collectives``.
 
-Each is a `Library` class.  Those of pdsim come with PyTorch, which is imported on the thread that connects a group: a
-rank in no group never loads it.
+Each is a `Library` class.  Those of pdsim come with PyTorch, which is imported on the thread that connects a group:
+a rank in no group never loads it.
 """
 
 from __future__ import annotations

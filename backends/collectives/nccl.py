@@ -55,9 +55,9 @@ class _OnGpu(Library):
 
     Gathers go to one stream in the order of the calls.  Times are those between two CUDA events around each, in
     seconds, so they contain no polling.  With ``timing="device"`` they contain neither launch nor waiting for the
-    others: the stream is kept busy until both events and the gather are queued, and a gather of a few bytes before the
-    first event lets the streams of all ranks go on together.  Buffers are seen as tensors without a copy; a view is
-    made once and lives as long as its buffer.
+    others: the stream is kept busy until both events and the gather are queued, and a gather of a few bytes before
+    the first event lets the streams of all ranks go on together.  Buffers are seen as tensors without a copy; a view
+    is made once and lives as long as its buffer.
     """
 
     memory = "gpu"
@@ -72,7 +72,9 @@ class _OnGpu(Library):
         super().__init__(device, timeout)
         for name, value in SWITCHES.items():
             if os.environ.setdefault(name, value) != value:
-                raise BackendUnavailable(f"{name}={os.environ[name]} switches NVLink multicast on; set it to {value}")
+                raise BackendUnavailable(
+                    f"{name}={os.environ[name]} switches NVLink multicast on; set it to {value}"
+                )
         self._stream: Any = None
         self._group: Any = None
         self._count = self._index = 0
@@ -218,7 +220,8 @@ class SymmetricMemory(_OnGpu):
     def reserve(self, size: int) -> Callable[[], None]:
         """Allocate, and map the memory of the others.
 
-        The first call makes PyTorch's default process group, which rendezvous needs.  All ranks must call it together.
+        The first call makes PyTorch's default process group, which rendezvous needs.  All ranks must call it
+        together.
         """
         import torch
         import torch.distributed._symmetric_memory as symmetric

@@ -42,7 +42,9 @@ def translated(error: Exception, engine: str) -> TransferError:
     lowered = text.lower()
     if "out of memory" in lowered:
         return OutOfMemory(f"{engine}: {text}")
-    if any(words in lowered for words in ("closed by peer", "connection reset", "broken pipe", "connection refused")):
+    if any(
+        words in lowered for words in ("closed by peer", "connection reset", "broken pipe", "connection refused")
+    ):
         return PeerLost(f"{engine}: {text}")
     if "timed out" in lowered or "timeout" in lowered:
         return TransferTimeout(f"{engine}: {text}")

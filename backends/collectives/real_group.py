@@ -49,8 +49,8 @@ WATCH = 0.1
 class RealGroups:
     """All groups of a rank.
 
-    A group is made when its rank asks for it, with a library that *make* returns. Messages for a group that this rank
-    has not asked for yet are kept until it does.
+    A group is made when its rank asks for it, with a library that *make* returns. Messages for a group that this
+    rank has not asked for yet are kept until it does.
     """
 
     def __init__(
@@ -117,11 +117,12 @@ class _Others:
 class RealGroup:
     """One rank's membership; a source of the wall clock while a call is under way.
 
-    Life of a call: `_add` queues it, `_advance` begins the first of the queue once the library is connected and, where
-    sizes are compared, all ranks have announced the same; `poll` or `_settle` finds its end; `_finish` ends it and
-    begins the next. Whatever goes wrong leads to `_break`, after which every call fails.
+    Life of a call: `_add` queues it, `_advance` begins the first of the queue once the library is connected and,
+    where sizes are compared, all ranks have announced the same; `poll` or `_settle` finds its end; `_finish` ends it
+    and begins the next. Whatever goes wrong leads to `_break`, after which every call fails.
 
-    With ``collective.timing=device`` the record of a gather lasts as long as the device says, and ends when it is seen.
+    With ``collective.timing=device`` the record of a gather lasts as long as the device says, and ends when it is
+    seen.
     """
 
     def __init__(self, groups: RealGroups, names: tuple[str, ...], library: Library) -> None:
@@ -153,7 +154,13 @@ class RealGroup:
         return int(self._device.symmetric.reserved)
 
     def all_gather(
-        self, source: Buffer, target: Buffer, size: int | None = None, *, timeout: float | None = None, label: str = ""
+        self,
+        source: Buffer,
+        target: Buffer,
+        size: int | None = None,
+        *,
+        timeout: float | None = None,
+        label: str = "",
     ) -> Event:
         """Start to gather; the contract and errors of `pdsim.group.Group.all_gather`."""
         size = source.size if size is None else size
@@ -224,7 +231,9 @@ class RealGroup:
         call.prepared = self._clock.now
         if call.buffers is None:
             self._device.account(call.size, SYMMETRIC)
-            background(self._clock, lambda: self._library.reserve(call.size), lambda *how: self._reserved(call, *how))
+            background(
+                self._clock, lambda: self._library.reserve(call.size), lambda *how: self._reserved(call, *how)
+            )
             call.posted = self._clock.now
             return
         try:

@@ -1,7 +1,7 @@
 """A GPU's memory as a `Device`: cudaMalloc, one segment a buffer, so that engines can share it with other processes.
 
-Computation is emulated by waiting, as on the host; copies are kernels on a stream of their own, and like those of the
-model they do not wait for computation.
+Computation is emulated by waiting, as on the host; copies are kernels on a stream of their own, and like those of
+the model they do not wait for computation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of many pieces between two areas that one GPU reaches: gather, scatter, or straight into a peer's memory.
 
 One kernel moves all descriptors of a batch.  It is `backends.cuda.gather_kernel`, in Triton; where that is not
-installed PyTorch does it with index operations, in as many kernels as it needs.  Both are imported at the first copy,
-which therefore takes seconds.
+installed PyTorch does it with index operations, in as many kernels as it needs.  Both are imported at the first
+copy, which therefore takes seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def tiles(batch: Batch) -> tuple[Int64s, Int64s, Int64s]:
 def copy_with_torch(source: Any, target: Any, batch: Batch) -> None:
     """Copy *batch* between two one-dimensional uint8 tensors on one device, in units of their largest common size.
 
-    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.  Offsets are within
-    the tensors.
+    The unit is the greatest common divisor of all offsets and sizes, so odd offsets make it slow.  Offsets are
+    within the tensors.
     """
     import torch
 
@@ -99,7 +99,9 @@ class Gather:
             if find_spec("triton"):
                 self._fused(torch, source, target, batch)
             else:
-                copy_with_torch(_area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch)
+                copy_with_torch(
+                    _area(torch, source, batch.source.size), _area(torch, target, batch.target.size), batch
+                )
 
     def _fused(self, torch: Any, source: int, target: int, batch: Batch) -> None:
         """Launch the Triton kernel over a table of tiles, which goes to the GPU from pinned memory."""
@@ -107,7 +109,8 @@ class Gather:
 
         columns = tiles(batch)
         shape = len(columns[0]), len(columns)
-        rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)  # or it would wait for what the stream has to do
+        # or it would wait for what the stream has to do
+        rows = torch.empty(shape, dtype=torch.int64, pin_memory=True)
         np.stack(columns, axis=1, out=rows.numpy())
         table = rows.to(f"cuda:{self.gpu}", non_blocking=True)
         copy_tiles[(len(rows),)](DeviceAddress(source), DeviceAddress(target), table, **_SHAPE)

@@ -1,7 +1,7 @@
 """CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.cuda_device` need.
 
-PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece, and has no call for a
-batch of copies; so memory, streams, events and copies are asked for here, from the library that PyTorch uses too.
+PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece, and has no call for
+a batch of copies; so memory, streams, events and copies are asked for here, from the library that PyTorch uses too.
 Addresses, streams and events are integers.  Nothing here waits for a device unless it says so.
 """
 
@@ -60,8 +60,8 @@ class _Attributes(ctypes.Structure):
 class Cudart:
     """The library.  Every method raises `TransferFailed` with CUDA's own words if CUDA refuses.
 
-    One object for the process (`cudart`).  *version* is the runtime's, such as ``"13.0"``.  Functions that the library
-    does not have are left out; `copy_batch` then makes single copies.
+    One object for the process (`cudart`).  *version* is the runtime's, such as ``"13.0"``.  Functions that the
+    library does not have are left out; `copy_batch` then makes single copies.
     """
 
     def __init__(self, library: Any) -> None:
@@ -81,7 +81,7 @@ class Cudart:
         self._batches = version.value >= _BATCHES_SINCE and "cudaMemcpyBatchAsync" in self._function
         self._order = _Attributes(order=_STREAM_ORDER)
 
-    # --- devices ----------------------------------------------------------------------------------------------------
+    # --- devices ---------------------------------------------------------------------------------------------------
 
     def devices(self) -> int:
         """Return how many GPUs this process sees."""
@@ -99,7 +99,7 @@ class Cudart:
         self._call("cudaMemGetInfo", byref(free), byref(total))
         return total.value
 
-    # --- memory -----------------------------------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
         """Return memory of *size* bytes on the current GPU.  Raise `OutOfMemory` if there is none."""
@@ -133,7 +133,7 @@ class Cudart:
         self.copy(address, source.ctypes.data, len(data), stream)
         self.wait(stream)
 
-    # --- other processes --------------------------------------------------------------------------------------------
+    # --- other processes -------------------------------------------------------------------------------------------
 
     def share(self, address: int) -> bytes:
         """Return what another process needs to map the memory that begins at *address*."""
@@ -151,7 +151,7 @@ class Cudart:
         """Undo `map`."""
         self._call("cudaIpcCloseMemHandle", address)
 
-    # --- streams and events -----------------------------------------------------------------------------------------
+    # --- streams and events ----------------------------------------------------------------------------------------
 
     def stream(self) -> int:
         """Return a new stream on the current GPU, which waits for no other."""
@@ -187,7 +187,7 @@ class Cudart:
             self._check("cudaEventQuery", code)
         return True
 
-    # --- copies -----------------------------------------------------------------------------------------------------
+    # --- copies ----------------------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Give *stream* one copy, wherever the addresses are."""
@@ -226,7 +226,16 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaFree": (c_void_p,),
     "cudaMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
-    "cudaMemcpyBatchAsync": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_size_t), c_size_t, c_void_p),
+    "cudaMemcpyBatchAsync": (
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_size_t,
+        c_void_p,
+        POINTER(c_size_t),
+        c_size_t,
+        c_void_p,
+    ),
     "cudaIpcGetMemHandle": (POINTER(_Handle), c_void_p),
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),

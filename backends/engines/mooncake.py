@@ -2,24 +2,24 @@
 
 What it does about the engine's ways:
 
-- The protocol argument does not select the transport: ``MC_FORCE_TCP`` and ``MC_INTRANODE_NVLINK`` do, and without RDMA
-  devices it falls back to TCP.  The engine's log is the only witness, so the log of its start is read.
+- The protocol argument does not select the transport: ``MC_FORCE_TCP`` and ``MC_INTRANODE_NVLINK`` do, and without
+  RDMA devices it falls back to TCP.  The engine's log is the only witness, so the log of its start is read.
 - Over NVLink it takes GPU memory only, works on the calling thread's GPU and waits for none of the streams that
-  produced the bytes: ours have ended when `Device.copy` says so.  Peers keep what they have mapped for ever, and look
-  at nothing but its address, so memory that was registered is used again and never given back.
+  produced the bytes: ours have ended when `Device.copy` says so.  Peers keep what they have mapped for ever, and
+  look at nothing but its address, so memory that was registered is used again and never given back.
 - Over TCP it stages GPU memory through the host, if the wheel was built with CUDA.
 - Batch calls busy-poll until they are done.  They run in a thread of each peer, in order, so that a peer that has
-  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).  With
-  few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
+  stopped does not delay another; several threads on one peer only compete for the processor (`threads`, below).
+  With few processors they also compete with the engine's own threads, which do the work: those go first (`SLICE`).
   With ``backend.threads`` above 1, so many threads of the rank take its transfers to all peers in turn and block in
   `batch_transfer_sync_*` until each is over, over NVLink too, as SGLang's workers do.
-- Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There the
-  clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it is idle,
-  so that an answer about the first block is one about all that were posted before.  Small batches are done in the
-  posting call.
+- Over NVLink no peer takes part, and to hand a batch to a thread and back costs more than many batches do.  There
+  the clock's thread posts, and asks: all copies of a thread are on one stream, of which the engine asks whether it
+  is idle, so that an answer about the first block is one about all that were posted before.  Small batches are done
+  in the posting call.
 - Of regions registered after the first transfer to a peer its NVLink transport learns nothing.
-- A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a transfer
-  stays in quarantine.
+- A batch that failed may have other blocks under way: the engine stops looking at the first bad one.  Such a
+  transfer stays in quarantine.
 - A batch id is a pointer that is freed with the answer: it is used once and never leaves the thread.
 - The engine's own notifications are text (its binding decodes UTF-8), travel apart from the data and must be polled
   for.  Ours go over `backends.base.control` after the target has acknowledged the bytes, so they arrive once, in
@@ -63,7 +63,8 @@ SMALL, FEW = 1 << 16, 16
 """Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as long
 as two turns of the clock."""
 
-_MOVED, _FAILED = 1, -1  # what `transfer_check_status` says of a batch that has ended, and that must not be asked again
+# what `transfer_check_status` says of a batch that has ended, and that must not be asked again
+_MOVED, _FAILED = 1, -1
 
 
 @dataclass(eq=False)
@@ -120,12 +121,13 @@ class _Transport(Variant):
 class MooncakeEndpoint(RealEndpoint):
     """An `Endpoint` on ``mooncake.engine.TransferEngine``.
 
-    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at once,
-    and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is empty.
+    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at
+    once, and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is
+    empty.
 
-    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them posts it, waits for its
-    end, and has the clock's thread report it. Over NVLink the clock's thread does both: small batches are done within
-    `post`, others are asked for by `poll`.
+    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them posts it, waits for
+    its end, and has the clock's thread report it. Over NVLink the clock's thread does both: small batches are done
+    within `post`, others are asked for by `poll`.
     """
 
     kind = "mooncake"
@@ -272,7 +274,7 @@ class MooncakeEndpoint(RealEndpoint):
             transfer.peer.handle.waiting.append(transfer)
             self._go_on(transfer.peer.handle)
 
-    # --- over NVLink: on the clock's thread -------------------------------------------------------------------------
+    # --- over NVLink: on the clock's thread ------------------------------------------------------------------------
 
     def _at_once(self, transfer: PostedTransfer) -> None:
         """Do what is over sooner than the clock would have come to ask for it."""
@@ -312,7 +314,9 @@ class MooncakeEndpoint(RealEndpoint):
         """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
         ask = self._ask
         ended = {
-            transfer: code for transfer, ticket in self._tickets.items() if (code := ask(ticket)) in (_MOVED, _FAILED)
+            transfer: code
+            for transfer, ticket in self._tickets.items()
+            if (code := ask(ticket)) in (_MOVED, _FAILED)
         }
         for transfer in ended:
             del self._tickets[transfer]
@@ -326,7 +330,7 @@ class MooncakeEndpoint(RealEndpoint):
         """Return whether the clock's thread has posted what has not ended."""
         return bool(self._tickets)
 
-    # --- over a network, and with several posting threads: in threads -----------------------------------------------
+    # --- over a network, and with several posting threads: in threads ----------------------------------------------
 
     def _queue(self, peer: PeerState | None, threads: int) -> queue.SimpleQueue[PostedTransfer | None]:
         """Return what *threads* take transfers to *peer* from, or to all peers."""

@@ -2,15 +2,15 @@
 
 What it does about the engine's ways:
 
-- Posting blocks while a send queue is full.  It happens in a thread of each peer, in order, so that a peer whose queue
-  pairs have stalled does not delay another; the binding lets other threads run meanwhile.
+- Posting blocks while a send queue is full.  It happens in a thread of each peer, in order, so that a peer whose
+  queue pairs have stalled does not delay another; the binding lets other threads run meanwhile.
 - Making a session asks the peer's engine over TCP, and the binding lets no other thread run while it waits, for five
   seconds at most (``MORI_IO_CP_TIMEOUT_MS``).  So sessions are kept: one for each pair of regions of each peer.
 - ``mori.io`` imports PyTorch, of which neither it nor pdsim's host-memory path needs anything.
 - The engine's completion thread writes to the status of a transfer through a bare pointer, after a failure too.  A
   status is kept until its transfer is over, and that of a failed one for as long as the engine.
-- A status fails at the first bad work request, while others of the same batch may be on their way through other queue
-  pairs.  Such a transfer stays in quarantine.
+- A status fails at the first bad work request, while others of the same batch may be on their way through other
+  queue pairs.  Such a transfer stays in quarantine.
 - Neighbouring blocks are joined to messages of up to 4 GiB, and a message beyond what the port carries is refused
   unless the engine may cut it, so it may.
 - The engine's own notifications are numbers that the receiver must know beforehand and ask for, and they may be
@@ -90,15 +90,15 @@ class MoriEndpoint(RealEndpoint):
     Options of the engine beside environment variables: ``transport``, one of `TRANSPORTS`.
 
     Life of a transfer: `post` queues it for the thread of its peer, which makes the session of its two regions, if
-    there is none, and posts; from then on `poll` asks its status. The status of one that failed is kept, for the engine
-    may still write to it.
+    there is none, and posts; from then on `poll` asks its status. The status of one that failed is kept, for the
+    engine may still write to it.
     """
 
     kind = "mori"
     options = ("transport",)
     variants = (_OVER_RDMA, replace(_OVER_RDMA, backend="mori_inline", same_as="mori"))
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- life ------------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
         """Start the engine; see `EngineHooks.start_engine`."""
@@ -163,7 +163,7 @@ class MoriEndpoint(RealEndpoint):
         """Return False: what lies in the queues of network cards nobody can see, so nothing is ever proven."""
         return False
 
-    # --- memory and peers -------------------------------------------------------------------------------------------
+    # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
         """Register memory with the engine; see `EngineHooks.pin`."""
@@ -208,7 +208,7 @@ class MoriEndpoint(RealEndpoint):
         self._drop(lambda pair: pair.peer.handle.key == remote.key and pair.far not in known)
         return remote
 
-    # --- transfers --------------------------------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         """Post to the engine; see `EngineHooks.post`."""
@@ -273,7 +273,7 @@ class MoriEndpoint(RealEndpoint):
         transfer.handle = None
         self.engine_failed(transfer, f"MORI made no session for a {transfer.operation}: {reason}", moving=False)
 
-    # --- Source -----------------------------------------------------------------------------------------------------
+    # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Look at the statuses of what was posted."""

@@ -1,27 +1,27 @@
 """NIXL over UCX.
 
-``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` between GPUs over cuda_ipc
-and between hosts over RDMA verbs.
+``nixl_tcp`` goes over TCP, ``nixl_shm`` over shared memory and cross-memory attach, ``nixl`` between GPUs over
+cuda_ipc and between hosts over RDMA verbs.
 
 What it does about the engine's ways:
 
-- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would do
-  so, and spin on a whole core for each endpoint; it is off unless an option asks for it.  Instead, an endpoint that
-  starts to transfer tells its peer over `backends.base.control`, and the clock polls the engine of both while anything
-  is under way; every `BEAT` they are polled in any case.
+- Nothing moves unless somebody calls into UCX, at the target of a TCP write too.  NIXL's own progress thread would
+  do so, and spin on a whole core for each endpoint; it is off unless an option asks for it.  Instead, an endpoint
+  that starts to transfer tells its peer over `backends.base.control`, and the clock polls the engine of both while
+  anything is under way; every `BEAT` they are polled in any case.
 - Over shared memory UCX cannot report a dead peer (its error handling must be off).  `backends.base.control` does:
   the kernel closes the peer's connection.
-- Over TCP a read is answered by the target in software, and UCX (1.23, and its main branch of today) takes a reply that
-  it cannot send for fatal: "unexpected error: Endpoint timeout", or a segmentation fault among the replies that wait.
-  So a reader that is killed in mid-read may end the rank that it reads from: in 5 of 120 runs of two endpoints, and in
-  0 of 60 with writes.  Nothing here can prevent it; the launcher reports it.
-- It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer has
-  ended by the engine's own account, and never touched again.
+- Over TCP a read is answered by the target in software, and UCX (1.23, and its main branch of today) takes a reply
+  that it cannot send for fatal: "unexpected error: Endpoint timeout", or a segmentation fault among the replies that
+  wait. So a reader that is killed in mid-read may end the rank that it reads from: in 5 of 120 runs of two
+  endpoints, and in 0 of 60 with writes.  Nothing here can prevent it; the launcher reports it.
+- It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer
+  has ended by the engine's own account, and never touched again.
 - It writes into deregistered memory.  `backends.base.endpoint` keeps that memory until all peers have returned it.
 - Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
 - Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
-- What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has a
-  table that says so; it goes to a file without a name, and is read until it has.
+- What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has
+  a table that says so; it goes to a file without a name, and is read until it has.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class _Transports(Variant):
 class NixlEndpoint(RealEndpoint):
     """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`.
 
-    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core, and
-    ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
+    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core,
+    and ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
 
     Life of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does every beat; `_ended`
-    releases the handle, once, and reports it. One whose peer is lost is looked at with the beats only, for it may never
-    end. A peer is told to poll while it is written to or read from, and until `BEAT` after the last use.
+    releases the handle, once, and reports it. One whose peer is lost is looked at with the beats only, for it may
+    never end. A peer is told to poll while it is written to or read from, and until `BEAT` after the last use.
     """
 
     kind = "nixl"
@@ -128,7 +128,7 @@ class NixlEndpoint(RealEndpoint):
         ),
     )
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- life ------------------------------------------------------------------------------------------------------
 
     def start_engine(self) -> str:
         """Start the engine; see `EngineHooks.start_engine`."""
@@ -166,7 +166,9 @@ class NixlEndpoint(RealEndpoint):
             )
         self.clock.watch(self)
         self.call_at(self.clock.now + BEAT, self._beat)
-        self._memory, self._number = ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
+        self._memory, self._number = (
+            ("VRAM", self.device.gpu) if isinstance(self.device, CudaDevice) else ("DRAM", 0)
+        )
         return _name(transports)
 
     def _start_agent(self, error_handling: str) -> tuple[Any, str]:
@@ -205,7 +207,7 @@ class NixlEndpoint(RealEndpoint):
         """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
         return self._way.proves_quiescence and super().inbound_drained()
 
-    # --- memory and peers -------------------------------------------------------------------------------------------
+    # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> Any:
         """Register memory with the engine; see `EngineHooks.pin`."""
@@ -235,7 +237,7 @@ class NixlEndpoint(RealEndpoint):
             raise TransferFailed(f"NIXL did not take the peer's metadata: {error}") from error
         return name.decode()
 
-    # --- transfers --------------------------------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         """Post to the engine; see `EngineHooks.post`."""
@@ -301,7 +303,7 @@ class NixlEndpoint(RealEndpoint):
     def notify(self, transfer: PostedTransfer) -> None:
         """Do nothing: the engine has delivered the notification."""
 
-    # --- Source -----------------------------------------------------------------------------------------------------
+    # --- Source ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
         """Let the engine progress while there is anything to progress."""
@@ -359,7 +361,7 @@ class NixlEndpoint(RealEndpoint):
                 self.control.send(peer.line, _IDLE)
         self.call_at(self.clock.now + BEAT, self._beat)
 
-    # --- what peers say ---------------------------------------------------------------------------------------------
+    # --- what peers say --------------------------------------------------------------------------------------------
 
     def handlers(self) -> dict[bytes, Any]:
         """Return handlers of notes, with those of this engine; see `RealEndpoint.handlers`."""

@@ -2,15 +2,17 @@
 
 What there is to know of it:
 
-- Memory is shared by CUDA's inter-process handles, which travel in the endpoint's address.  It is mapped when a peer is
-  met, and unmapped before a withdrawn region is returned.  Two ranks on one GPU map it just so.
-- A batch is one call, which gives the copy engines all descriptors (``copy: engine``), or one kernel that stores into
-  the peer's memory (``copy: kernel``): cheaper for many small pieces, but it takes multiprocessors from computation.
+- Memory is shared by CUDA's inter-process handles, which travel in the endpoint's address.  It is mapped when a peer
+  is met, and unmapped before a withdrawn region is returned.  Two ranks on one GPU map it just so.
+- A batch is one call, which gives the copy engines all descriptors (``copy: engine``), or one kernel that stores
+  into the peer's memory (``copy: kernel``): cheaper for many small pieces, but it takes multiprocessors from
+  computation.
 - The target has no part in it.  Ours is the only process that knows when the bytes are there: notifications go over
   `backends.base.control` after that, and a peer that is stopped or dies does not keep a copy from ending.
-- Nothing waits for the stream that produced the bytes.  `Device.copy` ends before its event does, and whoever posts a
-  transfer of what a kernel of its own wrote waits for that kernel first.
-- With the process that started it, a copy ends: the driver takes its channels down before the process counts as dead.
+- Nothing waits for the stream that produced the bytes.  `Device.copy` ends before its event does, and whoever posts
+  a transfer of what a kernel of its own wrote waits for that kernel first.
+- With the process that started it, a copy ends: the driver takes its channels down before the process counts as
+  dead.
 """
 
 from __future__ import annotations
@@ -68,9 +70,9 @@ class _Partner:
 class NvlinkEndpoint(RealEndpoint):
     """An `Endpoint` on CUDA's peer copies.  Option ``copy``: by the copy ``engine`` (default) or a ``kernel``.
 
-    A rank on the host has an endpoint too, which registers nothing. Each peer has a stream of its own, so copies to one
-    peer go in order and those to others beside them. The end of a copy is seen by `backends.cuda.completions`, which
-    the clock polls.
+    A rank on the host has an endpoint too, which registers nothing. Each peer has a stream of its own, so copies to
+    one peer go in order and those to others beside them. The end of a copy is seen by `backends.cuda.completions`,
+    which the clock polls.
     """
 
     kind = "nvlink"
@@ -91,7 +93,9 @@ class NvlinkEndpoint(RealEndpoint):
         options = dict(self.settings.options)
         how = options.pop("copy", "engine")
         if options:
-            raise ConfigError(f"backend.options of {self.settings.name!r}: {', '.join(options)} unknown, there is copy")
+            raise ConfigError(
+                f"backend.options of {self.settings.name!r}: {', '.join(options)} unknown, there is copy"
+            )
         try:
             one_of("backend.options", ("engine", "kernel"), copy=how)
         except ValueError as error:
@@ -107,7 +111,7 @@ class NvlinkEndpoint(RealEndpoint):
             self._gather.prepare()
         return f"cuda {self._gpu.cuda.version} ipc {how}"
 
-    # --- memory -----------------------------------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> bytes:
         """Register memory with the engine; see `EngineHooks.pin`."""
@@ -134,13 +138,17 @@ class NvlinkEndpoint(RealEndpoint):
         try:
             shared = msgspec.msgpack.decode(description, type=_Shared)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise TransferFailed(f"{len(description)} bytes that describe no peer of this endpoint: {error}") from None
+            raise TransferFailed(
+                f"{len(description)} bytes that describe no peer of this endpoint: {error}"
+            ) from None
         partner = self._partners.get(shared.token)
         if partner is None:
             stream = self._gpu.cuda.stream() if isinstance(self.device, CudaDevice) else 0
             partner = self._partners[shared.token] = _Partner(shared.process == myself(), stream, shared.handles)
         if isinstance(self.device, CudaDevice) and not partner.here:
-            partner.starts = {name: self._map(partner, _Mapping(name, shared.handles[name])) for name in shared.handles}
+            partner.starts = {
+                name: self._map(partner, _Mapping(name, shared.handles[name])) for name in shared.handles
+            }
         partner.handles = shared.handles
         return partner
 
@@ -169,7 +177,7 @@ class NvlinkEndpoint(RealEndpoint):
             self._gpu.cuda.unmap(address)
         partner.mapped.clear()
 
-    # --- transfers --------------------------------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         """Post to the engine; see `EngineHooks.post`."""

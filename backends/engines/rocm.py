@@ -1,8 +1,8 @@
 """What MORI's wheel needs of a machine; ``python -m backends.engines.rocm`` prints what is missing here.
 
-The wheel brings no part of ROCm, and its tag says nothing of it.  The versions are those that amd-mori 1.2.4 names as
-needed in its libraries.  Looking loads libraries into the process, so those who go on to do something else look from a
-process of its own.
+The wheel brings no part of ROCm, and its tag says nothing of it.  The versions are those that amd-mori 1.2.4 names
+as needed in its libraries.  Looking loads libraries into the process, so those who go on to do something else look
+from a process of its own.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def shares(ranks: Sequence[RankSpec]) -> dict[str, list[int]]:
     until the scheduler parts them.  Neighbouring numbers are threads of one core, or neighbours in one memory: so
     shares are runs of them.
 
-    Keys are the names of ranks, values ascending numbers of processors, equally many for each rank; what is left over
-    is nobody's.
+    Keys are the names of ranks, values ascending numbers of processors, equally many for each rank; what is left
+    over is nobody's.
     """
     here = sorted(os.sched_getaffinity(0))
     each = len(here) // max(1, len(ranks))
@@ -64,8 +64,8 @@ class QuickProcessor:
     does.  The thread is moved and not bound, so that the scheduler may still take it elsewhere and threads that it
     starts may run on all of *processors*.
 
-    Life: made on the thread that it is to move, which it takes through all of *processors* once, to know the shortest
-    pace; `look` is then called now and then, by `WallClock.idle`.  *measure* returns seconds.
+    Life: made on the thread that it is to move, which it takes through all of *processors* once, to know the
+    shortest pace; `look` is then called now and then, by `WallClock.idle`.  *measure* returns seconds.
     """
 
     def __init__(self, processors: Sequence[int], measure: Callable[[], float] = pace) -> None:
@@ -100,9 +100,9 @@ class QuickProcessor:
 def keep_for(seconds: float) -> None:
     """Let this thread, and those that it starts, keep a processor for *seconds* at a time while others wait for it.
 
-    A thread that wakes up runs at once where one with a longer slice does, and otherwise waits for that slice, or for
-    the next tick of the kernel: up to 4 ms.  Shares of the processor stay what they are.  Linux has it from 6.12 on
-    (EEVDF, sched_attr.sched_runtime, 0.1 to 100 ms); elsewhere nothing happens.
+    A thread that wakes up runs at once where one with a longer slice does, and otherwise waits for that slice, or
+    for the next tick of the kernel: up to 4 ms.  Shares of the processor stay what they are.  Linux has it from 6.12
+    on (EEVDF, sched_attr.sched_runtime, 0.1 to 100 ms); elsewhere nothing happens.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) != os.SCHED_OTHER:

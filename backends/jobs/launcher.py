@@ -1,8 +1,8 @@
 """Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
 
-Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed on
-the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is spoken
-to over a socket pair, and its output goes to a file that has no name.
+Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed
+on the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is
+spoken to over a socket pair, and its output goes to a file that has no name.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Processes:
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
     *silence*: seconds after which a rank is killed whose clock does not go, because its process is stopped or hangs;
     *bind*: the address that ranks listen on; *device_capacity*: bytes that each rank on the host may allocate;
-    *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that share
-    a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the *nodes*,
-    which then are network namespaces of this machine with addresses of their own; without one, all are this machine.
-    *progress* is called now and then with the seconds since the start and what a rank has counted.
+    *spawn*: what starts a rank's process; *gpu_capacity*: bytes that each rank on a GPU may allocate.  Ranks that
+    share a GPU share what it really has.  *collective*: what groups of ranks gather with.  *link*: what joins the
+    *nodes*, which then are network namespaces of this machine with addresses of their own; without one, all are this
+    machine. *progress* is called now and then with the seconds since the start and what a rank has counted.
 
     One object may run several jobs; *lateness* collects what the packet forwarder reports of each.  Raise a
     `ValueError` for times and capacities that are not positive.
@@ -124,12 +124,12 @@ class Processes:
     ) -> Outcome:
         """Run *ranks* until all have ended; *kill* ends some by SIGKILL, name to seconds after the start.
 
-        *restart* likewise starts a rank again, once it has been killed or ended by an error, as a new process that the
-        others are told of.  Its result is that of its last life; transfers of a life that was killed are lost with it.
-        *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it go on.
+        *restart* likewise starts a rank again, once it has been killed or ended by an error, as a new process that
+        the others are told of.  Its result is that of its last life; transfers of a life that was killed are lost
+        with it. *pause* stops ranks by SIGSTOP, each from one time to another, when SIGCONT lets it go on.
 
-        Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting, and
-        another `TransferError` if something else does.
+        Raise `BackendUnavailable` or a `ConfigError` if the engine or the configuration keeps a rank from starting,
+        and another `TransferError` if something else does.
         """
         names = [spec.name for spec in ranks]
         ranks_named(names, kill=kill or {}, restart=restart or {}, pause=dict.fromkeys(pause or {}, 0.0))
@@ -201,14 +201,17 @@ def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[f
 def _settings(library: Collective | None) -> Settings | None:
     if library is None:
         return None
-    return Settings(library.name, library.implementation, library.grow, library.check, library.timeout, library.timing)
+    return Settings(
+        library.name, library.implementation, library.grow, library.check, library.timeout, library.timing
+    )
 
 
 class _Child:
     """One rank's process, from the supervisor's side.
 
-    Life: the process is started when this is made, and told what to become; messages come in through `receive`, which
-    notes the end of the process, too; `stop` leaves nothing behind.  *done* is None until the program has ended.
+    Life: the process is started when this is made, and told what to become; messages come in through `receive`,
+    which notes the end of the process, too; `stop` leaves nothing behind.  *done* is None until the program has
+    ended.
     """
 
     def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
@@ -297,11 +300,13 @@ class _Child:
             error = self.error or f"{died or 'ended without a result'}{self.tail()}"
             return RankResult(self.name, error=error)
         error = self.done.error
-        if error and error.partition(":")[0] not in errors.__all__:  # not one of ours: the traceback is in the output
+        # not one of ours: the traceback is in the output
+        if error and error.partition(":")[0] not in errors.__all__:
             error += self.tail()
         elif not error and died:
             error = f"{self.error or died} after its program had ended{self.tail()}"
-        return RankResult(self.name, self.done.value, error, self.done.engine, self.done.transfers, self.done.refused)
+        done = self.done
+        return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)
 
 
 class _ProcessJob:
@@ -348,7 +353,8 @@ class _ProcessJob:
                     raise TransferError(f"rank {child.name!r} did not start: {child.result().error}")
             if time.monotonic() >= deadline:
                 late = ", ".join(child.name for child in self._children if not child.uri)
-                raise TransferTimeout(f"not ready after {self._startup:g} s: {late}; give Processes a longer startup")
+                said = f"not ready after {self._startup:g} s: {late}; give Processes a longer startup"
+                raise TransferTimeout(said)
 
     def go(self, restarts: bool) -> float:
         """Let all children run, some of which may be started again; return the job's zero."""
@@ -362,13 +368,14 @@ class _ProcessJob:
     def _release(self, child: _Child) -> None:
         others = {other.name: other.uri for other in self._children if other.name != child.name}
         with suppress(OSError):  # it has just ended
-            supervision.send(child.connection, supervision.Go(self._origin, others, self._silence / 4, self._restarts))
+            go = supervision.Go(self._origin, others, self._silence / 4, self._restarts)
+            supervision.send(child.connection, go)
 
     def _again(self, old: _Child) -> None:
         """Start the rank of *old*, which has ended, anew.
 
-        The old process is stopped, and its messages are forgotten; the new one has a place in the list of children at
-        once.
+        The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
+        at once.
         """
         child = _Child(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
@@ -385,7 +392,11 @@ class _ProcessJob:
         self._release(child)
 
     def until_done(
-        self, deadline: float, kill: dict[str, float], restart: dict[str, float], signals: list[tuple[float, str, int]]
+        self,
+        deadline: float,
+        kill: dict[str, float],
+        restart: dict[str, float],
+        signals: list[tuple[float, str, int]],
     ) -> None:
         """Wait until all children have ended; kill and start again at the given times, kill all at the *deadline*.
 
@@ -415,7 +426,8 @@ class _ProcessJob:
         if self._silent():
             self._take(0.0)  # what has been said meanwhile: this process may have been stopped itself
         for child, limit in self._silent():
-            child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{child.tail()}")
+            said = child.tail()
+            child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
 
     def _silent(self) -> list[tuple[_Child, float]]:
         """Return the children of which too long nothing was heard, and how long that is in seconds."""

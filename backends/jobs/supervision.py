@@ -41,9 +41,9 @@ _LARGEST = 1 << 33
 class Start(msgspec.Struct, tag=True):
     """Supervisor to worker: what to become.
 
-    *program* is ``"module:function"``, *implementation* the entry point of the endpoint class, *timeout* the deadline
-    of a transfer in seconds, *bind* the address to listen on, *capacity* bytes of memory, *gpu* the number of a GPU or
-    None.
+    *program* is ``"module:function"``, *implementation* the entry point of the endpoint class, *timeout* the
+    deadline of a transfer in seconds, *bind* the address to listen on, *capacity* bytes of memory, *gpu* the number
+    of a GPU or None.
     """
 
     name: str

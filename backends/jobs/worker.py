@@ -48,7 +48,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _MAPPED = 1 << 27, 1 << 25  # bytes; glibc allows no threshold of mmap above the second
-_NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)  # a real engine has no use for it
+# a real engine has no use for it
+_NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency=0)
 
 
 class Records:

@@ -42,7 +42,8 @@ class Limits(NamedTuple):
 async def session(*, key: str, connections: int, connect_timeout: float) -> AsyncIterator[Any]:
     """Yield an aiohttp session of at most *connections* that sends *key*, if there is one, as the bearer's token.
 
-    No connection is used twice: a server that closes an idle one just when a request is sent would fail that request.
+    No connection is used twice: a server that closes an idle one just when a request is sent would fail that
+    request.
     """
     import aiohttp
 
@@ -147,9 +148,9 @@ async def replay(
     A request that finds all connections taken waits, and its latencies count from its arrival all the same.
     *progress* is called with the number of requests that have ended.
 
-    *requests* are in order of arrival, in seconds after the start.  Prompts are made ahead, by *prompt*, in the pauses
-    between arrivals.  The garbage collector is off meanwhile.  *limits* bound connections and the time of each
-    request.
+    *requests* are in order of arrival, in seconds after the start.  Prompts are made ahead, by *prompt*, in the
+    pauses between arrivals.  The garbage collector is off meanwhile.  *limits* bound connections and the time of
+    each request.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max(1, limits.connections // route.connections))

@@ -94,8 +94,8 @@ def launches(config: Config, engine: str, model: Path) -> list[ServerLaunch]:
 def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return name, role and GPUs of each server.
 
-    Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.  Raise
-    a `ConfigError` if it names another number of GPUs than the layout takes.
+    Names are role and number, ``"prefill0"``.  GPUs are dealt out in order unless the configuration names them.
+    Raise a `ConfigError` if it names another number of GPUs than the layout takes.
     """
     live, parallel = config.live, config.parallel
     sides = [("prefill", parallel.prefill, live.prefill_gpus), ("decode", parallel.decode, live.decode_gpus)]

@@ -27,7 +27,8 @@ class StreamChunk(NamedTuple):
 class Format(Protocol):
     """How requests and chunks of one API look.
 
-    One object for a run; it knows the model and the sampling, so that `body` adds only what differs between requests.
+    One object for a run; it knows the model and the sampling, so that `body` adds only what differs between
+    requests.
     """
 
     path: str

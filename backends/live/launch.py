@@ -40,8 +40,8 @@ def started(
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """Start *servers*, with a log each in *folder*, and yield their processes by name once all of them answer.
 
-    On the way out all processes end.  Raise a `BackendUnavailable`, with the first error in its log, if a server ends
-    by itself or does not answer within *ready* seconds.
+    On the way out all processes end.  Raise a `BackendUnavailable`, with the first error in its log, if a server
+    ends by itself or does not answer within *ready* seconds.
     """
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:

@@ -1,7 +1,7 @@
 """What servers report of themselves: Prometheus text, read before, during and after a workload.
 
-`parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a bucket
-as Prometheus does, so a quantile is as coarse as the engine's buckets.
+`parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a
+bucket as Prometheus does, so a quantile is as coarse as the engine's buckets.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class MetricSample:
 class Sampler:
     """Reads the metrics of *servers* every so many seconds while its block runs, and at both ends.
 
-    An asynchronous context manager.  A server without metrics has no samples, and that is no error.  `reported` may be
-    called after the block.
+    An asynchronous context manager.  A server without metrics has no samples, and that is no error.  `reported` may
+    be called after the block.
     """
 
     def __init__(self, opened: Any, servers: Sequence[LiveServer], every: float) -> None:
@@ -193,7 +193,9 @@ class Sampler:
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
             return
         before = self.last.get(server.name, Page()).counters
-        if server.name not in self.restarted and any(page.counters.get(key, 0.0) < was for key, was in before.items()):
+        if server.name not in self.restarted and any(
+            page.counters.get(key, 0.0) < was for key, was in before.items()
+        ):
             self.restarted.append(server.name)
         self.last[server.name] = page
         self.samples += [MetricSample(now, server.name, *item) for item in _moving(page)]

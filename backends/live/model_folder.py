@@ -1,7 +1,7 @@
 """A model folder without weights: `config.json` of its shape, and a tokenizer with a word for every token id.
 
-Servers started with ``--load-format dummy`` need nothing else.  The tokenizer exists because vLLM's HTTP server wants
-one; token *n* is the word ``tn``, so that any ids that a model generates can be written out.
+Servers started with ``--load-format dummy`` need nothing else.  The tokenizer exists because vLLM's HTTP server
+wants one; token *n* is the word ``tn``, so that any ids that a model generates can be written out.
 """
 
 from __future__ import annotations

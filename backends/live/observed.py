@@ -98,7 +98,7 @@ def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
     return requests, Served(start, rows, {source: f"observed:{source}"}, {}, notes=[f"observed, not run: {source}"])
 
 
-# --- one reader a log -----------------------------------------------------------------------------------------------
+# --- one reader a log ----------------------------------------------------------------------------------------------
 
 
 def _vllm_bench(text: str) -> Iterator[Observed]:

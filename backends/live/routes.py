@@ -82,8 +82,8 @@ class RequestRoute(Protocol):
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Have *request* served and fill in *row*.
 
-        *prompt* is encoded JSON. What was seen before a failure stays in *row*. Raise a `RequestFailed` if it does not
-        get all its tokens.
+        *prompt* is encoded JSON. What was seen before a failure stays in *row*. Raise a `RequestFailed` if it does
+        not get all its tokens.
         """
 
 
@@ -149,7 +149,9 @@ async def _stream(
         row.first = row.last = now
     if row.tokens != output and (exact or not row.finish or not row.tokens):
         because = f" (finish_reason={row.finish})" if row.finish else ""
-        raise RequestFailed(f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}")
+        raise RequestFailed(
+            f"Aborted: {server.name} ended the stream after {row.tokens} of {output} tokens{because}"
+        )
 
 
 def _arrived(row: RequestRow, now: float, new: int) -> None:
@@ -209,7 +211,13 @@ class VllmPair:
     connections = 1
 
     def __init__(
-        self, prefills: Sequence[LiveServer], decodes: Sequence[LiveServer], form: Format, *, policy: str, exact: bool
+        self,
+        prefills: Sequence[LiveServer],
+        decodes: Sequence[LiveServer],
+        form: Format,
+        *,
+        policy: str,
+        exact: bool,
     ) -> None:
         self._prefills, self._decodes = _ServerPool(prefills, policy), _ServerPool(decodes, policy)
         self._format, self._exact = form, exact

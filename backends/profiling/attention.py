@@ -1,8 +1,8 @@
 """Attention as PyTorch has it, over dense keys and values: not the kernels of FlashInfer or FlashMLA.
 
-Kernels: ``cudnn`` and ``flash`` (FlashAttention 2) of scaled_dot_product_attention, ``paged`` the latter with a table
-of blocks where PyTorch takes one, ``bmm`` products over all of the latent rows, and ``reference``, the processor's.
-Layouts are those of FlashAttention, (sequence, token, head, element).
+Kernels: ``cudnn`` and ``flash`` (FlashAttention 2) of scaled_dot_product_attention, ``paged`` the latter with a
+table of blocks where PyTorch takes one, ``bmm`` products over all of the latent rows, and ``reference``, the
+processor's. Layouts are those of FlashAttention, (sequence, token, head, element).
 """
 
 from __future__ import annotations
@@ -105,14 +105,16 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], ob
     return call
 
 
-# --- latent attention -----------------------------------------------------------------------------------------------
+# --- latent attention ----------------------------------------------------------------------------------------------
 
 
 def latent_decode(case: Mapping[str, Any], device: str) -> Calls:
     """Return absorbed attention of one new token a sequence to latent rows, which all heads share."""
     import torch
 
-    batch, context, heads, width, rank = (int(case[name]) for name in ("batch", "context", "heads", "k", "value_dim"))
+    batch, context, heads, width, rank = (
+        int(case[name]) for name in ("batch", "context", "heads", "k", "value_dim")
+    )
     q = torch.randn(batch, heads, width, device=device, dtype=torch.bfloat16)
 
     def bound(rows: torch.Tensor) -> Callable[[], object]:
@@ -124,7 +126,8 @@ def latent_decode(case: Mapping[str, Any], device: str) -> Calls:
 
     count = copies(2 * batch * context * width, device, most=16)
     return [
-        bound(torch.randn(batch, context, width, device=device, dtype=torch.bfloat16).mul_(0.05)) for _ in range(count)
+        bound(torch.randn(batch, context, width, device=device, dtype=torch.bfloat16).mul_(0.05))
+        for _ in range(count)
     ]
 
 

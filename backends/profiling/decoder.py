@@ -1,7 +1,8 @@
 """A whole decoder with random weights: what its operators take together, as a check of what is added up.
 
-Layers of grouped-query attention, an MLP or experts, with weights of their own, the shard of one tensor-parallel rank
-without all-reduces; the head if all layers are there.  Keys and values lie dense.  Sampling is the largest logit.
+Layers of grouped-query attention, an MLP or experts, with weights of their own, the shard of one tensor-parallel
+rank without all-reduces; the head if all layers are there.  Keys and values lie dense.  Sampling is the largest
+logit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class DecoderStack:
             layer = {"qkv": weight(qkv, hidden, device), "out": weight(hidden, self._heads * self._width, device)}
             if case["experts"]:
                 layer["router"] = weight(int(case["experts"]), hidden, device)
-                layer["up"], layer["down"] = mixture.weights(int(case["experts"]), hidden, int(case["width"]), device)
+                layer["up"], layer["down"] = mixture.weights(
+                    int(case["experts"]), hidden, int(case["width"]), device
+                )
             else:
                 layer |= {"up": weight(2 * inner, hidden, device), "down": weight(hidden, inner, device)}
             self._layers.append(layer)

@@ -14,7 +14,21 @@ from pdsim.serving.settings import Llm
 __all__ = ["COLUMNS", "TIMES", "Subject", "allreduces", "plan"]
 
 COLUMNS = (
-    *("operator", "kernel", "mode", "dtype", "model", "tp", "layers", "tokens", "n", "k", "batch", "context", "heads"),
+    *(
+        "operator",
+        "kernel",
+        "mode",
+        "dtype",
+        "model",
+        "tp",
+        "layers",
+        "tokens",
+        "n",
+        "k",
+        "batch",
+        "context",
+        "heads",
+    ),
     *("kv_heads", "head_dim", "value_dim", "experts", "hit", "per_token", "width", "gpus", "round"),
 )
 """Columns of a row that say what was measured; those without a meaning for an operator are empty."""
@@ -30,7 +44,12 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 STEPS = ((1, 1024), (16, 1024), (64, 1024), (64, 4096), (256, 1024), (4, 8192), (128, 2048), (32, 512), (8, 2048))
 FORWARDS = ((0, 128), (0, 512), (0, 1024), (0, 2048), (0, 4096), (0, 8192), (2048, 2048), (8192, 2048), (0, 256))
-TINY = {"rows": (1, 2, 4, 16, 64, 256), "prompts": (16, 32, 64, 128), "batches": (1, 2, 4), "contexts": (32, 64, 128)}
+TINY = {
+    "rows": (1, 2, 4, 16, 64, 256),
+    "prompts": (16, 32, 64, 128),
+    "batches": (1, 2, 4),
+    "contexts": (32, 64, 128),
+}
 
 
 class Subject(NamedTuple):
@@ -48,7 +67,9 @@ def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> lis
     """
     found: dict[tuple[Any, ...], Case] = {}
     for case in _all(subjects, memory, small):
-        found.setdefault(tuple(sorted((key, value) for key, value in case.items() if key not in ("model", "tp"))), case)
+        found.setdefault(
+            tuple(sorted((key, value) for key, value in case.items() if key not in ("model", "tp"))), case
+        )
     return list(found.values())
 
 

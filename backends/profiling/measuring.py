@@ -123,7 +123,7 @@ class _Measurer:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return float(shared.item())
 
-    # --- all-reduces ------------------------------------------------------------------------------------------------
+    # --- all-reduces -----------------------------------------------------------------------------------------------
 
     def meet(self, path: str) -> None:
         """Join the group of all ranks, over NCCL, or over Gloo on a processor."""
@@ -134,7 +134,9 @@ class _Measurer:
             torch.cuda.set_device(self.rank)
         kind = "gloo" if self.device == "cpu" else "nccl"
         at = f"file://{path}"
-        dist.init_process_group(kind, init_method=at, rank=self.rank, world_size=self.world, timeout=timedelta(0, 60))
+        dist.init_process_group(
+            kind, init_method=at, rank=self.rank, world_size=self.world, timeout=timedelta(0, 60)
+        )
         self._together = True
 
     def _collective(self, case: Mapping[str, Any]) -> list[Callable[[], object]]:

@@ -78,7 +78,7 @@ def weight(n: int, k: int, device: str) -> torch.Tensor:
     return torch.empty(n, k, device=device, dtype=torch.bfloat16).normal_(0.0, 0.02)
 
 
-# --- pointwise ------------------------------------------------------------------------------------------------------
+# --- pointwise -----------------------------------------------------------------------------------------------------
 
 
 def _norm(case: Case, device: str) -> Calls:

@@ -42,7 +42,9 @@ def device(kind: str) -> ProfiledDevice:
     if not torch.cuda.is_available():
         raise BackendUnavailable("profile found no GPU that PyTorch can use; try --device cpu, or see pdsim doctor")
     about = torch.cuda.get_device_properties(0)
-    return ProfiledDevice("cuda", torch.cuda.device_count(), about.name, float(about.total_memory), torch.__version__)
+    return ProfiledDevice(
+        "cuda", torch.cuda.device_count(), about.name, float(about.total_memory), torch.__version__
+    )
 
 
 def measure(
@@ -58,8 +60,8 @@ def measure(
 ) -> tuple[Rows, list[str]]:
     """Return the rows of *cases* on *where*, and a line for each that could not be measured.
 
-    It takes *limit* seconds at most, but for what a case takes that has begun.  Each GPU takes its share of the cases;
-    with several, all-reduces of *hidden* elements a token follow.  Rows are in *folder* as they come.
+    It takes *limit* seconds at most, but for what a case takes that has begun.  Each GPU takes its share of the
+    cases; with several, all-reduces of *hidden* elements a token follow.  Rows are in *folder* as they come.
     """
     world = max(1, gpus or where.count)
     end = time.time() + limit

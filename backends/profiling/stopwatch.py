@@ -1,8 +1,8 @@
 """How long calls on a device take: medians of repeats, in a CUDA graph, launched one by one, or on the processor.
 
-Weights and keys and values are cold in a real forward, since each layer has its own.  So a case brings several copies
-of its inputs, together larger than the L2 cache, and all of them are in one graph, one after the other.  On a processor
-it is the time that this thread computed: what others do there counts for nothing.
+Weights and keys and values are cold in a real forward, since each layer has its own.  So a case brings several
+copies of its inputs, together larger than the L2 cache, and all of them are in one graph, one after the other.  On a
+processor it is the time that this thread computed: what others do there counts for nothing.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def run(seeds: range, to: Path) -> int:
             writer.writerow(row(plan, found))
         bad += bool(found.counts)
         said = "; ".join(found.details) or "clean"
-        print(f"seed {seed}: {found.injected.total()} faults, {found.ok} ok, {found.failed} failed: {said}", flush=True)
+        print(
+            f"seed {seed}: {found.injected.total()} faults, {found.ok} ok, {found.failed} failed: {said}", flush=True
+        )
     return bad
 
 

@@ -115,7 +115,9 @@ def _disturb_ranks(plan: Plan, chance: np.random.Generator) -> None:
     """Kill, restart and stop ranks: one by one, or in a quarter of the jobs several at the same instant."""
     ranks = plan.ranks
     if chance.random() < 0.25:
-        together = ranks if chance.random() < 0.5 else [name for name in ranks if name[0] == chance.choice(["p", "d"])]
+        together = (
+            ranks if chance.random() < 0.5 else [name for name in ranks if name[0] == chance.choice(["p", "d"])]
+        )
         at, pause = float(chance.uniform(_FIRST, _LAST)), float(chance.uniform(0.2, 1.2))
         plan.kill |= dict.fromkeys(together, at)
         plan.restart |= dict.fromkeys(together, at + pause)

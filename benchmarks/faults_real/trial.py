@@ -55,9 +55,9 @@ _UCX = re.compile(r"killed by signal (6|11)\n.*Connection reset by remote peer",
 class Found:
     """What a job showed: how its requests ended, and what must not be, by `CHECKS`, each with a line in *details*.
 
-    *suspected* counts failures by the silence of a peer that no fault reached: on a busy machine a rank may not get the
-    processor for `DEADLINE` seconds.  *engine* counts ranks that the engine ended, as ``backends/engines/nixl.py`` says
-    that UCX may.
+    *suspected* counts failures by the silence of a peer that no fault reached: on a busy machine a rank may not get
+    the processor for `DEADLINE` seconds.  *engine* counts ranks that the engine ended, as
+    ``backends/engines/nixl.py`` says that UCX may.
     """
 
     ok: int
@@ -80,7 +80,8 @@ def attempt(plan: Plan) -> Found:
       explains, in its lifetime or shortly before; a probe through every pair of instances that lives succeeds;
     - *bytes_lost*: no request is served with fewer bytes than its pages have, and all bytes that arrived, compared
       with what was computed, are those;
-    - *leaks*: the pages of each instance that lives are free or in quarantine, and no room is open without pages there;
+    - *leaks*: the pages of each instance that lives are free or in quarantine, and no room is open without pages
+      there;
     - *hangs*: the job has ended within `LIMIT`;
     - *crashes*: a rank ends by what was injected, or because its instance was given up;
     - *leftovers*: no process, file in shared memory, network namespace or descriptor is left.
@@ -175,7 +176,7 @@ class Check:
             details=self._details,
         )
 
-    # --- what has a cause -------------------------------------------------------------------------------------------
+    # --- what has a cause ------------------------------------------------------------------------------------------
 
     def _ended_by_engine(self, name: str, rank: RankResult) -> bool:
         """Return whether UCX ended a rank that was read from by one that was killed."""
@@ -203,7 +204,7 @@ class Check:
     def _over(self, instance: str) -> bool:
         return bool(self._outcome.ranks[f"{instance}.0"].error)
 
-    # --- checks -----------------------------------------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------------------------
 
     def _note(self, check: str, text: str) -> None:
         self._counts[check] += 1

@@ -19,7 +19,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     predicting = commands.add_parser("predict", help="write what the model says")
     predicting.add_argument("--to", type=Path, required=True)
-    predicting.add_argument("hw", nargs="?", default="hw=2xh200", help="a configuration's machine, such as hw=2xh200")
+    predicting.add_argument(
+        "hw", nargs="?", default="hw=2xh200", help="a configuration's machine, such as hw=2xh200"
+    )
     measuring = commands.add_parser("measure", help="measure")
     measuring.add_argument("--to", type=Path, required=True)
     measuring.add_argument("--host", action="store_true", help="over loopback TCP, a dry run")

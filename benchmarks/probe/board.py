@@ -1,8 +1,8 @@
 """Where the ranks of a point meet: a page that all of them have mapped, and the processors that they run on.
 
 Pipes wake a process, and whoever has slept for a millisecond posts its first transfer with cold caches: two to four
-times as slow as the next one.  What is asked here is what a transfer costs in a program that moves KV all the time, so
-ranks meet on memory, without sleeping.
+times as slow as the next one.  What is asked here is what a transfer costs in a program that moves KV all the time,
+so ranks meet on memory, without sleeping.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The *device's* time lies between two events of a stream that a kernel kept busy while the events and the gather were
 queued, so that no launch is in it; of the two ranks the lesser is the gather without waiting for the other.  The
-*caller's* time is from the call on an idle stream until the host has seen its end, both ranks starting at one instant.
+*caller's* time is from the call on an idle stream until the host has seen its end, both ranks starting at one
+instant.
 """
 
 from __future__ import annotations

@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.probe import gathers, ranks
-from benchmarks.probe.plan import GPU, HOST, MIB, PATTERNS, PLACES, VARIANTS, Point, Scale, Variant, fingerprint, points
+from benchmarks.probe.plan import (
+    GPU,
+    HOST,
+    MIB,
+    PATTERNS,
+    PLACES,
+    VARIANTS,
+    Point,
+    Scale,
+    Variant,
+    fingerprint,
+    points,
+)
 
 PATIENCE = 30.0
 """Seconds that a rank has for an answer."""
@@ -245,7 +257,9 @@ def _version(name: str) -> str:
 
 def _called(*command: Sequence[str] | str) -> str:
     try:
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return done.stdout.strip() or "unknown"

@@ -26,8 +26,8 @@ class AllgatherOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured.
 
     Every combination of *ranks*, *pools* and *size* is a point with equal pieces, every one of *ranks*, *pools* and
-    *batches* a padded one.  Raise a `ValueError` that names the key for values out of range, or if nothing is left to
-    run.
+    *batches* a padded one.  Raise a `ValueError` that names the key for values out of range, or if nothing is left
+    to run.
     """
 
     name: str = "allgather"

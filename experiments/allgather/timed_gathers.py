@@ -55,7 +55,9 @@ def measure(
     return {"points": found, "reserved": group.reserved}
 
 
-def _equal(rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int, warmup: int, verify: bool) -> Program:
+def _equal(
+    rank: Rank, group: Group, point: dict[str, Any], _: int, repeat: int, warmup: int, verify: bool
+) -> Program:
     """Gather equal pieces, *warmup* and *repeat* times.
 
     Return how many pieces were checked, and how many of them were right.
@@ -84,7 +86,9 @@ def _padded(
     yield from gather.open()
     mine, whole = (rank.device.allocate(rows * row) for rows in (split.longest, split.total))
     verify = verify and rank.device.holds_bytes
-    rows = np.array([pattern(first + at, row) for first, n in split.pieces[group.index] for at in range(n)], np.uint8)
+    rows = np.array(
+        [pattern(first + at, row) for first, n in split.pieces[group.index] for at in range(n)], np.uint8
+    )
     if verify and len(rows):
         mine.write(0, rows.tobytes())
     source, target = (Region.local(rank.name, rank.device, buffer) for buffer in (mine, whole))

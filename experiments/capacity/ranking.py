@@ -71,7 +71,9 @@ def metrics(found: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metri
         Metric("deployments_skipped", len(refused), "of the lists, those that do not fit"),
         Metric("probes", sum(len(one.probes) for one in found.values()), "simulations"),
         Metric(
-            "capacity_rate", _rate(best[0], best[2], gpus) if best else None, "requests a second of the best deployment"
+            "capacity_rate",
+            _rate(best[0], best[2], gpus) if best else None,
+            "requests a second of the best deployment",
         ),
         Metric("capacity_load", best[2].load if best else None, "offered load of its busier side there"),
         Metric(
@@ -150,7 +152,10 @@ def _answer(
     scale = _rate(shape, probe, gpus) / probe.load
     lines += [
         ["best", f"{shape}, {gpus // shape.gpus} copies on {gpus} GPUs"],
-        ["serves", f"{_rate(shape, probe, gpus):.3g} requests/s, {_tokens(shape, probe, gpus):.4g} tokens/s/GPU out"],
+        [
+            "serves",
+            f"{_rate(shape, probe, gpus):.3g} requests/s, {_tokens(shape, probe, gpus):.4g} tokens/s/GPU out",
+        ],
         ["between", f"{one.low * scale:.3g} (holds) and {one.high * scale:.3g} requests/s (fails), each with 95 %"],
         [
             "attainment",

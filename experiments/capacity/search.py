@@ -76,8 +76,8 @@ def bisect(
     """Return the highest load below *highest* at which *measure* holds, within a *tolerance* of its share.
 
     The search begins at *start*, such as the answer for a similar deployment, and strides from there until it has a
-    load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there to
-    loads that the interval tells from *target*, on both sides.
+    load that holds and one that fails; the gap between them is then halved.  If *confident*, it goes on from there
+    to loads that the interval tells from *target*, on both sides.
 
     Each *measure* is a simulation, so there should be few.  *low* and *high* of the result are 0 and *highest* where
     no probe was sure.
@@ -150,8 +150,8 @@ def capacity(
 def probe(config: Config, requests: Sequence[Request], options: ServeOptions, load: float, warmup: float) -> Probe:
     """Return what becomes of *requests* that are offered at *load*, the first share *warmup* of them not counted.
 
-    The trace is stretched or shrunk in time to *load* (`pdsim.serving.load.scaled`) and simulated once, with the seed
-    of *config*; so two probes differ in the load alone.
+    The trace is stretched or shrunk in time to *load* (`pdsim.serving.load.scaled`) and simulated once, with the
+    seed of *config*; so two probes differ in the load alone.
     """
     what = job(config, options)
     given = scaled(replace(config.workload, load=load, scaling="time"), what, requests, config.seed)
@@ -161,7 +161,8 @@ def probe(config: Config, requests: Sequence[Request], options: ServeOptions, lo
     rows = list(zip(columns["ttft"], columns["tpot"], strict=True))[first:]
     slo = config.slo
     good: npt.NDArray[np.float64] = np.array(
-        [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows], dtype=np.float64
+        [ttft is not None and ttft <= slo.ttft and (tpot or 0.0) <= slo.tpot for ttft, tpot in rows],
+        dtype=np.float64,
     )
     offered = offered_load(what, given)
     assert offered is not None

@@ -1,7 +1,7 @@
 """Serve one workload in every combination of transfer engine, serving engine, staging and way of metadata.
 
-Machine, model, parallelism and requests are the same for all, those that `serve` would run; a combination that cannot
-be is skipped, with the reason.  Beside them stands the same workload on as many GPUs without disaggregation.
+Machine, model, parallelism and requests are the same for all, those that `serve` would run; a combination that
+cannot be is skipped, with the reason.  Beside them stands the same workload on as many GPUs without disaggregation.
 """
 
 from __future__ import annotations

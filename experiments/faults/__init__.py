@@ -1,8 +1,8 @@
 """The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
 
-Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some requests with tracked
-memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is violated, the smallest scenario that
-still shows it is printed, with the command that replays it.
+Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some requests with
+tracked memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is violated, the smallest scenario
+that still shows it is printed, with the command that replays it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _BATCH = 25
 class FaultsOptions(ExperimentOptions):
     """What is explored: *scenarios* seeds from *first* on, or the one *seed*.
 
-    The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number of
-    processes. A scenario with fewer *requests* has the first ones, and suffers the same.
+    The same seed, number of requests, intensity and kinds are the same scenario, on any machine and with any number
+    of processes. A scenario with fewer *requests* has the first ones, and suffers the same.
 
     Raise a `ValueError` that names the key for a number out of range and for a kind of fault that there is not.
     """
@@ -69,9 +69,9 @@ class FaultsOptions(ExperimentOptions):
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # noqa: ARG001
     """Run the scenarios and return what was violated.
 
-    The metrics count scenarios, requests and events; each invariant that was violated has a row and a failure, with the
-    smallest scenario that still shows it and the command that replays that. Making one smaller runs it again, some
-    twenty times.
+    The metrics count scenarios, requests and events; each invariant that was violated has a row and a failure, with
+    the smallest scenario that still shows it and the command that replays that. Making one smaller runs it again,
+    some twenty times.
 
     With ``experiment.parts`` scenarios are kept in a file as they finish, and those that it has are not run again.
     Raise a `ConfigError` on real engines, and for a file of other code or options.
@@ -86,7 +86,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:  # no
     tried = [parts.tried[seed] for seed in seeds if seed in parts.tried] if parts is not None else []
     known = {each.seed for each in tried}
     started = time.monotonic()
-    for done in tries([trial for trial in trials if trial.seed not in known], options.workers or os.cpu_count() or 1):
+    for done in tries(
+        [trial for trial in trials if trial.seed not in known], options.workers or os.cpu_count() or 1
+    ):
         tried.append(done)
         if parts is not None:
             parts.add(done)
@@ -108,7 +110,8 @@ def tries(trials: Sequence[FaultTrial], workers: int) -> Iterator[Tried]:
             yield from map(FaultTrial.run, trials)
             return
         left = iter(batches)
-        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}  # few: handing over takes time, too
+        # few: handing over takes time, too
+        pending = {pool.submit(_all, batch) for batch in islice(left, 2 * workers)}
         try:
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -127,7 +130,7 @@ def _all(trials: Iterable[FaultTrial]) -> list[Tried]:
     return [trial.run() for trial in trials]
 
 
-# --- what is said of it ---------------------------------------------------------------------------------------------
+# --- what is said of it --------------------------------------------------------------------------------------------
 
 
 def _result(

@@ -1,7 +1,7 @@
 """Scenarios of `experiment=faults` that are kept as they finish, so that a campaign can be run in parts and resumed.
 
-A file of JSON lines: the first says by which code, and with which options, the scenarios were run; each other one is a
-scenario.  Parts of other code or other options do not add up with these, and are refused.
+A file of JSON lines: the first says by which code, and with which options, the scenarios were run; each other one is
+a scenario.  Parts of other code or other options do not add up with these, and are refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def code() -> str:
 class CampaignParts:
     """The scenarios that *path* keeps, by seed; *options* are what all of them have alike.
 
-    Raise a `ConfigError` if the file is of another kind, of other options, or of other code.  A last line that was cut
-    short when a run was ended by force is dropped.
+    Raise a `ConfigError` if the file is of another kind, of other options, or of other code.  A last line that was
+    cut short when a run was ended by force is dropped.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -57,9 +57,13 @@ class CampaignParts:
                 path.write_text(json.dumps(head) + "\n", encoding="utf-8")
             self._read(path.read_text(encoding="utf-8"), head)
         except OSError as error:
-            raise ConfigError(f"experiment.parts={path}: {error.strerror}; name a file that can be written") from error
+            raise ConfigError(
+                f"experiment.parts={path}: {error.strerror}; name a file that can be written"
+            ) from error
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"experiment.parts={path} does not keep scenarios: {error}; name another file") from error
+            raise ConfigError(
+                f"experiment.parts={path} does not keep scenarios: {error}; name another file"
+            ) from error
 
     def add(self, tried: Tried) -> None:
         """Keep *tried*, for good when this returns."""

@@ -17,7 +17,8 @@ __all__ = ["Causes", "Life", "Outage", "outages"]
 RECONNECTED = 2.0
 """Seconds from the start of the last rank of an instance until its peers must be connected to it.
 
-They wait for the proof that nothing of the life before moves (0.1 s on the model), and for messages that are held up.
+They wait for the proof that nothing of the life before moves (0.1 s on the model), and for messages that are held
+up.
 """
 
 BACKLOG = 1.0
@@ -109,7 +110,9 @@ class Causes:
         if kind == "Killed":
             return name in kill
         losses = [when for other, when in kill.items() if instance_of(other) == instance_of(name)]
-        losses += [each.start for each in self._scenario.faults.absences if instance_of(each.rank) == instance_of(name)]
+        losses += [
+            each.start for each in self._scenario.faults.absences if instance_of(each.rank) == instance_of(name)
+        ]
         return kind == "PeerLost" and (any(when <= at for when in losses) or self._alone(name, error, at))
 
     def _alone(self, name: str, error: str, at: float) -> bool:

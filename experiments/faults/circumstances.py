@@ -72,7 +72,9 @@ def two_nodes(config: Config) -> Config:
     assert intra is not None
     cards = Nic(count=machine.gpus // 2, rate=machine.interconnect.rate, latency=5e-6)
     machine = replace(machine, nodes=2, gpus=machine.gpus // 2, nic=cards)
-    return replace(config, hw=machine, backend=replace(config.backend, inter=replace(intra, path="rdma", overlap=True)))
+    return replace(
+        config, hw=machine, backend=replace(config.backend, inter=replace(intra, path="rdma", overlap=True))
+    )
 
 
 def other_policy(random: np.random.Generator) -> Policy:

@@ -43,10 +43,11 @@ def router(
 ) -> Program:
     """Serve as `pdsim.serving.router.program` does, send a probe through every pair of instances, and stop the ranks.
 
-    The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last fault;
-    if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The value has also
-    ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for each request the time
-    at which it ended and a row for each time that it was sent out: when, in which room, to which two instances.
+    The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
+    fault; if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The
+    value has also ``probes``, a row for each pair: prefill instance, decode instance, status; and ``lives``, for
+    each request the time at which it ended and a row for each time that it was sent out: when, in which room, to
+    which two instances.
     """
     quiet = _QuietRouter(rank, Deployment.from_plain(job), requests, leaves)
     quiet.calm, quiet.linger, quiet.patience, quiet.expected = calm, linger, patience, frozenset(expected)
@@ -89,7 +90,9 @@ class _QuietRouter(Router):
             start = max(self.clock.now, self.calm) + self.linger
             self.clock.call_at(start, self._probe_connected, start + self.patience)
         else:
-            self.clock.call_at(self.clock.now + self.linger, lambda _: super(_QuietRouter, self)._stop_if_done(), None)
+            self.clock.call_at(
+                self.clock.now + self.linger, lambda _: super(_QuietRouter, self)._stop_if_done(), None
+            )
 
     def _probe_connected(self, until: float) -> None:
         """Send the probes once all that are expected are connected, at the time *until* in any case."""

@@ -110,8 +110,8 @@ class Tried(NamedTuple):
 def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
     """Return the scenario of *seed* with so many requests.
 
-    *intensity* from 0 to 1 is the probability of each of `KINDS`, and scales it; those in *without* do not happen, and
-    nothing else changes by that.
+    *intensity* from 0 to 1 is the probability of each of `KINDS`, and scales it; those in *without* do not happen,
+    and nothing else changes by that.
     """
     draws = stream(seed, "faults.kinds").random(len(KINDS)).tolist()
     happens = [draw < intensity * RARE.get(kind, 1.0) for kind, draw in zip(KINDS, draws, strict=True)]
@@ -190,8 +190,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
 def attempt(scenario: Scenario) -> Tried:
     """Run *scenario* with every checker, and return what was found.
 
-    Memory has contents, every transfer and message is watched, and what failed is judged by `Causes`. The same scenario
-    returns the same, bit for bit.
+    Memory has contents, every transfer and message is watched, and what failed is judged by `Causes`. The same
+    scenario returns the same, bit for bit.
     """
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
@@ -214,7 +214,7 @@ def attempt(scenario: Scenario) -> Tried:
     return Tried(scenario.seed, violations, counts, outcome.events, scenario.text)
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
+# --- drawing -------------------------------------------------------------------------------------------------------
 
 
 def _config(seed: int, random: np.random.Generator) -> Config:
@@ -242,11 +242,15 @@ def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False)
     """Return *job* with pools that hold from one to six of the longest requests; its policy is drawn unless *fixed*."""
     least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
     prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
-    job = replace(job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12)))
+    job = replace(
+        job, prefill_pages=prefill, decode_pages=decode, window_share=1.0, slots=int(random.integers(2, 12))
+    )
     drawn = _POLICIES[random.integers(len(_POLICIES))]
     policy = job.handoff if fixed else drawn
     factor, wait, chance = random.random(3).tolist()
-    chunk = (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    chunk = (
+        (job.chunk // job.page_size + 1) * job.page_size * job.shape.token_bytes(max(job.prefill.tp, job.decode.tp))
+    )
     size = int(chunk * (0.7 + 2 * factor))  # some chunks exceed the ring, some rings hold only one
     staging = Staging(ring=size, buffer=chunk, wait=10 ** (-3.0 + 2 * wait))
     staged = policy.staging and chance < 0.8

@@ -40,7 +40,8 @@ the last batch of KV; in host memory, as a message."""
 class HandoffOptions(ExperimentOptions):
     """What is handed over and how.
 
-    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not ``NtoM``, or counts below
+    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not ``NtoM``, or counts
+    below
     1.
     """
 
@@ -52,7 +53,8 @@ class HandoffOptions(ExperimentOptions):
     repeat: int = 5  # measured handoffs of each shape
     warmup: int = 1  # before them, of each shape
     verify: bool = True  # compare the contents of those before, where memory has any
-    placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
+    # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
+    placement: str = "packed"
     deadline: Seconds = 60.0  # assumed: of silence, after which a rank counts as gone
 
     def __post_init__(self) -> None:
@@ -124,7 +126,8 @@ def check(config: Config) -> Iterator[str]:
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over in every way and return the times.
 
-    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at
+    all.
 
     An engine that fails in a later job leaves rows with its error; the other ways are run all the same.
     """
@@ -141,7 +144,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     return Result(
         summary=metrics(found),
         tables=tables(found),
-        transfers=[record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers],
+        transfers=[
+            record for each in outcomes.values() for rank in each.ranks.values() for record in rank.transfers
+        ],
         failures=list(_failures(found, outcomes)),
         notes=_notes(config, options),
         outcome=_merged(outcomes),

@@ -54,11 +54,13 @@ class HandoffRow:
         return self.nbytes / median / 1e9 if median else None
 
 
-def rows(shapes: Sequence[HandoffShape], warm: int, requests: Sequence[Request], outcome: Outcome) -> list[HandoffRow]:
+def rows(
+    shapes: Sequence[HandoffShape], warm: int, requests: Sequence[Request], outcome: Outcome
+) -> list[HandoffRow]:
     """Return the rows of *shapes*, whose job ended as *outcome*; its first *warm* requests are not measured.
 
-    Requests are told apart by their number of tokens, so each count is one shape.  A job without a router's result has
-    rows with the router's error.
+    Requests are told apart by their number of tokens, so each count is one shape.  A job without a router's result
+    has rows with the router's error.
     """
     router = outcome.ranks[ROUTER]
     value = router.value or {"rows": [["", "", 0, router.error or "lost", *[None] * 8]] * len(requests)}
@@ -105,7 +107,10 @@ def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iter
 
 def tables(found: Sequence[HandoffRow]) -> tuple[Table, ...]:
     """Return the table of handoffs, and that of their stages."""
-    who = {"way": "ranks of prefill to ranks of decode, and the path between other heads", "tokens": "of the request"}
+    who = {
+        "way": "ranks of prefill to ranks of decode, and the path between other heads",
+        "tokens": "of the request",
+    }
     whole = who | {
         "path": "path of the KV",
         "bytes": "KV and metadata",

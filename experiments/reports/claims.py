@@ -29,8 +29,8 @@ RANGES = {"model": "simulated", "real": "measured"}
 class Claim:
     """What is said of a change: *text*, of values in *unit*; points and committed results know it by its *name*.
 
-    *bound* is the least effect that confirms it.  What is not said to be large must be over 5 %, for less than that is
-    not told from nothing.  With *better* ``"same"`` the change must stay within the bound instead.
+    *bound* is the least effect that confirms it.  What is not said to be large must be over 5 %, for less than that
+    is not told from nothing.  With *better* ``"same"`` the change must stay within the bound instead.
     """
 
     name: str
@@ -115,8 +115,8 @@ class ReportRun:
     def result(self, claims: Sequence[Claim]) -> Result:
         """Return what became of *claims*, here and in what is committed of other machines and of the other target.
 
-        Points of this run replace those that are committed of the same machine and target. Failures and notes are those
-        of all variants, and so are the transfers, with the label of their variant in front.
+        Points of this run replace those that are committed of the same machine and target. Failures and notes are
+        those of all variants, and so are the transfers, with the label of their variant in front.
         """
         self._progress(1.0, "")
         here = {(point.machine, point.target) for point in self.points}

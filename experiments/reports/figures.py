@@ -1,9 +1,9 @@
 """What six reports of SGLang say in figures, simulated: reported, simulated, how far apart, and the verdict.
 
 Reports leave most of their set-up out, so each figure states what was assumed, and factors are compared, before over
-after, not times.  A factor is *reached* within `CLOSE`; *direction only* says that the change helps in both, by another
-factor; else it is *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference``
-shows it in docs/reports.md.
+after, not times.  A factor is *reached* within `CLOSE`; *direction only* says that the change helps in both, by
+another factor; else it is *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m
+benchmarks.reference`` shows it in docs/reports.md.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Parts:
         self.base = replace(base, experiment=ServeOptions(), calibration=None)
         self.options = options
 
-    def serve(self, metric: str, hw: str, model: str, backend: str, policy: Mapping[str, Any], **parts: Any) -> float:
+    def serve(
+        self, metric: str, hw: str, model: str, backend: str, policy: Mapping[str, Any], **parts: Any
+    ) -> float:
         """Return *metric* of serving on *hw*; *policy* changes the backend's, *parts* are fields of `Config`.
 
         Raise a `ValueError` if the run has no such metric.
@@ -198,7 +200,13 @@ def _polling(parts: Parts) -> tuple[float, float]:
     """Return the mean transfer as seen between forwards, and as seen when it is complete (SGLang 37766)."""
 
     def transfer(notify: str) -> float:
-        prompts: dict[str, Any] = {"input_mean": 4096, "input_cv": 0.0, "output_mean": 8, "output_cv": 0.0, "load": 0.9}
+        prompts: dict[str, Any] = {
+            "input_mean": 4096,
+            "input_cv": 0.0,
+            "output_mean": 8,
+            "output_cv": 0.0,
+            "load": 0.9,
+        }
         return parts.serve(
             "transfer_avg_s",
             *("2x8xh20", "llama-70b", "mooncake", {"notify": notify, "staging": False}),

@@ -65,7 +65,8 @@ def _as(config: Config, variant: str) -> Config:
 def _handoffs(trial: ReportRun, options: IntranodeMetadataOptions) -> None:
     """Compare handoffs by themselves."""
     tcp, nvlink = (
-        as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs") for variant in VARIANTS
+        as_rows(trial.run(variant, options.handoff(), _as(trial.config, variant)), "Handoffs")
+        for variant in VARIANTS
     )
     for before, after in zip(tcp, nvlink, strict=True):
         trial.add(HANDOFF, f"{before['way'].split()[0]} {before['tokens']} tokens", before["p50"], after["p50"])

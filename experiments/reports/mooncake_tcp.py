@@ -1,7 +1,8 @@
 """Seed: Mooncake over TCP where there is no RDMA, an alias of the backend without code of its own (SGLang #26346).
 
-Before, Mooncake over RDMA, the backend of the machine; after, ``mooncake_tcp``.  Where that is the machine's backend,
-because it has no RDMA, there is no before: what is left to see is that handoffs succeed, and how long they take.
+Before, Mooncake over RDMA, the backend of the machine; after, ``mooncake_tcp``.  Where that is the machine's
+backend, because it has no RDMA, there is no before: what is left to see is that handoffs succeed, and how long they
+take.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
-    shapes = handoff.HandoffOptions(tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline)
+    shapes = handoff.HandoffOptions(
+        tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline
+    )
 
     def measured(transport: Transport) -> dict[tuple[str, int], dict[str, Any]]:
         label = f"handoffs over {transport.name}"

@@ -1,7 +1,8 @@
 """Seed: MORI-IO with state, posting inline instead of a worker queue, and metadata over TCP or RDMA (SGLang #22665).
 
-Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler posts all of them and
-looks at their statuses between two forwards.  The engine is the configured one in both, so only the policy differs.
+Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler posts all of them
+and looks at their statuses between two forwards.  The engine is the configured one in both, so only the policy
+differs.
 """
 
 from __future__ import annotations
@@ -162,7 +163,12 @@ def _slices(trial: ReportRun, options: MoriStateOptions) -> Iterator[list[Any]]:
 
 
 def _cost(
-    trial: ReportRun, options: MoriStateOptions, claim: Claim, at: str, plain: Mapping[str, Any], row: Mapping[str, Any]
+    trial: ReportRun,
+    options: MoriStateOptions,
+    claim: Claim,
+    at: str,
+    plain: Mapping[str, Any],
+    row: Mapping[str, Any],
 ) -> list[Any]:
     """Count the handoffs of *row*, and return how much longer than *plain* they took."""
     trial.add(claim, at, options.repeat, row["n"])

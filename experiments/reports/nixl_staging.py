@@ -1,9 +1,9 @@
 """Does a staged path speed up NIXL between prefill and decode of unlike TP?  SGLang PR 22536.
 
-Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own (sliced); after, it
-gathers a chunk, writes it in one piece, and the other side scatters it (staged).  First handoffs by themselves, TP
-against TP; then prompts that arrive at once at prefill of TP 4 and decode of DP4+TP4(+EP4), of which each group holds
-all heads.  Expert parallelism moves no KV: `pdsim.serving` does not model it, and nothing here depends on it.
+Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own (sliced); after,
+it gathers a chunk, writes it in one piece, and the other side scatters it (staged).  First handoffs by themselves,
+TP against TP; then prompts that arrive at once at prefill of TP 4 and decode of DP4+TP4(+EP4), of which each group
+holds all heads.  Expert parallelism moves no KV: `pdsim.serving` does not model it, and nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from pdsim.serving.settings import Parallel, Side
 __all__ = ["CLAIMS", "NixlStagingOptions", "run"]
 
 HANDOFF = Claim("handoff", "a handoff between unlike TP takes less time when staged", "us")
-DESCRIPTORS = Claim("descriptors", "it takes a thousandth of the descriptors (PR 19890)", "descriptors", bound=1000.0)
+DESCRIPTORS = Claim(
+    "descriptors", "it takes a thousandth of the descriptors (PR 19890)", "descriptors", bound=1000.0
+)
 TTFT = Claim("ttft", "TP4 to DP4+TP4+EP4: the mean TTFT of prompts that arrive at once falls", "ms")
 REQUESTS = Claim("throughput", "TP4 to DP4+TP4+EP4: more requests are done", "1/s", better="more")
 CLAIMS = (HANDOFF, DESCRIPTORS, TTFT, REQUESTS)
@@ -108,6 +110,7 @@ def _prompts(trial: ReportRun, options: NixlStagingOptions, count: int) -> None:
     kv = replace(trial.config.kv, staging_ring=min(trial.config.kv.staging_ring, most))
     own = replace(trial.config, parallel=PARALLEL)
     variants = {
-        name: replace(own, kv=replace(kv, staging=staging)) for name, staging in (("sliced", False), ("staged", True))
+        name: replace(own, kv=replace(kv, staging=staging))
+        for name, staging in (("sliced", False), ("staged", True))
     }
     shared.prompts(trial, options, (TTFT, REQUESTS), DP, count, variants)

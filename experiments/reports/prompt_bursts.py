@@ -20,7 +20,8 @@ class PromptBurstOptions(ExperimentOptions):
 
     tp: tuple[str, ...]  # ranks of prefill, ranks of decode
     tokens: tuple[int, ...]  # of a handoff
-    placement: str = "packed"  # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
+    # a GPU for each rank; or "sides": prefill shares the first half of them, decode the rest
+    placement: str = "packed"
     repeat: int = 3  # measured handoffs of each shape
     warmup: int = 1  # before them
     prompts: tuple[int, ...] = ()  # that arrive at once; () is none

@@ -47,8 +47,9 @@ def committed(seed: str) -> list[ReportPoint]:
 def keep(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the new content of ``data/reports/<seed>.csv`` by seed, with what *runs* found in it.
 
-    Each run is what `pdsim.results.store.load` returns, with the key ``collective``.  Of runs of one machine and target
-    the medians are kept, and the least and most effect; the files begin with a line that says how they were made.
+    Each run is what `pdsim.results.store.load` returns, with the key ``collective``.  Of runs of one machine and
+    target the medians are kept, and the least and most effect; the files begin with a line that says how they were
+    made.
 
     Raise a `ConfigError` for a run with failures, one that is of no seed, and runs of one machine at other points.
     """
@@ -119,7 +120,9 @@ def _own(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _machine(run: Mapping[str, Any]) -> str:
     rows = _rows(run)
     if run["failures"] or not rows:
-        raise ConfigError(f"{run['folder']} failed: {[*run['failures'], 'no points'][0]}; take a run without failures")
+        raise ConfigError(
+            f"{run['folder']} failed: {[*run['failures'], 'no points'][0]}; take a run without failures"
+        )
     return str(rows[0]["machine"])
 
 
@@ -147,7 +150,9 @@ def _origin(runs: Sequence[Mapping[str, Any]]) -> str:
     first = runs[0]
     words = [word for word in first["overrides"] if not word.startswith(("seed=", "output="))]
     commit = str((first.get("git") or {}).get("commit") or "unknown")[:7]
-    parts = [*first["engine"], f"{first['host']['cpu']}, {first['host']['cores']} cores"] if "started" in first else []
+    parts = (
+        [*first["engine"], f"{first['host']['cpu']}, {first['host']['cores']} cores"] if "started" in first else []
+    )
     when = [str(first["started"])[:10]] if "started" in first else []
     many = [f"medians of {len(runs)} runs"] if len(runs) > 1 else []
     return "; ".join([*when, f"commit {commit}", *parts, *many, f"pdsim run {' '.join(words)}"])

@@ -1,8 +1,9 @@
 """Does symmetric memory speed up the all-gather of context-parallel KV?  SGLang PR 24040.
 
-Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory; after, it is allocated
-from a symmetric pool, registered with all ranks.  Equal pieces, and batches of unequal sequences, which are padded to
-the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks, grows during it.
+Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory; after, it is
+allocated from a symmetric pool, registered with all ranks.  Equal pieces, and batches of unequal sequences, which
+are padded to the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks,
+grows during it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _at(row: dict[str, Any]) -> str:
-    return f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
+    return (
+        f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
+    )
 
 
 def _values(pools: dict[str, dict[str, Any]]) -> Iterator[tuple[Claim, float | None, float | None]]:

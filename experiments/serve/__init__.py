@@ -58,7 +58,8 @@ class ServeOptions(ExperimentOptions):
     router: str = "least_tokens"  # fewest tokens outstanding; power_of_two, round_robin, cache_aware, transfer_aware
     dp_rank: str = "room"  # attention group of a room: its number modulo dp; or "query": the least loaded
     deadline: Seconds = 300.0  # of silence, after which a rank counts as gone; as time-outs of SGLang's handoff
-    output_known: bool = True  # whether the router counts a request's own output tokens; else the mean of others so far
+    # whether the router counts a request's own output tokens; else the mean of others so far
+    output_known: bool = True
     shed: int = 0  # tokens outstanding at prefill from which on requests of priority 0 are refused; 0: never
     retries: int = 3  # assumed: restarts of a request of which no byte had moved when an instance was lost
     bootstrap_timeout: Seconds = 0.0  # of a room at prefill, for its pages at decode; 0: none (SGLang: 300 s)
@@ -162,7 +163,9 @@ def job(config: Config, options: ServeOptions) -> Deployment:
             _check_cache(config, found)
         if (found.prefill_time.exchange or found.decode_time.exchange) and config.target != "model":
             raise ValueError("experts that tokens travel to (parallel.*.ep) have target=model; leave ep at 1")
-        if config.kv.layerwise and (config.kv.staging or config.target != "model" or config.engine.handoff != "push"):
+        if config.kv.layerwise and (
+            config.kv.staging or config.target != "model" or config.engine.handoff != "push"
+        ):
             raise ValueError("kv.layerwise has target=model, a pushed handoff and no staging; leave it at false")
         found.check()
     except ValueError as error:
@@ -238,11 +241,15 @@ def _colocated(config: Config, job: Deployment) -> Deployment:
     """Return *job* with engines like those of prefill on the GPUs of both sides, which prefill and decode."""
     side = config.parallel.prefill
     if side.pp * side.cp * side.dp * side.ep > 1 or config.target != "model":
-        raise ValueError("experiment.deployment=colocated has target=model and tp only; leave pp, cp, dp and ep at 1")
+        raise ValueError(
+            "experiment.deployment=colocated has target=model and tp only; leave pp, cp, dp and ep at 1"
+        )
     if config.workload.aborts:
         raise ValueError("experiment.deployment=colocated serves everybody; leave workload.aborts at 0")
     if job.shape.state.mamba or job.shape.state.window:
-        raise ValueError("experiment.deployment=colocated keeps no state beside KV; choose a model of full attention")
+        raise ValueError(
+            "experiment.deployment=colocated keeps no state beside KV; choose a model of full attention"
+        )
     count = (side.gpus + config.parallel.decode.gpus) // (side.gpus // side.instances)
     return replace(
         job,

@@ -83,7 +83,9 @@ def notes(outcome: Outcome) -> list[str]:
             f"{refused} chunks went in slices because the staging ring had no free slot; raise kv.staging_ring or "
             "kv.staging_wait"
         )
-    return found + [f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)]
+    return found + [
+        f"metadata over the control channel, {count} times: {text}" for text, count in _fallbacks(values)
+    ]
 
 
 def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:

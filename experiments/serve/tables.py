@@ -17,7 +17,8 @@ from pdsim.serving.deployment import ROUTER, Deployment
 from pdsim.serving.load import OfferedLoad
 from pdsim.serving.prefix_cache import hit_share
 from pdsim.serving.requests import HASHED, Request
-from pdsim.serving.settings import Slo, Workload
+from pdsim.serving.settings import Workload
+from pdsim.serving.slo import Slo
 from pdsim.units import format_time
 
 __all__ = [
@@ -220,9 +221,13 @@ def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> l
         found.append(Metric(f"share_{name}", share, rule, tabled=True))
     if outcome.links:
         name, busiest = max(outcome.links.items(), key=lambda item: item[1])
-        found.append(Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}"))
+        found.append(
+            Metric("link_utilisation_max", busiest, f"bytes carried / capacity of the busiest link, {name}")
+        )
     if outcome.pools:
-        found.append(Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit"))
+        found.append(
+            Metric("pool_peak_max", max(outcome.pools.values()), "highest use of a memory pool / its limit")
+        )
     return found
 
 
@@ -247,7 +252,11 @@ def totals(table: Columns, slo: Slo, steady: Columns | None = None) -> list[Metr
         Metric("requests_ok", done, "requests that got all their tokens"),
         Metric("requests_aborted", gone, "requests whose users left before that (workload.aborts)"),
         Metric("requests_failed", total - done - gone - refused, "requests that failed"),
-        *([Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")] if refused else []),
+        *(
+            [Metric("requests_shed", refused, "requests that the router refused (experiment.shed)")]
+            if refused
+            else []
+        ),
         Metric("makespan_s", seconds, "from the start of the workload to the last token"),
         Metric("request_rate", rate(done), "requests_ok / makespan, 1/s"),
         Metric("input_tokens_per_s", rate(_total(table["input"], ok)), "input tokens of requests_ok / makespan"),
@@ -287,7 +296,11 @@ def tables(table: Columns, workload: Workload, outcome: Outcome) -> list[Table]:
         Table("Where the time went", part, phases),
         Table(
             "Instances",
-            {"instance": "engine", "requests": "requests sent to it", "tokens": "input at prefill, output at decode"},
+            {
+                "instance": "engine",
+                "requests": "requests sent to it",
+                "tokens": "input at prefill, output at decode",
+            },
             instances(table),
         ),
     ]

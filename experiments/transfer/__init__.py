@@ -48,7 +48,8 @@ class TransferOptions(ExperimentOptions):
     blocks: tuple[int, ...] = (1, 16)  # descriptors of a transfer
     size: tuple[Size, ...] = (4096, 65536, 1048576)  # bytes of a descriptor
     concurrency: tuple[int, ...] = (1,)  # transfers that an initiator keeps in flight to each of its peers
-    schedule: tuple[str, ...] = ("free",)  # how an initiator goes on: rounds, serial; -rotated: each from another peer
+    # how an initiator goes on: rounds, serial; -rotated: each from another peer
+    schedule: tuple[str, ...] = ("free",)
     points: str = ""  # a CSV file of points instead of all combinations of the five above
     ranks: int = 4  # of a pattern that does not say how many itself
     repeat: int = 100  # measured transfers of each flow
@@ -87,7 +88,8 @@ class TransferOptions(ExperimentOptions):
         axes = product(self.patterns, self.size, self.blocks, self.concurrency, self.schedule)
         how = self.operation, self.layout
         return [
-            TransferPoint(pattern, blocks, size, conc, *how, schedule) for pattern, size, blocks, conc, schedule in axes
+            TransferPoint(pattern, blocks, size, conc, *how, schedule)
+            for pattern, size, blocks, conc, schedule in axes
         ]
 
     def _limited(self, point: TransferPoint) -> TransferPoint:
@@ -98,8 +100,8 @@ class TransferOptions(ExperimentOptions):
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named.
 
-    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is named if it is too
-    much.
+    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is named if it is
+    too much.
     """
     try:
         options = TransferOptions.of(config)
@@ -155,7 +157,8 @@ def _memory(config: Config, options: TransferOptions, points: Sequence[TransferP
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every point and return its rows, as listed.
 
-    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at all.
+    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at
+    all.
 
     A rank that is lost ends its job; the points after the one that it was lost in are run in a second job, with new
     ranks.
@@ -221,9 +224,13 @@ def _result(
     lost = [row.point.label for row in rows if row.status not in ("ok", "corrupt", "not run")]
     failures = [f"{name}: {rank.error}" for name, rank in whole.ranks.items() if rank.error]
     failures += [f"{label} was not completed" for label in lost]
-    failures += [f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in rows if row.wrong]
+    failures += [
+        f"{row.point.label}: {row.wrong} slots hold other bytes than were sent" for row in rows if row.wrong
+    ]
     if left := sum(row.status == "not run" for row in rows):
-        failures.append(f"{left} points were not run: a rank was lost in {len(outcomes)} jobs, and no third is started")
+        failures.append(
+            f"{left} points were not run: a rank was lost in {len(outcomes)} jobs, and no third is started"
+        )
     return Result(
         summary=metrics(rows),
         tables=tables(rows),
@@ -269,7 +276,9 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
         "timeout": config.backend.timeout,
     }
     where = _places(config, options, points)
-    return [RankSpec(name, "experiments.transfer.exchange:exchange", place, arguments) for name, place in where.items()]
+    return [
+        RankSpec(name, "experiments.transfer.exchange:exchange", place, arguments) for name, place in where.items()
+    ]
 
 
 def _notes(config: Config, options: TransferOptions) -> Sequence[str]:

@@ -1,6 +1,7 @@
 """The rank program of `experiments.transfer`: ranks that keep transfers in flight to each other, and check the bytes.
 
-Written against the waist only.  What is measured is in the records of the endpoints; this module knows no statistics.
+Written against the waist only.  What is measured is in the records of the endpoints; this module knows no
+statistics.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def _area(task: Task) -> int:
 def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, seed: int, timeout: float) -> Program:
     """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
 
-    In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in flight
-    until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two: a
-    process that has slept needs several transfers until it is as fast as it can be.  All ranks begin each point
+    In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in
+    flight until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two:
+    a process that has slept needs several transfers until it is as fast as it can be.  All ranks begin each point
     together, those without a flow in it too, over one region that is registered once.  *n* counts the slots of all
     ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
 
@@ -89,7 +90,9 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
         addresses = yield from party.meet("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
-            work = _TransferLoop(rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout)
+            work = _TransferLoop(
+                rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout
+            )
             work.fill()
             rank.clock.settle()
             yield from party.start(f"{number} begins")
@@ -182,7 +185,9 @@ class _TransferLoop:
         start = {"timeout": self._timeout}
         for label, count in ((WARMUP, warmup), (self._task["label"], self._task["repeat"])):
             # the slots of a flow share its budget: a slow transfer does not hold up the others
-            budget = iter(range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"])))
+            budget = iter(
+                range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"]))
+            )
             clock = self._rank.clock
             running = [_loop(clock, waves, budget, start | {"label": label}) for waves in loops]
             if error := (yield from _all(clock, running)):
@@ -215,8 +220,8 @@ def _loop(clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str
 class _Plan:
     """Where the blocks of every flow lie in each rank's one buffer, and what they hold.
 
-    Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of the
-    flows. A slot has one place for each block, or two if they are scattered, of which half stay zero.
+    Each flow has *concurrency* slots at either end, which follow one another in the rank's buffer in the order of
+    the flows. A slot has one place for each block, or two if they are scattered, of which half stay zero.
     """
 
     def __init__(self, task: Task, seed: int) -> None:

@@ -33,8 +33,8 @@ def check_pattern(pattern: str) -> None:
 def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
     """Return the flows of *pattern*, which takes its count from *ranks* ranks if it has none of its own.
 
-    The flows of a source are in the order in which it posts.  In a crossing that is the order of the sinks, so that all
-    sources begin with the same one; with *rotate* source *i* begins with sink *i*, so that no two do.
+    The flows of a source are in the order in which it posts.  In a crossing that is the order of the sinks, so that
+    all sources begin with the same one; with *rotate* source *i* begins with sink *i*, so that no two do.
 
     >>> flows("incast:2", ranks=4)
     [('rank1', 'rank0'), ('rank2', 'rank0')]
@@ -46,7 +46,9 @@ def flows(pattern: str, ranks: int, rotate: bool = False) -> list[Flow]:
     if name in ("pair", "pairs", "bidirectional"):
         count = counts[0] if counts else ranks // 2 if name == "pairs" else 1
         pairs = [(f"rank{2 * index}", f"rank{2 * index + 1}") for index in range(count)]
-        return [flow for one, other in pairs for flow in [(one, other), (other, one)][: 1 + (name == "bidirectional")]]
+        return [
+            flow for one, other in pairs for flow in [(one, other), (other, one)][: 1 + (name == "bidirectional")]
+        ]
     if name == "alltoall":
         everyone = [f"rank{index}" for index in range(counts[0] if counts else ranks)]
         return _rotated(everyone, everyone, rotate)
@@ -79,8 +81,8 @@ def names(pairs: Sequence[Flow]) -> list[str]:
 def places(hw: Machine, ranks: Sequence[str], placement: Sequence[str]) -> dict[str, Place]:
     """Return where each of *ranks* runs: on the hosts, one node after the other, if there are no GPUs.
 
-    Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the one
-    that *placement* lists for it, counted over all nodes.
+    Otherwise that is a GPU of its own, node by node (``packed``) or one node after the other (``spread``), or the
+    one that *placement* lists for it, counted over all nodes.
     """
     found = {}
     for index, name in enumerate(ranks):

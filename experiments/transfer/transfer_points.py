@@ -53,7 +53,9 @@ class TransferPoint(NamedTuple):
         schedules = (*SCHEDULES, *(f"{name}{ROTATED}" for name in SCHEDULES))
         for name, allowed in (("operation", OPERATIONS), ("layout", LAYOUTS), ("schedule", schedules)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"experiment.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"experiment.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
 
     def flows(self, ranks: int) -> list[Flow]:
         """Return the flows of the point, in the order in which a source posts them."""

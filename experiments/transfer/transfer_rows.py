@@ -179,7 +179,9 @@ def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
         Metric("transfers", sum(len(row.done) for row in rows), "measured transfers that succeeded"),
         Metric("bytes", sum(r.nbytes for row in rows for r in row.done), "bytes of those transfers"),
         Metric("slots", sum(row.slots for row in checked), "receiving slots that were checked"),
-        Metric("slots_verified", sum(row.verified or 0 for row in checked), "receiving slots that hold the bytes sent"),
+        Metric(
+            "slots_verified", sum(row.verified or 0 for row in checked), "receiving slots that hold the bytes sent"
+        ),
         Metric("bw_max_gbs", max(rates, default=None), "highest bandwidth of a point, 1 GB = 1e9 bytes"),
     ]
     if len(rows) == 1:

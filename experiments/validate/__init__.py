@@ -1,11 +1,11 @@
 """Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
 
-Here is what runs: the design of a validation, the experiments of its parts, and the files of its folder. What is done
-with the values that come of it, sealing, comparing, classes and their bounds, floors, tables and the page, is
+Here is what runs: the design of a validation, the experiments of its parts, and the files of its folder. What is
+done with the values that come of it, sealing, comparing, classes and their bounds, floors, tables and the page, is
 `pdsim.validation`, which knows no experiment; `experiments.validate_live` shares it.
 
-The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``, the
-predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
+The files of a validation, in its run's folder: ``points.csv``, the transfers of its design; ``expectations.json``,
+the predictions, on disk before the first byte is moved and with a hash of their own; ``measurements.json``;
 ``validation.parquet``, both side by side. ``pdsim report`` draws them. Predictions may be made long before, and
 elsewhere: ``predict=only`` writes them, and the run that is given their file as ``expected`` measures.
 """
@@ -72,8 +72,8 @@ class Bounds:
 class ValidateOptions(Design):
     """What is run, and how far off it may be.
 
-    Without *stored* and *expected* the run predicts and measures. Raise a `ValueError` that names the key for options
-    that exclude each other, an unknown class, and a number out of range.
+    Without *stored* and *expected* the run predicts and measures. Raise a `ValueError` that names the key for
+    options that exclude each other, an unknown class, and a number out of range.
     """
 
     name: str = "validate"
@@ -107,9 +107,9 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
     Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
     measure with.
 
-    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with ``expected`` the predictions
-    are those of an earlier run.  A part that cannot be run here is left out, with a note; a class whose error exceeds
-    its bound is a failure of the run.
+    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with ``expected`` the
+    predictions are those of an earlier run.  A part that cannot be run here is left out, with a note; a class whose
+    error exceeds its bound is a failure of the run.
     """
     options = ValidateOptions.of(config)
     notes: list[str] = []
@@ -184,10 +184,12 @@ def _design(config: Config, asked: Iterable[DesignPart], notes: list[str]) -> li
     return found
 
 
-# --- the comparison -------------------------------------------------------------------------------------------------
+# --- the comparison ------------------------------------------------------------------------------------------------
 
 
-def _compared(config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]) -> Result:
+def _compared(
+    config: Config, options: ValidateOptions, folder: Path, notes: list[str], failures: list[str]
+) -> Result:
     """Return what the files in *folder* say, read back from there.
 
     Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files, so
@@ -210,7 +212,10 @@ def _compared(config: Config, options: ValidateOptions, folder: Path, notes: lis
         summary=metrics(found, classes),
         tables=shown,
         failures=failures,
-        notes=[*notes, f"pictures and every point: pdsim report; predictions: {EXPECTED}, {expected['sha256'][:16]}"],
+        notes=[
+            *notes,
+            f"pictures and every point: pdsim report; predictions: {EXPECTED}, {expected['sha256'][:16]}",
+        ],
     )
 
 

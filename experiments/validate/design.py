@@ -39,12 +39,13 @@ MANY, FEW = ("4to4", "4to2", "2to4", "4to1"), ("1to2", "2to1", "2to2")
 class Design(ExperimentOptions):
     """Which points are run: the part of `experiments.validate.ValidateOptions` that says so.
 
-    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them. What
-    the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
+    Sizes are in bytes, and chosen off the grid of `pdsim.calibration.sample_grid`, so that no fit has seen them.
+    What the machine has no ranks or memory for is left out, with a note, so that one design serves all machines.
     """
 
     classes: tuple[str, ...] = CLASSES  # those that cannot be run are left out, with a note
-    size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)  # bytes of a block, none on a calibration's grid
+    # bytes of a block, none on a calibration's grid
+    size: tuple[Size, ...] = (12288, 98304, 786432, 6291456, 50331648)
     blocks: tuple[int, ...] = (1, 5, 12, 37, 290, 1700)  # of a pair; fewer than 20 points have no 95th percentile
     limit: Size = 0  # bytes of a transfer, most; 0 is 512 MiB between GPUs, and 64 MiB on hosts
     patterns: tuple[str, ...] = (  # of contention; those with more ranks than there are GPUs are left out
@@ -137,8 +138,8 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
     ranks = design.ranks or gpus or HOSTED
     if points := _points(config, design, ranks, notes):
         write(folder / POINTS, points)
-        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents, which
-        # take longer to fill and to compare than to transfer
+        # as in `calibrate`: few repeats, for the median is what counts, by a rank that is warm; and no contents,
+        # which take longer to fill and to compare than to transfer
         yield DesignPart(
             transfer.TransferOptions(
                 points=str(folder / POINTS),
@@ -213,7 +214,7 @@ def _gathers(config: Config, design: Design, ranks: tuple[int, ...], notes: list
     return DesignPart(replace(options, size=design.pieces))  # which says itself what it lacks
 
 
-# --- the points of transfers ----------------------------------------------------------------------------------------
+# --- the points of transfers ---------------------------------------------------------------------------------------
 
 
 def _points(config: Config, design: Design, ranks: int, notes: list[str]) -> list[TransferPoint]:
@@ -239,10 +240,14 @@ def _contended(design: Design, patterns: Sequence[str]) -> Iterator[TransferPoin
     """Yield the points of *patterns*, in which transfers share ports, cards or memories."""
     sizes = [(blocks, size) for size in design.contended for blocks in design.contended_blocks]
     for pattern in patterns:
-        yield from (TransferPoint(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit)
+        yield from (
+            TransferPoint(pattern, blocks, size, 1) for blocks, size in sizes if blocks * size <= design.limit
+        )
 
 
-def _fitting(config: Config, design: Design, points: Sequence[TransferPoint], notes: list[str]) -> list[TransferPoint]:
+def _fitting(
+    config: Config, design: Design, points: Sequence[TransferPoint], notes: list[str]
+) -> list[TransferPoint]:
     """Return those of *points* whose ranks have the memory for all of them, for which the largest are left out."""
     ranks = {name for point in points for name in names(point.flows(HOSTED))}
     if design.placement[0].isdecimal() and len(ranks) > len(design.placement):

@@ -70,7 +70,8 @@ def _modelled(config: Config) -> tuple[Config, Model]:
 def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
     """Copy the expectations *source*, a file or the folder that it is in, to *folder*; return the design they are of.
 
-    Raise a `ConfigError` if there are none, if they were changed since, or if they are of another system than *config*.
+    Raise a `ConfigError` if there are none, if they were changed since, or if they are of another system than
+    *config*.
     """
     path = source / EXPECTED if source.is_dir() else source
     try:

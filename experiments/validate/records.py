@@ -2,8 +2,8 @@
 
     python -m experiments.validate.records HOST=FOLDER ...
 
-A folder is of ``pdsim validate`` with handoffs and `serve` over one engine on the host of that name; several of a host
-follow one another.  Writes `RECORDS` and `TIMES` of `pdsim.calibration.handoff_fit` anew.
+A folder is of ``pdsim validate`` with handoffs and `serve` over one engine on the host of that name; several of a
+host follow one another.  Writes `RECORDS` and `TIMES` of `pdsim.calibration.handoff_fit` anew.
 """
 
 from __future__ import annotations

@@ -69,7 +69,12 @@ def take(source: Path, folder: Path) -> None:
     found = values("transfer", Result((), transfers=records))
     began = datetime.fromtimestamp((source / TRANSFERS).stat().st_mtime, UTC).isoformat()
     engines = sorted({record.engine for record in records})
-    content = {"began": began, "expectations": "", "engines": engines, "measured": [asdict(value) for value in found]}
+    content = {
+        "began": began,
+        "expectations": "",
+        "engines": engines,
+        "measured": [asdict(value) for value in found],
+    }
     keep(folder / MEASURED, seal(content))
 
 
@@ -119,5 +124,7 @@ def _config(source: Path) -> dict[str, Any]:
 def _records(path: Path) -> list[TransferRecord]:
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
+    rows = (
+        pq.read_table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
+    )
     return [TransferRecord(**row) for row in rows]

@@ -74,9 +74,9 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
 def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
     """Return bytes/s of *flow*, one of those of a point that make up *every*.
 
-    It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the pauses
-    in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it asks for the
-    next one, which belongs to no transfer and is 0 on the model.
+    It is from the flow's own first call to its own end, for ranks begin and end at times of their own, less the
+    pauses in which its initiator has nothing under way: between two transfers a program takes 8 to 17 us until it
+    asks for the next one, which belongs to no transfer and is 0 on the model.
     """
     begin, end = min(record.submitted for record in flow), max(record.seen for record in flow)
     mine = [record for record in every if _initiator(record) == _initiator(flow[0])]

@@ -1,7 +1,7 @@
 """Predict what real serving engines do, then measure them, then compare: ``pdsim validate target=live``.
 
-Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs as are asked for,
-so that errors stand beside what repeats differ by.  The files, in the run's folder: ``expectations.json``, the
+Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs as are asked
+for, so that errors stand beside what repeats differ by.  The files, in the run's folder: ``expectations.json``, the
 predictions of every part and the requests of each, written with its hash before the first request is sent;
 ``measurements.json``, every measured row.  Predictions may be made long before, and elsewhere, as those of
 `experiments.validate`.
@@ -79,9 +79,9 @@ class ValidateLiveOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live, else it is not used.
-    Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions of other
-    requests.
+    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live, else it is not
+    used. Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions
+    of other requests.
     """
     options = ValidateLiveOptions.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
@@ -134,7 +134,9 @@ def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
             f"experiment.expected={source} is no file; name the expectations.json of a run that predicted"
         )
     made = read(source)
-    now = {name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()}
+    now = {
+        name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()
+    }
     if made.get("requests") != now:
         raise ConfigError(
             f"experiment.expected={source} has predictions of other requests than these; give the workload, seed, "
@@ -221,7 +223,9 @@ def _foretold(folder: Path) -> Result:
     ]
     shown = replace(tables(found)[0], title="Predicted")
     keeps = [name for name in shown.columns if name in ("load", "metric", "predicted ms")]
-    shown = replace(shown, columns={name: shown.columns[name] for name in keeps}, rows=[row[:3] for row in shown.rows])
+    shown = replace(
+        shown, columns={name: shown.columns[name] for name in keeps}, rows=[row[:3] for row in shown.rows]
+    )
     return Result(summary=(Metric("parts", len(made), "loads, and lengths of single requests"),), tables=[shown])
 
 

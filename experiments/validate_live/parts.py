@@ -51,7 +51,8 @@ def predicted(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each of *parts* on the model of *config*, that serves one after the other.
 
-    They are not runs of their own: what one leaves, as pages in the order in which it freed them, the next one finds.
+    They are not runs of their own: what one leaves, as pages in the order in which it freed them, the next one
+    finds.
     """
     requests = in_turn(parts)
     what = job(config, ServeOptions())

@@ -1,10 +1,10 @@
 """Fit collectives to measured all-gathers, and tell how far the fit is from those left out: `conf/collective`.
 
-The time of an all-gather is fitted to every other size of the equal pieces of each run, from its smallest on, in pools
-that were reserved; *after_pause* to every other padded batch there, *grown* to every other size, up to a MiB, of equal
-pieces in pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with its median.
-Plain memory goes through NCCL with either library, so both runs count.  Seconds and bytes; samples are in
-``data/collective``.  ``pdsim refit collectives`` prints all of it.
+The time of an all-gather is fitted to every other size of the equal pieces of each run, from its smallest on, in
+pools that were reserved; *after_pause* to every other padded batch there, *grown* to every other size, up to a MiB,
+of equal pieces in pools that grew; a growth to every other of its sizes.  All else is left out.  A point counts with
+its median. Plain memory goes through NCCL with either library, so both runs count.  Seconds and bytes; samples are
+in ``data/collective``.  ``pdsim refit collectives`` prints all of it.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ def points() -> list[GatherSample]:
 def _point(run: str, library: str, label: str, seconds: Sequence[float]) -> GatherSample:
     """Return the point of one *label*, with the median of the *seconds* of its calls.
 
-    The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and "grown".
+    The label is split at its blanks: ranks, "ranks", bytes, pool, then any of "batch", the batch itself, and
+    "grown".
     """
-    ranks, _, size, pool, *more = label.split(" ")  # as `experiments.allgather.gather_rows.GatherSample.label` says it
+    # as `experiments.allgather.gather_rows.GatherSample.label` says it
+    ranks, _, size, pool, *more = label.split(" ")
     kind = "plain" if pool == "default" else "symmetric"
     batch = more[1] if "batch" in more else ""
     return GatherSample(run, library, int(ranks), int(size), kind, batch, "grown" in more, float(np.median(seconds)))
@@ -113,7 +115,7 @@ def _four() -> Iterator[tuple[str, str, int, float]]:
         yield row["collective"], row["label"], int(row["bytes"]), float(row["us"])
 
 
-# --- fits -----------------------------------------------------------------------------------------------------------
+# --- fits ----------------------------------------------------------------------------------------------------------
 
 
 def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
@@ -132,9 +134,9 @@ def seen(every: Sequence[GatherSample]) -> set[GatherSample]:
 def fit(every: Sequence[GatherSample], base: CollectiveModel) -> CollectiveModel:
     """Return *base* with the numbers that fit those of *every* that are not left out.
 
-    Fitted are `FITTED` as logarithms, to warm points alone; residuals are ``log(model / measured)``, and from `SCALE`
-    on a point counts less (scipy's ``soft_l1``).  A parameter that is 0 in *base* starts at 1 us or 1e-6 bytes/s.  All
-    points of *every* should be of one library and kind of memory, as *base* is.  Needs scipy.
+    Fitted are `FITTED` as logarithms, to warm points alone; residuals are ``log(model / measured)``, and from
+    `SCALE` on a point counts less (scipy's ``soft_l1``).  A parameter that is 0 in *base* starts at 1 us or 1e-6
+    bytes/s.  All points of *every* should be of one library and kind of memory, as *base* is.  Needs scipy.
     """
     from scipy.optimize import least_squares
 
@@ -183,7 +185,7 @@ def growths() -> Iterator[tuple[str, int, int, float, bool]]:
             yield library, ranks, size, us * 1e-6, size not in sizes[ranks]
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------------------------
 
 
 def errors(every: Sequence[GatherSample], models: Mapping[tuple[str, str], CollectiveModel]) -> Table:
@@ -258,8 +260,8 @@ def between(every: Sequence[GatherSample]) -> Table:
 def growth_errors(libraries: Mapping[str, Collective]) -> Table:
     """Return the error at growths that were left out, and the latency that fits those that were not.
 
-    The model of a growth is ``ranks * grow_latency + bytes / grow_rate``.  *fitted ms* is what *grow_latency* would be
-    if it were the median over the growths that were not left out; it is compared with the configuration by eye.
+    The model of a growth is ``ranks * grow_latency + bytes / grow_rate``.  *fitted ms* is what *grow_latency* would
+    be if it were the median over the growths that were not left out; it is compared with the configuration by eye.
     """
     rows = []
     for name, library in libraries.items():
@@ -271,5 +273,12 @@ def growth_errors(libraries: Mapping[str, Collective]) -> Table:
             found = np.abs(np.array(model) / np.array([growth[3] for growth in left]) - 1.0) * 100
             median, p95 = float(np.median(found)), float(np.percentile(found, 95.0))
             rows.append([name, ranks, float(np.median(each)) * 1e3, len(left), median, p95])
-    columns = {"library": "", "ranks": "", "fitted ms": "each rank", "points": "left out", "median %": "", "p95 %": ""}
+    columns = {
+        "library": "",
+        "ranks": "",
+        "fitted ms": "each rank",
+        "points": "left out",
+        "median %": "",
+        "p95 %": "",
+    }
     return Table("Growths that no fit has seen", columns, rows)

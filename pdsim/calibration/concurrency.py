@@ -1,11 +1,11 @@
 """What several transfers in flight tell of an engine, beyond what one at a time has told.
 
-A sample of a crowd is the time from a transfer's submission to its completion.  A program that posts by itself submits
-the next transfer when it has posted the last, and the wait for its own thread is in no sample: over NVLink four
-transfers of 256 blocks take 1.0 to 1.3 times as long as one, not four times (2 x H200, three engines).  So crowds may
-not move what single transfers say.  They tell two things that single ones cannot: which part of the constant is
-*call*, which keeps the poster, and which is *latency*, which transfers have side by side; and what the queues carry
-together, *queue_rate*.  Both are looked for on a grid, intervals are from a bootstrap over the crowds.
+A sample of a crowd is the time from a transfer's submission to its completion.  A program that posts by itself
+submits the next transfer when it has posted the last, and the wait for its own thread is in no sample: over NVLink
+four transfers of 256 blocks take 1.0 to 1.3 times as long as one, not four times (2 x H200, three engines).  So
+crowds may not move what single transfers say.  They tell two things that single ones cannot: which part of the
+constant is *call*, which keeps the poster, and which is *latency*, which transfers have side by side; and what the
+queues carry together, *queue_rate*.  Both are looked for on a grid, intervals are from a bootstrap over the crowds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def shared(found: Fit, spans: Spans, crowds: Points, base: EngineModel) -> tuple
     """Return *found* and its intervals *spans* with what *crowds* tell, samples of two transfers in flight and more.
 
     What one transfer takes stays as it is.  Where they do not tell the part of *call*, all of the constant stays
-    *call*; nor is a *queue_rate* told that may be infinite, whose interval is wider than from x / 2 to 2 x, or by which
-    no crowd takes a tenth longer.  A copy engine that takes one transfer after the other has none.
+    *call*; nor is a *queue_rate* told that may be infinite, whose interval is wider than from x / 2 to 2 x, or by
+    which no crowd takes a tenth longer.  A copy engine that takes one transfer after the other has none.
 
     *spans* are 95 % intervals by parameter.  The same samples give the same result on any processor: the bootstrap
     draws from a fixed seed, and of cells of the grid whose losses are equal the first counts.
@@ -59,7 +59,8 @@ def shared(found: Fit, spans: Spans, crowds: Points, base: EngineModel) -> tuple
     random = np.random.Generator(np.random.PCG64(2))
     counts = random.multinomial(len(crowds), np.full(len(crowds), 1.0 / len(crowds)), RESAMPLES)
     drawn = np.array(cells)[_least(losses @ counts.T, len(crowds))]  # shape (resample, 2)
-    ends = np.percentile(drawn, (2.5, 97.5), axis=0, method="nearest")  # of those drawn: between x and inf lies nothing
+    # of those drawn: between x and inf lies nothing
+    ends = np.percentile(drawn, (2.5, 97.5), axis=0, method="nearest")
     found, spans = _with_share(found, spans, best[0], (float(ends[0, 0]), float(ends[1, 0])))
     longer = _split(found, 1.0, best[1]).seconds(crowds) / found.seconds(crowds) - 1.0
     if longer.max() < WORTH:

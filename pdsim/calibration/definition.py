@@ -51,10 +51,10 @@ class HeldOut:
 class Calibration:
     """Fitted *parameters*, for the machines and backends that it names and for no others.
 
-    Life: `pdsim.calibration.from_samples.fitted` makes one, `pdsim.calibration.files.save` writes it, a configuration
-    names it or finds it by its pair of machine and backend, and `applied` lays it over the configuration.  Values of
-    *parameters* and *intervals* are text with a unit, as in YAML.  The ranges *descriptors* and *bytes* are what the
-    warnings about extrapolation compare a run with.
+    Life: `pdsim.calibration.from_samples.fitted` makes one, `pdsim.calibration.files.save` writes it, a
+    configuration names it or finds it by its pair of machine and backend, and `applied` lays it over the
+    configuration.  Values of *parameters* and *intervals* are text with a unit, as in YAML.  The ranges
+    *descriptors* and *bytes* are what the warnings about extrapolation compare a run with.
 
     Raise a `ValueError` for an unknown kind, a factor of *hosts* that is not positive, a range that is not two
     ascending positive numbers, or a parameter outside the groups of `OWNERS`.
@@ -103,12 +103,12 @@ def applied(
 ) -> tuple[dict[str, Any], Calibration, dict[str, str]]:
     """Return plain *values* with the calibration in them, what is left of it to keep, and the sources, by dotted key.
 
-    What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the values: a
-    run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the calibration is for
-    another machine or another backend.
+    What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the
+    values: a run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the
+    calibration is for another machine or another backend.
 
-    *values* is the composed configuration as nested mappings, whose values may still be text; it is not changed.  The
-    second item is the calibration to keep with the run: name, intervals and errors.
+    *values* is the composed configuration as nested mappings, whose values may still be text; it is not changed.
+    The second item is the calibration to keep with the run: name, intervals and errors.
     """
     _check_pair(values, calibration)
     by_hand = tuple(overridden)

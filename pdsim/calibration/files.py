@@ -51,7 +51,9 @@ def parameters(
     list. *queue_rate* is written for one queue, while forms know that of all queues together.
     """
     free = found.form.free
-    given = {name: text_of(name, _per_queue(name, found.at[name], base)) for name in free if name[:-1] not in _OF_RAMPS}
+    given = {
+        name: text_of(name, _per_queue(name, found.at[name], base)) for name in free if name[:-1] not in _OF_RAMPS
+    }
     given |= {name: "0s" for name in ("call", "latency") if name not in free}
     given |= {
         name: "0s" for name in ("descriptor", "wire_descriptor") if not getattr(model_of(*_with(found, base)), name)
@@ -140,8 +142,8 @@ def save(folder: Path, calibration: Calibration, samples: Samples, title: str) -
 
     *title* is the comment that says what it is.
 
-    The YAML file is written beside its place and then moved there, so a reader never sees half of it; the samples come
-    first.  Fields that are empty or zero are left out.  *folder* must exist.
+    The YAML file is written beside its place and then moved there, so a reader never sees half of it; the samples
+    come first.  Fields that are empty or zero are left out.  *folder* must exist.
     """
     import yaml  # type: ignore[import-untyped]  # comes with omegaconf, its stubs do not
 

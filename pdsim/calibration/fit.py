@@ -1,13 +1,13 @@
 """A robust fit of an engine's parameters to samples, the choice of its form, and what the samples cannot tell.
 
-Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much as
-a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is the simplest one whose error on folds
-that it has not seen is within a standard error of the best's, in pairs (after Breiman et al., "Classification and
-Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  A ramp ends at a whole number of
-descriptors, to which all else is fitted once more.  Knows neither files nor machines.
+Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much
+as a second, with a loss that forgives outliers (scipy's ``soft_l1``).  The form is the simplest one whose error on
+folds that it has not seen is within a standard error of the best's, in pairs (after Breiman et al., "Classification
+and Regression Trees", 1984).  Intervals are from a bootstrap over whole configurations.  A ramp ends at a whole
+number of descriptors, to which all else is fitted once more.  Knows neither files nor machines.
 
-No choice hangs on the last digits of a least-squares solution, which differ between processors: errors and costs that
-differ by less than a margin count as equal, and among equals the first is taken.
+No choice hangs on the last digits of a least-squares solution, which differ between processors: errors and costs
+that differ by less than a margin count as equal, and among equals the first is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,17 @@ DEPENDENT = 1e-3
 
 _EXPENDABLE = (
     *("first2", "extra2", "first1", "extra1", "saving"),
-    *("read", "read_descriptor", "read_rate", "wire_descriptor", "rate", "descriptor", "latency", "call", "queue_rate"),
+    *(
+        "read",
+        "read_descriptor",
+        "read_rate",
+        "wire_descriptor",
+        "rate",
+        "descriptor",
+        "latency",
+        "call",
+        "queue_rate",
+    ),
 )
 """Which of several parameters that cannot be told apart is given up first."""
 
@@ -64,8 +74,8 @@ _EXPENDABLE = (
 class Fit:
     """A *form* with the parameters *at* which it is closest; *unidentified* are those that the samples do not tell.
 
-    *at* holds a value for every parameter that any form has, in seconds, bytes and bytes/s, whether it is free or not;
-    see `pdsim.calibration.forms.start_of`.
+    *at* holds a value for every parameter that any form has, in seconds, bytes and bytes/s, whether it is free or
+    not; see `pdsim.calibration.forms.start_of`.
     """
 
     form: Form
@@ -91,8 +101,8 @@ def fit(form: Form, points: Points, base: EngineModel, at: Mapping[str, float] |
     Raise a `ConfigError` if there are too few samples.
 
     With *at*, one search begins there: that is how folds and resamples are fitted again.  Without, `STARTS` searches
-    begin at what the samples suggest, and the first whose cost equals the least wins.  Where a ramp ends is rounded to
-    a whole number of descriptors, and the other parameters are fitted once more to that.
+    begin at what the samples suggest, and the first whose cost equals the least wins.  Where a ramp ends is rounded
+    to a whole number of descriptors, and the other parameters are fitted once more to that.
     """
     if len(points) < LEAST:
         raise ConfigError(f"{len(points)} samples are no basis for a fit; measure {LEAST} or more")
@@ -158,7 +168,7 @@ def _starts(form: Form, points: Points) -> Iterator[dict[str, float]]:
         yield {name: guess[name] * float(factor) for name, factor in zip(form.free, factors, strict=True)}
 
 
-# --- which form -----------------------------------------------------------------------------------------------------
+# --- which form ----------------------------------------------------------------------------------------------------
 
 
 def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> list[Form]:
@@ -166,11 +176,11 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
 
     Several transfers in flight tell what all share, and one alone what it may have for itself; where there are both,
     `pdsim.calibration.concurrency` looks at those in flight.  Single descriptors do not tell what one costs, nor
-    whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.  What small batches save is
-    a term of each form for a *base* that says which they are.
+    whether stages overlap; within a descriptor they cannot.  Crowds alone hide constants.  What small batches save
+    is a term of each form for a *base* that says which they are.
 
-    A form is left out unless there are about two samples more than it has parameters; a ramp also needs six different
-    numbers of descriptors.
+    A form is left out unless there are about two samples more than it has parameters; a ramp also needs six
+    different numbers of descriptors.
     """
     serial = "pipeline" if base.overlap else "sum"
     single = bool((points.blocks == 1).all())
@@ -198,9 +208,9 @@ def candidates(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS)
 def choose(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS) -> Fit:
     """Return the fit of the simplest of *forms* that predicts unseen samples as well as the best, within its spread.
 
-    Each candidate is fitted, loses the parameters that it cannot tell apart, and is left out if it is more than twice
-    as far off as the best at the samples themselves; `simplest` decides among the rest.  Raise a `ConfigError` if
-    there are too few samples for any form.
+    Each candidate is fitted, loses the parameters that it cannot tell apart, and is left out if it is more than
+    twice as far off as the best at the samples themselves; `simplest` decides among the rest.  Raise a `ConfigError`
+    if there are too few samples for any form.
     """
     every = [_identified(fit(form, points, base), points, base) for form in candidates(points, base, forms)]
     return simplest(_promising(every, points), points, base)
@@ -263,7 +273,7 @@ def folds(count: int, parts: int) -> Iterator[tuple[Ints, Ints]]:
         yield np.setdiff1d(np.arange(count), left), left
 
 
-# --- what the samples tell ------------------------------------------------------------------------------------------
+# --- what the samples tell -----------------------------------------------------------------------------------------
 
 
 def _identified(found: Fit, points: Points, base: EngineModel) -> Fit:
@@ -344,7 +354,7 @@ def _is_wide(name: str, low: float, high: float) -> bool:
     return high > (KNEE if name.startswith("first") else WIDEST) * low
 
 
-# --- how good it is -------------------------------------------------------------------------------------------------
+# --- how good it is ------------------------------------------------------------------------------------------------
 
 
 def held_out(points: Points, base: EngineModel, forms: Sequence[Form] = FORMS, parts: int = 0) -> Floats:

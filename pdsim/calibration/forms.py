@@ -1,19 +1,19 @@
 """The forms that a fit chooses among: the closed form of `EngineModel.alone` over arrays of samples.
 
-With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a wire
-of ``W = n * (s / rate + wire_descriptor)``::
+With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a
+wire of ``W = n * (s / rate + wire_descriptor)``::
 
     sum        P + W + latency
     maximum    max(P, W) + latency
     pipeline   max(P(1) + W, P + W / n) + latency
 
 A read has *read* more latency, *read_descriptor* more of its wire for each descriptor, and *read_rate* at most.
-A batch of up to *small_bytes* and *small_descriptors*, which a backend states, takes *saving* less: of *latency* first,
-then of *call*.
+A batch of up to *small_bytes* and *small_descriptors*, which a backend states, takes *saving* less: of *latency*
+first, then of *call*.
 
-Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time, and
-all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine carries
-one after the other (`EngineModel.in_order`), it is ``max(T(1), c * P, c * W)``.
+Of *c* transfers in flight each takes ``max(T(1), c * P, c * n * s / queue_rate)``: the poster takes one at a time,
+and all share the queues (the operational bounds of a closed network, Denning and Buzen 1978).  Where a copy engine
+carries one after the other (`EngineModel.in_order`), it is ``max(T(1), c * P, c * W)``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ RAMPS = 2
 class Points:
     """Samples as columns.
 
-    Arrays of shape (point,), all of one length: *blocks* descriptors of *size* bytes each, *concurrency* transfers in
-    flight, *seconds* of one transfer.  Floats throughout, so that forms multiply them without overflow.
+    Arrays of shape (point,), all of one length: *blocks* descriptors of *size* bytes each, *concurrency* transfers
+    in flight, *seconds* of one transfer.  Floats throughout, so that forms multiply them without overflow.
     """
 
     blocks: Floats
@@ -79,7 +79,8 @@ def points_of(samples: Sequence[Sample]) -> Points:
 class Form:
     """Which stages there are, and which parameters are free; all others stay what they were.
 
-    *stages* is one of `STAGES`; *free* are names of parameters of `start_of`, in the order in which a fit keeps them.
+    *stages* is one of `STAGES`; *free* are names of parameters of `start_of`, in the order in which a fit keeps
+    them.
     """
 
     stages: str
@@ -140,7 +141,8 @@ def _saved(at: Parameters, n: Floats, total: Floats) -> tuple[Floats, Floats]:
 _RAMPS = ((), ("extra1", "first1"), ("extra1", "first1", "extra2", "first2"))
 _CONSTANTS = {"sum": (("call",),), "maximum": (("latency",), ("call", "latency")), "pipeline": (("call",),)}
 
-_WIRES: Mapping[str, tuple[tuple[str, ...], ...]] = {"sum": ((),)}  # a sum does not tell the two of a descriptor apart
+# a sum does not tell the two of a descriptor apart
+_WIRES: Mapping[str, tuple[tuple[str, ...], ...]] = {"sum": ((),)}
 
 FORMS = tuple(
     Form(stages, (*constant, "descriptor", *ramps, *wire, "rate"))
@@ -182,7 +184,8 @@ def model_of(form: Form, at: Parameters, base: EngineModel) -> EngineModel:
 def start_of(base: EngineModel, queues: int = 0) -> dict[str, float]:
     """Return the parameters that stay what they are unless a form frees them.
 
-    A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.  A transfer is a write.
+    A rate is that of the path then, and of a ramp each of *queues* costs its first descriptor.  A transfer is a
+    write.
 
     Every parameter that `Form.seconds` reads is there, those of both ramps and of small batches included, so that a
     fit may add the ones it frees.  Costs of one call are 0 and rates those of *base*.

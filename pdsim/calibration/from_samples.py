@@ -37,17 +37,19 @@ class Fitted:
     errors: Mapping[str, np.ndarray[Any, np.dtype[np.float64]]]  # at what was left out, by decade of bytes
 
 
-def fitted(samples: Samples, hw: Machine, backend: Engine, operation: str, at: str, name: str, command: str) -> Fitted:
+def fitted(
+    samples: Samples, hw: Machine, backend: Engine, operation: str, at: str, name: str, command: str
+) -> Fitted:
     """Return the calibration of the model *at* ("intra" or "inter") of *backend* on *hw*, fitted to *samples*.
 
     Only pairs are fitted, of *operation*, "write" or "read", one transfer at a time where there are such; then what
-    several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise a
-    `ConfigError` if there is no such model, or too few samples.
+    several in flight tell, and what reads cost beyond writes.  What flows do to each other is the machine's.  Raise
+    a `ConfigError` if there is no such model, or too few samples.
 
-    Samples whose field *held* is set are never fitted to; the errors are those at them.  Where there are none, errors
-    are from leaving samples out in turn.  *operation* "read" fits the reads as if they were writes and sets the
-    additional costs of reads to zero.  *command* is kept in the provenance.  A machine whose link is slower than the
-    engine limits the start of the search to that link.
+    Samples whose field *held* is set are never fitted to; the errors are those at them.  Where there are none,
+    errors are from leaving samples out in turn.  *operation* "read" fits the reads as if they were writes and sets
+    the additional costs of reads to zero.  *command* is kept in the provenance.  A machine whose link is slower than
+    the engine limits the start of the search to that link.
     """
     base = base_of(backend, at)
     _, link = files.link_of(hw, base.path)
@@ -130,8 +132,8 @@ class _OfReads:
 def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, operation: str) -> _OfReads:
     """Return what reads cost beyond the writes that were *found*; nothing, if it is reads that were.
 
-    The held-out reads judge it.  A parameter of *base* that says what reads cost more is set to zero for a calibration
-    of reads, since its samples contain that cost already.
+    The held-out reads judge it.  A parameter of *base* that says what reads cost more is set to zero for a
+    calibration of reads, since its samples contain that cost already.
     """
     if operation == "read":
         return _OfReads({f"{at}.{name}": "0s" for name in read_overhead.FREE[:2] if getattr(base, name)})

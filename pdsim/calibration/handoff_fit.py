@@ -1,25 +1,26 @@
 """Fit what hosts and GPUs do in a handoff: `copies`, `wake`, `idle_wake` of `conf/hw/8xh200.yaml`.
 
-Fitted are parts of handoffs, and of requests, over `nvlink` on the hosts of `FITTED`.  Left out are the other engines
-there, all of the other hosts, and the times of staged handoffs as a whole.
+Fitted are parts of handoffs, and of requests, over `nvlink` on the hosts of `FITTED`.  Left out are the other
+engines there, all of the other hosts, and the times of staged handoffs as a whole.
 
 - A *gather*: from TP 1 to TP 2 a queue has two blocks to send, and gathers the second when the write of the first is
   over; so it takes from there to the second write.
-- Two *scatters*: from TP 2 to TP 1 both blocks are scattered by one rank, one after the other, between the end of the
-  last write and the first of the next handoff.  Messages between the ranks take the rest, the same for all sizes.
+- Two *scatters*: from TP 2 to TP 1 both blocks are scattered by one rank, one after the other, between the end of
+  the last write and the first of the next handoff.  Messages between the ranks take the rest, the same for all
+  sizes.
 - A *context switch*: from TP 2 to TP 1 two ranks share the GPU that they gather on, a few large descriptors each,
   between the write of the metadata and that of rank 0's block.
 - *Waking up*: a *whole* handoff from TP 2 to TP 2 is a message to rank 1, its forward, which takes no time here, its
-  write, the notification, and rank 1's message to its leader.  Beside the write these are two messages, and four times
-  that a program has something to act upon.
+  write, the notification, and rank 1's message to its leader.  Beside the write these are two messages, and four
+  times that a program has something to act upon.
 - *Waking the copy engines*: from posting to the end of a write of `serve`, less its bytes and less the same of whole
   handoffs, which follow one another.
 - *Waking an idle program*: what the median time to first token of `serve` is longer than the model with all of the
   above says.
 
 Records hold a write a row, in microseconds after the start of its job; requests of further jobs count from `JOB` on.
-The first request of each size warmed up, in each job.  `experiments.validate.records` writes them from the folders of
-validations; ``pdsim refit handoffs`` fits, and compares with what was not fitted.
+The first request of each size warmed up, in each job.  `experiments.validate.records` writes them from the folders
+of validations; ``pdsim refit handoffs`` fits, and compares with what was not fitted.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def is_fitted(host: str, engine: str) -> bool:
     return engine == FITTED[0] and host in FITTED[1]
 
 
-# --- copies ---------------------------------------------------------------------------------------------------------
+# --- copies --------------------------------------------------------------------------------------------------------
 
 
 def medians(of: Iterable[CopySample]) -> dict[Key, float]:
@@ -180,8 +181,9 @@ def fit_copies(of: Mapping[Key, float], memory_rate: float, launch: float) -> tu
 
     *memory_rate* is of the GPU's memory, in bytes/s, and *launch* the seconds of a kernel launch, which are known.
 
-    The unknowns are those of `Copies` and one more for the messages.  Bytes and kernel launches are subtracted first:
-    a copy reads and writes each byte.  *of* is as `medians` returns it, seconds by host, engine, kind and bytes.
+    The unknowns are those of `Copies` and one more for the messages.  Bytes and kernel launches are subtracted
+    first: a copy reads and writes each byte.  *of* is as `medians` returns it, seconds by host, engine, kind and
+        bytes.
     """
     rows = []
     for (_, _, kind, nbytes), seconds in of.items():
@@ -225,7 +227,7 @@ def bootstrap(
     return [(float(low), float(high)) for low, high in np.percentile(found, (2.5, 97.5), axis=0).T]
 
 
-# --- waking up ------------------------------------------------------------------------------------------------------
+# --- waking up -----------------------------------------------------------------------------------------------------
 
 
 def times() -> dict[tuple[str, str, str], float]:
@@ -236,7 +238,8 @@ def times() -> dict[tuple[str, str, str], float]:
 def waking() -> dict[tuple[str, str, int], float]:
     """Return by host, engine and tokens what a handoff from TP 2 to TP 2 takes beside the write of rank 1: medians.
 
-    Seconds: of a handoff as a whole, less the median time from posting the write of rank 1 to the end of the last one.
+    Seconds: of a handoff as a whole, less the median time from posting the write of rank 1 to the end of the last
+        one.
     """
     whole, found = times(), {}
     for (host, engine), writes in _requests("2to2 whole").items():
@@ -283,7 +286,9 @@ def _beyond(way: str, path: str, rate: float) -> dict[str, list[float]]:
         if engine != FITTED[0]:  # others do part of the work of a descriptor between posting and the end
             continue
         rows = [row for number, rows in requests.items() if number % JOB > 1 for row in rows if row["path"] == path]
-        stamps = [(float(row["completed"]) - float(row["posted"])) * 1e-6 - int(row["nbytes"]) / rate for row in rows]
+        stamps = [
+            (float(row["completed"]) - float(row["posted"])) * 1e-6 - int(row["nbytes"]) / rate for row in rows
+        ]
         found[host] = stamps
     return found
 

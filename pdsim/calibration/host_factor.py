@@ -1,8 +1,8 @@
 """How long a host takes for its part of a transfer, as a multiple of what the calibrated host took.
 
-Posting is the host's work, and hosts differ: the same probe took 2.24, 2.4 and 3.0 us for a descriptor of Mooncake over
-NVLink on three hosts with H200.  A calibration says which multiples are known (`Calibration.hosts`), a configuration
-which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
+Posting is the host's work, and hosts differ: the same probe took 2.24, 2.4 and 3.0 us for a descriptor of Mooncake
+over NVLink on three hosts with H200.  A calibration says which multiples are known (`Calibration.hosts`), a
+configuration which one holds (`Config.host_factor`), and `measure` what a user's own host takes for the same Python.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TURNS = 200_000
 def on_host(engine: Engine, factor: float) -> Engine:
     """Return *engine* on a host that takes *factor* times as long to post, and to see the end.
 
-    Scaled are *call*, *descriptor*, *latency* and the steps of the ramp, of both models; rates and what happens on the
-    wire stay, because the host has no part in them.
+    Scaled are *call*, *descriptor*, *latency* and the steps of the ramp, of both models; rates and what happens on
+    the wire stay, because the host has no part in them.
     """
     models = {at: getattr(engine, at) for at in ("intra", "inter")}
     moved = {at: _model(model, factor) for at, model in models.items() if model is not None}

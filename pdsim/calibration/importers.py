@@ -1,9 +1,9 @@
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
 These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth,
-nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader returns the time of *one transfer* (a whole
-batch), as ``experiment=transfer`` measures it, whatever the tool calls latency.  Means stand for medians: most of these
-tools print nothing else.
+nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader returns the time of *one transfer* (a
+whole batch), as ``experiment=transfer`` measures it, whatever the tool calls latency.  Means stand for medians: most
+of these tools print nothing else.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, 
             yield dict(zip(heads, cells, strict=True))
 
 
-# --- one reader a tool ------------------------------------------------------------------------------------------------
+# --- one reader a tool ---------------------------------------------------------------------------------------------
 
 
 def _nixlbench(text: str) -> Rows:
@@ -201,7 +201,11 @@ def _nccl(text: str) -> Rows:
     pattern = {"sendrecv": "pair"}.get(named[1], named[1])
     for line in text.splitlines():
         cells = line.split()
-        if len(cells) == 13 and all(re.fullmatch(r"[\d.]+", cells[index]) for index in (0, 1, 5, 6)) and int(cells[0]):
+        if (
+            len(cells) == 13
+            and all(re.fullmatch(r"[\d.]+", cells[index]) for index in (0, 1, 5, 6))
+            and int(cells[0])
+        ):
             yield _sample(float(cells[5]) * 1e-6, pattern=pattern, blocks=1, size=int(cells[0]))
 
 
@@ -228,7 +232,9 @@ def _published(text: str) -> Rows:
     for row in rows:
         if "avg_lat_us" in row:
             where: Mapping[str, Any] = {"blocks": int(row["batch"]), "size": int(row["msg_bytes"]), "queues": queues}
-            yield _sample(float(row["avg_lat_us"]) * 1e-6, operation="read" if " read" in about else "write", **where)
+            yield _sample(
+                float(row["avg_lat_us"]) * 1e-6, operation="read" if " read" in about else "write", **where
+            )
         for operation in ("write", "read"):
             if f"{operation}_gbs" in row:
                 yield _rate_of_all(row, operation, threads, batch, max(1, gpus))
@@ -239,7 +245,13 @@ def _rate_of_all(row: Mapping[str, str], operation: str, threads: int, batch: in
     size, rate = int(row["block_bytes"]), float(row[f"{operation}_gbs"]) * 1e9
     seconds = threads * batch * size / rate
     return _sample(
-        seconds, blocks=batch, size=size, concurrency=threads // gpus, flows=gpus, operation=operation, pattern="pair"
+        seconds,
+        blocks=batch,
+        size=size,
+        concurrency=threads // gpus,
+        flows=gpus,
+        operation=operation,
+        pattern="pair",
     )
 
 

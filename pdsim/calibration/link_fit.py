@@ -1,7 +1,7 @@
 """Fit what an engine over TCP costs on a link of known rate and delay: `conf/calibration/*-link.yaml`.
 
-Knows no link and no simulation: whoever fits says what the model predicts with given parameters.  The samples and the
-command are `benchmarks.known_link` and `benchmarks.known_link_model`.
+Knows no link and no simulation: whoever fits says what the model predicts with given parameters.  The samples and
+the command are `benchmarks.known_link` and `benchmarks.known_link_model`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How far jobs are from one another that do the same, and what that leaves for any model to reach.
 
-A host is not always as fast: on 2 x H200 its part of a transfer takes 1.3 or 1.7 times as long for tenths of a second,
-or for a whole job, whatever is transferred (`docs/validation.md`).  Repeats within a job share that, so several jobs
-are run, and the geometric mean of their medians counts.  A median of medians would do worse: where a third of the
-jobs are slow, it is the time of a slow job as often as not, or that of a fast one.
+A host is not always as fast: on 2 x H200 its part of a transfer takes 1.3 or 1.7 times as long for tenths of a
+second, or for a whole job, whatever is transferred (`docs/validation.md`).  Repeats within a job share that, so
+several jobs are run, and the geometric mean of their medians counts.  A median of medians would do worse: where a
+third of the jobs are slow, it is the time of a slow job as often as not, or that of a fast one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Floor:
     """What jobs alone make of the errors of a class of points: relative, 0.01 is 1 %.
 
-    With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number.  That is the
-    error of a model that knows this mean of every point, so no deterministic model can be expected to come closer.
+    With a spread s between jobs, the mean of *jobs* of them is s / sqrt(jobs) off the mean of any number.  That is
+    the error of a model that knows this mean of every point, so no deterministic model can be expected to come
+    closer.
     """
 
     jobs: int  # of a point, least

@@ -1,10 +1,10 @@
 """What a read costs beyond a write, from samples of both of the same configurations.
 
-A read is told by its ratio to the write beside it: what the fit has wrong of a configuration it has wrong of both, and
-an engine's own misfit is then not taken for what reading costs.  Forms are that a read costs nothing more, more once
-(`read`), more for each descriptor on the wire (`read_descriptor`), more for each byte (`read_rate`), and two of these;
-the simplest that predicts unseen reads as well as the best is taken, as for writes.  What is free is positive: where
-reads are faster, they cost nothing more.  Intervals are those that the fit of the writes leaves.
+A read is told by its ratio to the write beside it: what the fit has wrong of a configuration it has wrong of both,
+and an engine's own misfit is then not taken for what reading costs.  Forms are that a read costs nothing more, more
+once (`read`), more for each descriptor on the wire (`read_descriptor`), more for each byte (`read_rate`), and two of
+these; the simplest that predicts unseen reads as well as the best is taken, as for writes.  What is free is
+positive: where reads are faster, they cost nothing more.  Intervals are those that the fit of the writes leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def beyond(
 ) -> tuple[Fit, Mapping[str, tuple[float, float]]] | None:
     """Return *writes* with what reads cost beyond them, and its intervals, from the reads among *samples*.
 
-    Return None if there are too few reads of one transfer at a time with a write of the same configuration beside them.
+    Return None if there are too few reads of one transfer at a time with a write of the same configuration beside
+    them.
 
     The first item has the parameters of *writes* and those of `FREE` that were found; its *unidentified* names those
     that the reads do not tell.  Reads with several transfers in flight are not used.

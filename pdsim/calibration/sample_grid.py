@@ -1,9 +1,9 @@
 """Which transfers to measure so that a fit can tell an engine's parameters apart.
 
-A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a few that are
-nearly all bytes; and points drawn at random between them, which no fit sees.  With one count alone the cost of a call
-and of a descriptor are one number, with one size alone the cost of a descriptor and of its bytes.  Beside writes, a
-thinner cross of reads, each of which has a write of its own configuration there.
+A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a few that
+are nearly all bytes; and points drawn at random between them, which no fit sees.  With one count alone the cost of a
+call and of a descriptor are one number, with one size alone the cost of a descriptor and of its bytes.  Beside
+writes, a thinner cross of reads, each of which has a write of its own configuration there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MOST, CHEAP = 50, 20e-3
 class Cell(NamedTuple):
     """A point of ``experiment=transfer``: the columns of its file of points.
 
-    A transfer of *blocks* descriptors of *size* bytes, with *concurrency* of them in flight; *operation* is "write" or
-    "read", *pattern* as in ``experiment=transfer``.
+    A transfer of *blocks* descriptors of *size* bytes, with *concurrency* of them in flight; *operation* is "write"
+    or "read", *pattern* as in ``experiment=transfer``.
     """
 
     pattern: str
@@ -70,7 +70,9 @@ def grid(operation: str, largest: int, held: int, seed: int) -> tuple[list[Cell]
     found = [(1, size, 1) for size in sizes]
     found += [(count, size, 1) for size in AT for count in COUNTS] + [(*few, 1) for few in LONG]
     found += [(count, size, crowd) for count, size in CROWDS for crowd in (2, 4)]
-    cells = {Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest}
+    cells = {
+        Cell("pair", n, size, crowd, operation): None for n, size, crowd in found if n * size * crowd <= largest
+    }
     random = np.random.Generator(np.random.PCG64([seed, 2]))
     left: dict[Cell, None] = {}
     for _ in range(DRAWS * held):

@@ -1,7 +1,7 @@
 """Samples: how long a transfer of a certain kind took, and the CSV files that keep them.
 
-The columns that say what was transferred are those of the points of ``experiment=transfer``, so that a file of samples
-can be measured again as it is: ``experiment.points=FILE``.
+The columns that say what was transferred are those of the points of ``experiment=transfer``, so that a file of
+samples can be measured again as it is: ``experiment.points=FILE``.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _WORDS = {"read": "operation", "scattered": "layout"}
 def from_transfers(runs: Iterable[Iterable[TransferRecord]], held: Sequence[str] = ()) -> list[Sample]:
     """Return a sample for each point of *runs* of ``experiment=transfer``, a job each, from their transfers.
 
-    *held* are labels of points to hold out.  Transfers that failed, and those of warm-up, count for nothing; a point of
-    which all failed has no sample.
+    *held* are labels of points to hold out.  Transfers that failed, and those of warm-up, count for nothing; a point
+    of which all failed has no sample.
 
     A transfer lasts from `TransferRecord.submitted` to `seen`.  Its label is as
     `pdsim.calibration.sample_grid.Cell.label` has it; records with other labels are left out.  Samples come in the
@@ -155,7 +155,9 @@ def read(path: Path) -> Samples:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: {why}; name a CSV file of samples") from error
-    about = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line[1:].strip())
+    about = dict(
+        line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line[1:].strip()
+    )
     if not rows:
         raise ConfigError(
             f"{path} has no samples; it needs the columns {', '.join(item.name for item in fields(Sample))}"

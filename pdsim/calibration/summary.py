@@ -17,8 +17,8 @@ __all__ = ["apart", "parameters", "table"]
 def parameters(done: Fitted) -> Table:
     """Return what was fitted, and what the samples do not tell.
 
-    Three columns: the dotted key, the value, and its 95 % interval or the reason why it has none.  Parameters that the
-    samples do not tell come last.
+    Three columns: the dotted key, the value, and its 95 % interval or the reason why it has none.  Parameters that
+    the samples do not tell come last.
     """
     calibration = done.calibration
     rows: list[list[Any]] = [

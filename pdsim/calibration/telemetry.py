@@ -21,8 +21,8 @@ _OPERATIONS = {"agent_tx_bytes": "write", "agent_rx_bytes": "read"}
 def nixl(text: str) -> Iterator[Sample]:
     """Yield a row for each operation and number of bytes among the events that NIXL's ``telemetry_reader`` prints.
 
-    An agent writes for each transfer that it posted its time, in microseconds, and then its bytes.  Times include the
-    first contact of two agents, which can take 0.2 s.
+    An agent writes for each transfer that it posted its time, in microseconds, and then its bytes.  Times include
+    the first contact of two agents, which can take 0.2 s.
     """
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     took = 0.0
@@ -43,13 +43,15 @@ def mooncake(text: str) -> Iterator[Sample]:
     """Yield a row for each interval that Mooncake logs with ``MC_TE_METRIC=1``: the mean of its transfers.
 
     The bytes of a transfer are the throughput, of 2**20 bytes a second, times the interval, over the transfers.  Its
-    time is the mean over the bins of the histogram, of which the middle stands for each.  The log does not tell writes
-    from reads; they are taken as writes.
+    time is the mean over the bins of the histogram, of which the middle stands for each.  The log does not tell
+    writes from reads; they are taken as writes.
     """
     rule = r"\(over last (\d+)s\): Throughput: ([\d.]+) MB/s \| Latency Distribution \(count=(\d+)\): (.*)"
     for seconds, rate, count, bins in re.findall(rule, text):
         size = round(float(rate) * 2**20 * int(seconds) / max(1, int(count)))
-        shares = [(float(a), float(b), float(share)) for a, b, share in re.findall(r"(\d+)-(\d+)\D*:([\d.]+)%", bins)]
+        shares = [
+            (float(a), float(b), float(share)) for a, b, share in re.findall(r"(\d+)-(\d+)\D*:([\d.]+)%", bins)
+        ]
         total = sum(share for *_, share in shares)
         if size and total:
             mean = sum((a + b) / 2 * share for a, b, share in shares) / total * 1e-6

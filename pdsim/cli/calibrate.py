@@ -31,8 +31,8 @@ __all__ = ["calibrate"]
 class _Asked:
     """The command line: what is not an override of the configuration.
 
-    *source* is a file of another tool, without which transfers are measured; *tool* names its format where its content
-    does not tell. *path* is where the transfers went: "intra" or "inter", by default what the machine has.
+    *source* is a file of another tool, without which transfers are measured; *tool* names its format where its
+    content does not tell. *path* is where the transfers went: "intra" or "inter", by default what the machine has.
     """
 
     overrides: tuple[str, ...]
@@ -50,9 +50,10 @@ class _Asked:
 def calibrate(words: Sequence[str]) -> int:
     """Do what *words* ask for, print what was found, and return the exit status.
 
-    Measure a grid of transfers, or read *--from* a file; fit; write ``NAME.yaml`` and its samples ``NAME.csv`` to the
-    folder ``--to``. Everything that can be refused is refused before the first transfer: the engine's model, the
-    machine, the folder. Raise a `ConfigError` for that, and a `ValueError` for samples that nothing can be fitted to.
+    Measure a grid of transfers, or read *--from* a file; fit; write ``NAME.yaml`` and its samples ``NAME.csv`` to
+    the folder ``--to``. Everything that can be refused is refused before the first transfer: the engine's model, the
+    machine, the folder. Raise a `ConfigError` for that, and a `ValueError` for samples that nothing can be fitted
+    to.
     """
     asked = _asked(words)
     command = _said(words)
@@ -149,7 +150,7 @@ def _said(words: Sequence[str]) -> str:
     return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
+# --- samples -------------------------------------------------------------------------------------------------------
 
 
 def _measured(asked: _Asked, config: Config, command: str) -> Samples:

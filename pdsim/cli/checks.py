@@ -32,9 +32,9 @@ SERVING = ("serve",)
 def check(config: Config) -> None:
     """Raise a `ConfigError` with one line for each reason why *config* cannot be run, if there are any.
 
-    All reasons are found at once, each with the key, its value and what to set instead, so that a user corrects them in
-    one go. Nothing is started and nothing written; for ``target=real`` the engine's library is probed in a process of
-    its own, which takes a second.
+    All reasons are found at once, each with the key, its value and what to set instead, so that a user corrects them
+    in one go. Nothing is started and nothing written; for ``target=real`` the engine's library is probed in a
+    process of its own, which takes a second.
 
     What a part of the configuration can find wrong by itself it has refused when it was made; here are the rules
     between parts, and those about this machine.
@@ -58,7 +58,9 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 def _general(config: Config) -> Iterator[str]:
     """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
     name = config.experiment.name
-    if config.target not in (able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))):
+    if config.target not in (
+        able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))
+    ):
         yield f"experiment={name} does not run on target={config.target}; use target={' or target='.join(able)}"
     if config.target == "live":
         from backends.live.live_deployment import problems
@@ -86,7 +88,7 @@ def _serving(config: Config) -> Iterator[str]:
         yield from _memory(config, name, side)
 
 
-# --- machine and engine ---------------------------------------------------------------------------------------------
+# --- machine and engine --------------------------------------------------------------------------------------------
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -230,7 +232,7 @@ def _gpus_here(vendor: str) -> int:
     return sum(node.read_text().strip() not in ("", "0") for node in nodes)
 
 
-# --- the workload ---------------------------------------------------------------------------------------------------
+# --- the workload --------------------------------------------------------------------------------------------------
 
 _GENERATED = ("poisson", "gamma", "bursty")
 _USES = {
@@ -259,7 +261,7 @@ def _workload(workload: Workload) -> Iterator[str]:
             yield f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
 
 
-# --- placement ------------------------------------------------------------------------------------------------------
+# --- placement -----------------------------------------------------------------------------------------------------
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -337,14 +339,14 @@ def _serving_engine(config: Config) -> Iterator[str]:
         )
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
+# --- the model -----------------------------------------------------------------------------------------------------
 
 
 def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
     """Yield if tensor parallelism does not divide the model's heads, or neither divides nor multiplies its KV heads.
 
-    KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are fewer
-    heads than ranks. Models with a latent cache have none to divide.
+    KV heads are divided among the ranks of an attention group, `Side.attention_tp`, and repeated where there are
+    fewer heads than ranks. Models with a latent cache have none to divide.
     """
     model, tp, attention_tp = config.model, side.tp, side.attention_tp
     if model.heads % (tp if side.ep == 1 else attention_tp):

@@ -37,16 +37,20 @@ _PACKAGES = {
 def report(own: Sequence[Path] = ()) -> str:
     """Return the text of ``pdsim doctor``: what works on this machine, and for what does not, why and what would help.
 
-    It covers devices, engines, servers that can be started, optional packages and the emulated link, with the engines
-    and options of the folders *own* beside those of pdsim. Probes every engine's library in a process of its own, for
-    native libraries may abort; that takes seconds.
+    It covers devices, engines, servers that can be started, optional packages and the emulated link, with the
+    engines and options of the folders *own* beside those of pdsim. Probes every engine's library in a process of its
+    own, for native libraries may abort; that takes seconds.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} cores, {format_size(memory)}, Python {platform.python_version()}"
+    )
     engines = [registry.diagnose(name) for name in registry.backends()]
     usable = [engine.name for engine in engines if engine.works]
     real = (
-        f"pdsim run target=real hw=loopback backend={usable[0]}" if usable else "none: install one of the engines above"
+        f"pdsim run target=real hw=loopback backend={usable[0]}"
+        if usable
+        else "none: install one of the engines above"
     )
     return "\n".join(
         (
@@ -87,8 +91,8 @@ def _own(folders: Sequence[Path]) -> list[str]:
 def host() -> str:
     """Return the text of ``doctor --host``: a second of plain Python, beside the hosts of the calibrations.
 
-    The ratio is what ``host_factor`` of a run on the model stands for: how many times as long this host takes for its
-    own part of a transfer as the host that a calibration was measured on.
+    The ratio is what ``host_factor`` of a run on the model stands for: how many times as long this host takes for
+    its own part of a transfer as the host that a calibration was measured on.
     """
     from omegaconf import OmegaConf
 
@@ -100,7 +104,9 @@ def host() -> str:
         if turn:
             lines.append(f"calibration={path.stem}: host_factor={middle / turn:.2f}")
         elif hosts := file.get("hosts"):
-            known = f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"
+            known = (
+                f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"
+            )
             lines.append(f"calibration={path.stem}: nobody timed the loop on its host; {known}")
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """What ``--help`` prints.  It is read by whoever knows nothing yet, and must answer in a blink: no heavy imports.
 
-Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it would not know, and its
-messages name no way out.  The shell's completion is argcomplete's (`pdsim.cli.complete`).
+Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it would not know, and
+its messages name no way out.  The shell's completion is argcomplete's (`pdsim.cli.complete`).
 """
 
 from __future__ import annotations
@@ -252,7 +252,9 @@ def overview() -> str:
 def of(command: str) -> str:
     """Return the help of *command*, one of `COMMANDS`."""
     if command == "run":
-        return _RUN.format(groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups()))
+        return _RUN.format(
+            groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups())
+        )
     if command == "calibrate":
         from pdsim.calibration.importers import FORMATS
 

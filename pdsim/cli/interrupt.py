@@ -18,7 +18,8 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C while a command is at work.
 
     A class of its own: CPython remembers a plain `KeyboardInterrupt` that leaves code compiled from a string, as the
-    methods of a dataclass are, and ends ``python -m`` by SIGINT afterwards, whatever status the command has returned.
+    methods of a dataclass are, and ends ``python -m`` by SIGINT afterwards, whatever status the command has
+    returned.
     """
 
 

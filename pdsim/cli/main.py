@@ -1,7 +1,7 @@
 """The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
 
-Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C, 143
-SIGTERM.
+Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C,
+143 SIGTERM.
 What a command needs is imported when it is given, so that ``--help`` answers at once.
 """
 
@@ -33,8 +33,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in *arguments*, by default those of the process, and return the exit status.
 
-    It never raises for what a user can cause: an exception becomes one line a mistake on standard error, or a traceback
-    with ``--debug`` or ``PDSIM_DEBUG=1``.
+    It never raises for what a user can cause: an exception becomes one line a mistake on standard error, or a
+    traceback with ``--debug`` or ``PDSIM_DEBUG=1``.
 
     - 0: the command did what it was told; also if the reader of its output has gone (``pdsim list | head``)
     - 1: a run failed, or a point of a sweep; what there is of it is kept
@@ -107,7 +107,7 @@ def _unknown(command: str, words: Sequence[str]) -> str:
     return f"unknown command {command!r}; {instead(command, usage.COMMANDS)}; see pdsim --help"
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
+# --- commands ------------------------------------------------------------------------------------------------------
 
 
 def _run(words: Sequence[str]) -> int:
@@ -179,7 +179,9 @@ def _report(words: Sequence[str]) -> int:
     if len(folders) > 1:
         raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
     slo = best.parse_slo(options["--slo"]) if options["--slo"] else None
-    return _say(str(report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo)))
+    return _say(
+        str(report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo))
+    )
 
 
 def _timeline(words: Sequence[str]) -> int:
@@ -229,8 +231,8 @@ def _best(words: Sequence[str]) -> int:
 def _explained(words: Sequence[str]) -> int:
     """Print what bounded one run and what relief of each cause would bring, or what makes two runs differ.
 
-    Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N* alone.
-    Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
+    Relief is simulated, a run for each cause; ``--fast`` leaves that out. ``--request N`` explains request *N*
+    alone. Raise a `ConfigError` for a sweep, for more than two folders, and for a request of two runs.
     """
     from pdsim.cli.what_bounds import explain_one, explain_two
 
@@ -423,7 +425,7 @@ _DO: Mapping[str, Callable[[Sequence[str]], int]] = {
 _KEEP = ("run", "sweep", "calibrate", "validate", "observe")
 """Commands that keep runs."""
 
-# --- speaking -------------------------------------------------------------------------------------------------------
+# --- speaking ------------------------------------------------------------------------------------------------------
 
 
 def _say(text: str) -> int:

@@ -1,7 +1,8 @@
 """`pdsim sweep --search optuna`: Optuna chooses the points, instead of every combination being run.
 
-A search is a sweep whose points are asked for in batches.  Optuna's sampler is seeded and told the batches in order, so
-the same command asks for the same points: those whose rows are kept are told without being run, and the search goes on.
+A search is a sweep whose points are asked for in batches.  Optuna's sampler is seeded and told the batches in order,
+so the same command asks for the same points: those whose rows are kept are told without being run, and the search
+goes on.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def search(
 ) -> list[dict[str, Any]]:
     """Run the points that Optuna asks for, keep them in the folder *found_in*, and return their rows, each once.
 
-    *axes* have lists of values, *intervals* a least and a highest one; *compose* makes a point of a choice of values.
-    Raise a `ConfigError` if Optuna is not installed, if no point could be run, or if there is no such metric.
+    *axes* have lists of values, *intervals* a least and a highest one; *compose* makes a point of a choice of
+    values. Raise a `ConfigError` if Optuna is not installed, if no point could be run, or if there is no such
+    metric.
     """
     try:
         import optuna

@@ -1,7 +1,7 @@
 """What a user typed, on its way to Hydra and back: overrides made ready, Hydra's refusals in one line.
 
-A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key, and
-`pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.
+A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key,
+and `pdsim.config.typed` refuses the unknown ones in the same words wherever they come from.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def describe(group: str, option: str, own: Sequence[Path] = ()) -> str:
     return next((comment for comment in comments if not comment.startswith("@")), "")
 
 
-# --- to Hydra -------------------------------------------------------------------------------------------------------
+# --- to Hydra ------------------------------------------------------------------------------------------------------
 
 
 def read(words: Sequence[str], command: str = "run") -> CommandLine:
@@ -249,15 +249,15 @@ def check_calibration(words: Iterable[str], composed: Mapping[str, object]) -> N
             raise ConfigError(_missing(f"calibration/{name}", None))
 
 
-# --- and back -------------------------------------------------------------------------------------------------------
+# --- and back ------------------------------------------------------------------------------------------------------
 
 
 def explain(error: BaseException) -> str | None:
     """Return what *error*, raised while Hydra composed a configuration, says to a user; None if it is no refusal.
 
     Hydra's texts name its own syntax and files; those that users meet get a line of pdsim: a file that there is not
-    with its nearest names, a value that needs quotes, several values where ``run`` takes one, a file that is not YAML.
-    Others are shortened to one line.
+    with its nearest names, a value that needs quotes, several values where ``run`` takes one, a file that is not
+    YAML. Others are shortened to one line.
     """
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException

@@ -1,7 +1,8 @@
 """Guards of sense: numbers without their unit, and quantities that no machine, model or workload has.
 
-Both find slips of the keyboard, not errors of logic: ``hw.nic.rate=400`` is 400 bytes a second to the code and 400 Gbps
-to whoever wrote it.  What a file says in base units is taken as it is; `BOUNDS` hold wherever a value comes from.
+Both find slips of the keyboard, not errors of logic: ``hw.nic.rate=400`` is 400 bytes a second to the code and 400
+Gbps to whoever wrote it.  What a file says in base units is taken as it is; `BOUNDS` hold wherever a value comes
+from.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ _BASE = {
 def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> None:
     """Raise a `ConfigError` with a line for each quantity without its unit, or beyond its `BOUNDS`, if there is any.
 
-    Units are asked for where a quantity was *typed*, as dotted keys say; *values* are those that *config* was made of.
-    Of 0 the unit does not matter.
+    Units are asked for where a quantity was *typed*, as dotted keys say; *values* are those that *config* was made
+    of. Of 0 the unit does not matter.
     """
     keys = tuple(typed)
     found = (
@@ -170,8 +171,8 @@ def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...])
     """Return what to say of a *quantity* that was typed without its unit, "" if it has one or needs none.
 
     Only rates, times and computation need one (`_BASE`), and only where its key is among *typed*, dotted keys with
-    places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of numbers
-    alike.
+    places in lists left out. The text is looked up in *values*: ``400Gbps`` and ``400`` are different texts of
+    numbers alike.
     """
     key, kind, value = quantity
     if kind not in _BASE or not 0 < value < math.inf or not covers(typed, _plain(key)):

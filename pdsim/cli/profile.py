@@ -74,7 +74,9 @@ def profile(words: Sequence[str]) -> int:
     terminal.show_table(errors(found))
     path = asked.to / f"{name}.yaml"
     models = list(dict.fromkeys(row["model"] for row in rows if row.get("model")))
-    title = f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
+    title = (
+        f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
+    )
     path.write_text(_yaml(name, title, models, found), encoding="utf-8")
     print(f"compute: {path}")  # noqa: T201
     return 0
@@ -164,7 +166,7 @@ def _plain_name(text: str) -> str:
     return text
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
+# --- rows ----------------------------------------------------------------------------------------------------------
 
 Rows = list[dict[str, str]]
 
@@ -193,7 +195,11 @@ def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dic
         print(line)  # noqa: T201
     if not rows:
         raise ConfigError("nothing could be measured; the lines above say why")
-    about = {"kind": "measured", "source": f"{where.count} x {where.name}, PyTorch {where.torch}", "command": command}
+    about = {
+        "kind": "measured",
+        "source": f"{where.count} x {where.name}, PyTorch {where.torch}",
+        "command": command,
+    }
     return about | provenance.here(), rows
 
 
@@ -218,7 +224,7 @@ def read(path: Path) -> tuple[dict[str, str], Rows]:
     return about, rows
 
 
-# --- the configuration ----------------------------------------------------------------------------------------------
+# --- the configuration ---------------------------------------------------------------------------------------------
 
 
 def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -> str:

@@ -35,9 +35,9 @@ _HANDOFF_HEADS = ("host", "engine", "what", "tokens", "fitted", "measured us", "
 def refit(words: Sequence[str]) -> int:
     """Fit again what the first of *words* names, one of `WHAT`, print the result and return the exit status.
 
-    Without words it is ``published``; after that, names choose among the calibrations. Nothing is written: what a fit
-    says is compared with the file by whoever reads the table. Samples are in ``data/``, so a checkout of the repository
-    is needed.
+    Without words it is ``published``; after that, names choose among the calibrations. Nothing is written: what a
+    fit says is compared with the file by whoever reads the table. Samples are in ``data/``, so a checkout of the
+    repository is needed.
 
     Raise a `ConfigError` for anything else, and for names after it that are no published calibration.
     """
@@ -50,7 +50,7 @@ def refit(words: Sequence[str]) -> int:
     return 0
 
 
-# --- calibrations from published numbers ----------------------------------------------------------------------------
+# --- calibrations from published numbers ---------------------------------------------------------------------------
 
 
 def published(names: Sequence[str] = ()) -> list[Fitted]:
@@ -94,12 +94,14 @@ def _bare(_: Sequence[str]) -> list[Table]:
     return [table(bare())]
 
 
-# --- options --------------------------------------------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------------------------
 
 
 def _options(_: Sequence[str]) -> list[Table]:
     """Return what NIXL's progress thread adds, and the errors of that at the pairs left out, last, by variant."""
-    base = compose(["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={option_fit.BASE}"]).backend.intra
+    base = compose(
+        ["hw=2xh200", "backend=nixl", "experiment=transfer", f"calibration={option_fit.BASE}"]
+    ).backend.intra
     assert base is not None
     sets = option_fit.process_sets()
     values, ends = option_fit.fit(base, sets), option_fit.spans(base, sets)
@@ -135,7 +137,7 @@ def _options(_: Sequence[str]) -> list[Table]:
     ]
 
 
-# --- collectives ----------------------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------------------------
 
 
 def _collectives(_: Sequence[str]) -> list[Table]:
@@ -171,7 +173,7 @@ def _libraries() -> dict[str, Collective]:
     return found
 
 
-# --- handoffs -------------------------------------------------------------------------------------------------------
+# --- handoffs ------------------------------------------------------------------------------------------------------
 
 
 def _handoffs(_: Sequence[str]) -> list[Table]:
@@ -199,12 +201,15 @@ def _handoffs(_: Sequence[str]) -> list[Table]:
         for (host, name, what), seconds in measured.items()
         if what == "median ttft" and handoff_fit.is_fitted(host, name)
     ]
-    idle_wake = handoff_fit.fit_idle_wake(lambda seconds: served(with_idle_wake(config, seconds))["median ttft"], ttft)
+    idle_wake = handoff_fit.fit_idle_wake(
+        lambda seconds: served(with_idle_wake(config, seconds))["median ttft"], ttft
+    )
     values = [copies.call, copies.descriptor, copies.context_switch]
     keys = [f"hw.gpu.copies.{name}" for name in ("call", "descriptor", "context_switch")]
     spans = handoff_fit.bootstrap(mine, rate, LAUNCH)
     numbers: list[list[Any]] = [
-        [key, value * 1e6, low * 1e6, high * 1e6] for key, value, (low, high) in zip(keys, values, spans, strict=True)
+        [key, value * 1e6, low * 1e6, high * 1e6]
+        for key, value, (low, high) in zip(keys, values, spans, strict=True)
     ]
     numbers += [
         ["messages beside two scatters", between * 1e6, None, None],

@@ -14,13 +14,15 @@ from pdsim.sweep.best import SloLimits
 __all__ = ["is_sweep", "report", "timeline", "written"]
 
 
-def report(folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: SloLimits | None = None) -> Path:
+def report(
+    folder: Path, output: str = "", *, figure: str = "", form: str = "", slo: SloLimits | None = None
+) -> Path:
     """Write the page about *folder*, or only its *figure* as a file of *form*, to *output* and return its path.
 
     By default the page is ``report.html`` in *folder*, and a figure ``NAME.svg`` here.  *slo* is for sweeps.
 
-    Raise a `ConfigError` for a folder that is none of the three, a figure that there is not, a missing library, and a
-    file that cannot be written.
+    Raise a `ConfigError` for a folder that is none of the three, a figure that there is not, a missing library, and
+    a file that cannot be written.
     """
     if not figure:
         if form:

@@ -28,8 +28,8 @@ def run(words: Sequence[str], *, json: bool = False, quiet: bool = False, verbos
     """Run what *words*, overrides and options, ask for, and return the exit status: 1 if anything failed, else 0.
 
     With *json* the only thing on standard output is one JSON object; with *quiet* nothing is; *verbose*, it is
-    everything that the run found instead of a dozen lines. ``--cfg job`` among *words* prints the configuration, with
-    calibrations applied, and runs nothing.
+    everything that the run found instead of a dozen lines. ``--cfg job`` among *words* prints the configuration,
+    with calibrations applied, and runs nothing.
 
     Raise a `ConfigError` for what cannot be run, before anything is written, and whatever the experiment raises.
     """

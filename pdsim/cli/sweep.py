@@ -1,6 +1,7 @@
 """`pdsim sweep`: Hydra's override grammar to points, each composed and checked, and the points to a table.
 
-Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the time.
+Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the
+time.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
     """Run every point of *words*, or those that an earlier call has not, and return the exit status.
 
     *words* are what stands behind ``pdsim sweep``. The points that ended are in a folder whose name is a hash of
-    *words*, so the same command goes on where it was interrupted, and another one begins anew. *json* prints the table
-    as one JSON object, *quiet* nothing at all.
+    *words*, so the same command goes on where it was interrupted, and another one begins anew. *json* prints the
+    table as one JSON object, *quiet* nothing at all.
 
-    Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run. A point that fails,
-    or that cannot be run, does not end the others: 1 is returned if any failed, 0 if all others could not be run.
-    Ctrl-C raises a `KeyboardInterrupt` that says where the finished points are.
+    Raise a `ConfigError`, and write nothing, if *words* are wrong or none of the points can be run. A point that
+    fails, or that cannot be run, does not end the others: 1 is returned if any failed, 0 if all others could not be
+    run. Ctrl-C raises a `KeyboardInterrupt` that says where the finished points are.
     """
     asked = asked_of(words)
     if asked.line.cfg:
@@ -80,8 +81,9 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
 class Asked:
     """What the words of ``pdsim sweep`` ask for, taken apart; the overrides among them are not yet parsed.
 
-    *zipped* are the groups of keys that change together, *seeds* how often each point is repeated with seeds 0, 1, …; 0
-    leaves the seed as it is. *executor* are the words about where points run, in the order in which they were typed.
+    *zipped* are the groups of keys that change together, *seeds* how often each point is repeated with seeds 0, 1,
+    …; 0 leaves the seed as it is. *executor* are the words about where points run, in the order in which they were
+    typed.
     """
 
     line: CommandLine
@@ -158,7 +160,7 @@ def _with(line: CommandLine, words: Sequence[str]) -> CommandLine:
     return CommandLine(words=tuple(words), cfg=line.cfg, folder=line.folder, path=line.path, name=line.name)
 
 
-# --- points ---------------------------------------------------------------------------------------------------------
+# --- points --------------------------------------------------------------------------------------------------------
 
 
 def points(asked: Asked) -> list[Point]:
@@ -167,8 +169,8 @@ def points(asked: Asked) -> list[Point]:
     Two combinations that make the same configuration are one point. One that cannot be run has a `Point.refusal`
     instead of a configuration, and is not an error, for the others can.
 
-    Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option, and
-    for an interval, which only a search chooses from.
+    Raise a `ConfigError`, or what Hydra raises, for words that are wrong in themselves, such as an unknown option,
+    and for an interval, which only a search chooses from.
     """
     space = _space(asked)
     if space.intervals:
@@ -249,8 +251,8 @@ class _Composer:
     def __init__(self, line: CommandLine, fixed: Sequence[str], swept: Sequence[str]) -> None:
         """Keep the *line* and its *fixed* words, and divide the keys that are *swept* into groups and values.
 
-        A value can be set in what Hydra composed unless another override is of the same mapping or one above it: then
-        the order of the two matters, and every point is composed by Hydra.
+        A value can be set in what Hydra composed unless another override is of the same mapping or one above it:
+        then the order of the two matters, and every point is composed by Hydra.
         """
         self._line, self._fixed = line, list(fixed)
         known = overrides.groups(line.folders)
@@ -267,8 +269,8 @@ class _Composer:
     def point(self, choice: Mapping[str, str]) -> Point:
         """Return the point with the values of *choice*, dotted key to text.
 
-        Its name is a hash of its configuration; one that is refused has no configuration, and is named by its words and
-        pdsim's version.
+        Its name is a hash of its configuration; one that is refused has no configuration, and is named by its words
+        and pdsim's version.
         """
         words = [*self._fixed, *(f"{key}={value}" for key, value in choice.items())]
         values = self._plain(choice, words)
@@ -320,14 +322,14 @@ def _set(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
     return {**values, head: _set(below if isinstance(below, Mapping) else {}, rest, value)}
 
 
-# --- where and by what ----------------------------------------------------------------------------------------------
+# --- where and by what ---------------------------------------------------------------------------------------------
 
 
 def _folder(found: Sequence[Point], asked: Asked) -> Path:
     """Return the folder of the sweep: the same for the same command, in the folder *output* of its points.
 
-    Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points would
-    lie in several folders.
+    Where it is written does not count: with another ``output=`` the name stays. Raise a `ConfigError` if points
+    would lie in several folders.
     """
     outputs = {point.config.output for point in found if point.config is not None} or {"results"}
     if len(outputs) > 1:

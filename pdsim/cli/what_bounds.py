@@ -32,10 +32,10 @@ _SHOWN = {"e2e": "end to end", "ttft": "TTFT", "ttft_p99": "TTFT p99", "tpot": "
 def explain_one(folder: Path, *, request: int | None = None, fast: bool = False, json: bool = False) -> None:
     """Print what bounded the run in *folder*, or one *request* of it; *fast* simulates nothing.
 
-    Shares of the time are the mean over requests, or over transfers where the experiment has no requests. Causes with
-    less than a thousandth of it are left out; each of the others is relieved twofold and the run simulated again with
-    the same seed, which takes as long as the run for each cause. With *json* the same is one object: ``seconds`` by
-    cause, and ``reliefs``.
+    Shares of the time are the mean over requests, or over transfers where the experiment has no requests. Causes
+    with less than a thousandth of it are left out; each of the others is relieved twofold and the run simulated
+    again with the same seed, which takes as long as the run for each cause. With *json* the same is one object:
+    ``seconds`` by cause, and ``reliefs``.
 
     Raise a `ConfigError` if the run kept nothing to explain, or no such request.
     """

@@ -1,7 +1,7 @@
 """The whole configuration of a run, as frozen dataclasses.  Nothing below the command line knows OmegaConf.
 
-`pdsim.config.loading.load` makes a `Config` from the mapping that was composed, once; from there to the rank programs
-it stays what it is.
+`pdsim.config.loading.load` makes a `Config` from the mapping that was composed, once; from there to the rank
+programs it stays what it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pdsim.guards import instead
 from pdsim.hardware import Machine
 from pdsim.kv.policy import Policy
 from pdsim.serving.live import Live
-from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Slo, Workload
+from pdsim.serving.settings import Cache, Compute, Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Workload
+from pdsim.serving.slo import Slo
 from pdsim.units import Seconds
 
 __all__ = ["Check", "Config", "ExperimentOptions", "Launch", "Simulate"]
@@ -57,8 +58,8 @@ class ExperimentOptions:
 
     Its fields are the keys below ``experiment`` of the configuration: their annotations give type and
     unit, their defaults are the only ones there are, and ``__post_init__`` raises a `ValueError` that begins with
-    ``experiment.KEY`` for a value that is out of range.  ``name`` has the name that the module is registered under as
-    its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
+    ``experiment.KEY`` for a value that is out of range.  ``name`` has the name that the module is registered under
+    as its default.  A field ``deadline``, in seconds, is also the silence after which ``target=real`` ends a rank.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class OneWriteOptions(ExperimentOptions):
@@ -121,9 +122,9 @@ class Simulate:
 class Config:
     """One run: what to run (*experiment*), on what (*hw*, *backend*, *target*), and everything that it depends on.
 
-    It is immutable; a variant is `dataclasses.replace`.  Numbers are in SI units.  *hw*, *backend*, *model*, *engine*
-    and *collective* keep the source of each of their numbers.  The parts validate themselves when they are made; this
-    class checks what concerns more than one.  Raise a `ValueError` that begins with the key.
+    It is immutable; a variant is `dataclasses.replace`.  Numbers are in SI units.  *hw*, *backend*, *model*,
+    *engine* and *collective* keep the source of each of their numbers.  The parts validate themselves when they are
+    made; this class checks what concerns more than one.  Raise a `ValueError` that begins with the key.
     """
 
     target: str  # "model", "real" or "live"
@@ -132,7 +133,8 @@ class Config:
     backend: Engine
     model: Llm
     parallel: Parallel
-    calibration: Calibration | None = None  # what it set is in hw and backend already; the rest says how good that is
+    # what it set is in hw and backend already; the rest says how good that is
+    calibration: Calibration | None = None
     workload: Workload = field(default_factory=Workload)
     kv: Kv = field(default_factory=Kv)
     cache: Cache = field(default_factory=Cache)  # of prefixes
@@ -158,7 +160,9 @@ class Config:
         if self.target not in ("model", "real", "live"):
             raise ValueError(f"target must be one of model, real, live, got {self.target!r}")
         if self.target == "model" and self.launch != Launch():
-            raise ValueError("launch is about processes, which target=model has none of; set target=real or leave it")
+            raise ValueError(
+                "launch is about processes, which target=model has none of; set target=real or leave it"
+            )
         if self.memory not in ("timing", "tracked"):
             raise ValueError(f"memory must be one of timing, tracked, got {self.memory!r}")
         if self.checks not in ("on", "off"):

@@ -1,7 +1,7 @@
 """The whole `pdsim.config.Config` from the mapping that YAML and the command line compose.
 
-Beside typing it (`pdsim.config.typed`), this lays a calibration over machine and engine, applies what the options of an
-engine change of its costs, and says of each number where it comes from (`pdsim.config.sources`).
+Beside typing it (`pdsim.config.typed`), this lays a calibration over machine and engine, applies what the options of
+an engine change of its costs, and says of each number where it comes from (`pdsim.config.sources`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     A calibration is laid over machine and engine, and under what was overridden.  Raise a `ConfigError`.
 
     *values* is not changed.  The order matters and is this: the policy is taken out, the calibration laid under,
-    everything typed, the costs of the chosen options applied, rates scaled to the hardware, and the sources brought up
-    to date.
+    everything typed, the costs of the chosen options applied, rates scaled to the hardware, and the sources brought
+    up to date.
     """
     keys = tuple(overridden)
     values, policy = _without_policy(values)
@@ -51,7 +51,8 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         own = {key: f"assumed: times host_factor={config.host_factor:g}" for key in _HOST if not covers(keys, key)}
         backend, changed = on_host(backend, config.host_factor), changed | own
     new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
-    if calibration is not None and changed:  # what the calibration says of these numbers is not so with these options
+    # what the calibration says of these numbers is not so with these options
+    if calibration is not None and changed:
         known = {key: span for key, span in calibration.intervals.items() if key not in changed}
         calibration = replace(calibration, intervals=known | {key: spans[key] for key in changed if key in spans})
     return replace(
@@ -129,7 +130,9 @@ def _varied(
         if chosen is not None:
             told = dict.fromkeys((name for name in names if name not in kept), chosen.evidence)
             sources |= {f"backend.{at}.{name}": text for name, text in told.items() if name != "by_option"}
-            spans |= {f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in told}
+            spans |= {
+                f"backend.{at}.{name}": _span(model, chosen, name) for name in chosen.intervals if name in told
+            }
     return backend, sources, spans
 
 
@@ -145,7 +148,9 @@ def _on_hardware(backend: Engine, hw: Machine) -> Engine:
     """Return *backend* with rates of NVLink as shares of the line rate of *hw*."""
     models = {name: getattr(backend, name) for name in ("intra", "inter")}
     moved = {
-        name: model.on_line(hw.interconnect.rate) for name, model in models.items() if model and model.path == "nvlink"
+        name: model.on_line(hw.interconnect.rate)
+        for name, model in models.items()
+        if model and model.path == "nvlink"
     }
     return replace(backend, **{name: model for name, model in moved.items() if model is not models[name]})
 

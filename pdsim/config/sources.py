@@ -114,7 +114,9 @@ def _sourced(instance: Sourced, at: str, named: dict[str, str]) -> Sourced:
     sources: dict[str, str] = {}
     for keys, text in instance.sources.items():
         if text.partition(":")[0] not in EVIDENCE:
-            raise ConfigError(f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon")
+            raise ConfigError(
+                f"{at}.sources.{keys}: {text!r} must begin with one of {', '.join(EVIDENCE)} and a colon"
+            )
         left = [key for key in _split(keys) if not covers(named, key)]
         sources |= {", ".join(left): text} if left else {}
     sources |= named

@@ -4,8 +4,8 @@ Every key is known, every value has the type and the unit of its field, or a `Co
 mistake what was written, what the rule is and what to write instead.  Knows neither Hydra nor OmegaConf, and no
 particular dataclass; `pdsim.config.loading` builds the whole `pdsim.config.Config` with it.
 
-Not msgspec's `convert`: it stops at the first mistake, and has no keys for a message with the way out, no subclass by
-its values and no `source`.
+Not msgspec's `convert`: it stops at the first mistake, and has no keys for a message with the way out, no subclass
+by its values and no `source`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
 
     Keys are checked against the annotations of *cls*: plain types, `Annotated` with a parser as second argument,
     `Literal`, tuples, mappings, unions with None and nested dataclasses.  A dataclass with a static method
-    ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in any
-    mapping below it.
+    ``class_for`` chooses its subclass from the values.  A class with a field ``sources`` may have a ``source`` in
+    any mapping below it.
 
     With *known*, a field whose value is what it was in the last call is what that call made of it: a sweep changes a
     key or two of some hundred.
@@ -67,7 +67,7 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
         raise ConfigError(_located(str(error), cls, at)) from error
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
+# --- values --------------------------------------------------------------------------------------------------------
 
 
 def _made(hint: Any, value: Any, at: str, known: Known | None) -> Any:
@@ -125,7 +125,9 @@ def _tuple(hint: Any, value: Any, at: str) -> tuple[Any, ...]:
 def _mapping(hint: Any, value: Any, at: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{at} must be a mapping of keys to values, got {value!r}; write {at}={{key: value}}")
-    plain = {key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()}
+    plain = {
+        key: str(item).lower() if hint is str and isinstance(item, bool) else item for key, item in value.items()
+    }
     return {str(key): _convert(hint, item, join(at, str(key))) for key, item in plain.items()}
 
 
@@ -147,7 +149,7 @@ def _scalar(hint: type, value: Any, at: str) -> Any:
     raise ConfigError(f"{at} must be {rules.get(hint, hint.__name__)}, got {value!r}")
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------
+# --- keys ----------------------------------------------------------------------------------------------------------
 
 
 def _names(cls: type) -> list[str]:

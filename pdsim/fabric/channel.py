@@ -1,11 +1,11 @@
 """Control messages on the model: a TCP socket from every rank to every other.
 
-A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave and
-``tcp_latency`` to arrive, the *delay* of the links between the nodes, and then as long as the receiver takes to act on
-it (`pdsim.fabric.host_latency`).  A message costs one event, or two where that takes time.
+A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave
+and ``tcp_latency`` to arrive, the *delay* of the links between the nodes, and then as long as the receiver takes to
+act on it (`pdsim.fabric.host_latency`).  A message costs one event, or two where that takes time.
 A faulty network holds messages up (`pdsim.fabric.faults`), but never lets one overtake another on the same socket.
-Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a receiver
-that does not read.
+Not modelled: that control messages and data share the node's TCP link, and a sender that is slowed down by a
+receiver that does not read.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class SimChannel:
     def send(self, receiver: str, payload: bytes) -> None:
         """Send *payload* to rank *receiver* without waiting.
 
-        Messages to one receiver arrive in the order in which they were sent. A message to a rank that is gone, or from
-        a rank that has closed, is lost without a sign, as over a socket whose other end has died. Raise a `KeyError`
-        for a rank that is not of this job.
+        Messages to one receiver arrive in the order in which they were sent. A message to a rank that is gone, or
+        from a rank that has closed, is lost without a sign, as over a socket whose other end has died. Raise a
+        `KeyError` for a rank that is not of this job.
         """
         channel = self._ranks.get(receiver)
         if channel is None:

@@ -3,8 +3,8 @@
 A call waits for the same call of all other ranks, and for the group's call before it.  An all-gather then takes what
 `CollectiveModel` says, its bytes being flows that share links with everything else; all ranks have it at the instant
 at which the last flow ends.  Bytes are read and written at that instant, as those of an endpoint are.  Not modelled:
-the skew between the first rank to be done and the last, and the multiprocessors that a collective's kernel takes from
-computation.
+the skew between the first rank to be done and the last, and the multiprocessors that a collective's kernel takes
+from computation.
 
 The end of a rank, `close` or a deadline that passes breaks the group: flows stop, the memory is let go of, and the
 ranks that wait learn of it `DETECTION` later.
@@ -107,7 +107,13 @@ class SimGroup:
         return self.device.symmetric.reserved
 
     def all_gather(
-        self, source: Buffer, target: Buffer, size: int | None = None, *, timeout: float | None = None, label: str = ""
+        self,
+        source: Buffer,
+        target: Buffer,
+        size: int | None = None,
+        *,
+        timeout: float | None = None,
+        label: str = "",
     ) -> Event:
         """Start to gather; the contract and errors of `pdsim.group.Group.all_gather`."""
         size = source.size if size is None else size
@@ -128,10 +134,14 @@ class SimGroup:
     def _own(self, buffer: Buffer) -> SimBuffer:
         """Return *buffer* if this rank has allocated it, else raise a `RegistrationError`."""
         if not isinstance(buffer, SimBuffer) or not self.device.owns(buffer):
-            raise RegistrationError(f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns")
+            raise RegistrationError(
+                f"{buffer!r} is not allocated on {self.device.name}; gather what allocate returns"
+            )
         return buffer
 
-    def _call(self, size: int, timeout: float | None, label: str, buffers: tuple[SimBuffer, SimBuffer] | None) -> Event:
+    def _call(
+        self, size: int, timeout: float | None, label: str, buffers: tuple[SimBuffer, SimBuffer] | None
+    ) -> Event:
         """Make the next call of this rank: a gather from and to *buffers*, or without them a reservation.
 
         *size* is in bytes. Failures that nobody waits for are not errors of the job, for a rank may leave while its
@@ -237,8 +247,8 @@ class _Core:
     def leave(self, name: str) -> None:
         """Break the group because *name* is gone.
 
-        Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays broken,
-        as those of NCCL do: ranks that go on make a new one.
+        Flows stop, nothing lands any more, and the requests of the others fail after `DETECTION`. A group stays
+        broken, as those of NCCL do: ranks that go on make a new one.
         """
         if self._left is not None:
             return
@@ -442,8 +452,8 @@ class _Core:
     def _hops(self, model: CollectiveModel) -> Iterator[Path]:
         """Yield the path of every flow, with the rate that each may have.
 
-        A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two at a
-        share of it. Copies through staging buffers pass the target's memory once more each.
+        A ring has a flow from every rank to the next at the rate of the model, direct copies one between any two at
+        a share of it. Copies through staging buffers pass the target's memory once more each.
         """
         names, topology, ends = self.names, self._fabric.topology, self._fabric.endpoints
         if model.pattern == "ring":

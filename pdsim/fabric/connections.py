@@ -100,8 +100,8 @@ def part_of(batch: Batch, first: int, end: int) -> Batch:
 class SimTransfer:
     """One transfer from its call until it has settled.  Until then it holds the memory on both sides.
 
-    *local* is the poster's own registration, *remote* the region as the peer's address had it, *submitted* in seconds
-    on the job's clock. A write moves from *local* to *remote*, a read the other way.
+    *local* is the poster's own registration, *remote* the region as the peer's address had it, *submitted* in
+    seconds on the job's clock. A write moves from *local* to *remote*, a read the other way.
     """
 
     __slots__ = (

@@ -1,10 +1,11 @@
 """What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
 
-A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g = *descriptor*):
+A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g =
+*descriptor*):
 
 1. The *poster*, one per endpoint, is busy for ``call + n * descriptor`` and a *ramp*; transfers take their turns.
-2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with all
-   other transfers between the two endpoints at most at ``queues * queue_rate``.
+2. The *wire* carries ``S + n * wire_descriptor * rate`` bytes as a flow over the route, at most at *rate*, and with
+   all other transfers between the two endpoints at most at ``queues * queue_rate``.
 
 The wire starts when posting does (*overlap*), when the first descriptor is posted (*pipelined*), or when posting has
 ended.  The transfer completes *latency* after both have; pipelined, the last descriptor is still to be carried then.
@@ -13,9 +14,9 @@ A read has *read* more latency, ``n * read_descriptor * rate`` more bytes for it
 A *small* transfer takes ``small.saving`` less if all that its poster has under way are such: it is done in the call.
 
 No event is spent on a descriptor, nor on a transfer's turn at the poster, which is a sum: ``free = max(now, free) +
-work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows of
-the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy engine
-waits for its posting.
+work``.  A transfer costs one for the end of its flow, one more if that meets other flows (both shared with all flows
+of the instant), one for its completion if that is later, one if its wire does not start at once, and one if a copy
+engine waits for its posting.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class PostingThread:
 class CopyEngine:
     """Carries the transfers that the ranks of one GPU post: of each rank one at a time, in the order of their wires.
 
-    So do the copies of a GPU over NVLink, whatever streams of a process they are in: of two transfers of 1 GiB to two
-    GPUs, the first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200, `docs/validation.md`).
-    Sources that begin with the same sink share its port and leave the other sinks idle, again and again.  The copies of
-    two processes on one GPU go on side by side.
+    So do the copies of a GPU over NVLink, whatever streams of a process they are in: of two transfers of 1 GiB to
+    two GPUs, the first is there after 2.8 ms and the second after 5.6 (three engines on 4 x H200,
+    `docs/validation.md`). Sources that begin with the same sink share its port and leave the other sinks idle, again
+    and again.  The copies of two processes on one GPU go on side by side.
 
     After `Gpu.idle_after` seconds without a transfer it sleeps, and takes `Gpu.idle_wake` to begin with the next.
     """
@@ -196,7 +197,8 @@ class SeriesSteps:
         self._posting = posting
         self._overlap = overlap
         self._latency = latency
-        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for twice: by the plan and its owner
+        # asked for twice: by the plan and its owner
+        self._known: tuple[float, float, tuple[Times, ...]] | None = None
 
     def alike(self, other: Steps) -> bool:
         """Return whether the transfers of *other* take as long in every respect."""
@@ -265,7 +267,9 @@ class SendQueue:
         if isfinite(model.queue_rate):
             queues = (network.link(f"{name}/queues", model.queues * model.queue_rate),)
         self._outward = _Wire(network.path((*outward.links, *queues), model.rate), model, outward, read=False)
-        self._inward = _Wire(network.path((*inward.links, *queues), model.fastest(read=True)), model, inward, read=True)
+        self._inward = _Wire(
+            network.path((*inward.links, *queues), model.fastest(read=True)), model, inward, read=True
+        )
 
     def post(
         self,
@@ -278,8 +282,8 @@ class SendQueue:
     ) -> Posting:
         """Post a transfer to the peer, or from it if *inward*; ``done(posting)`` is called when it is complete.
 
-        *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does not
-        wait.
+        *held* seconds are added to its latency.  Raise `SendQueueFull` if the queue has no room and the engine does
+        not wait.
         """
         posting = Posting(self._inward if inward else self._outward, nbytes, descriptors, done, tag, held)
         if not self.model.depth or (not self._waiting and self._has_room(descriptors)):
@@ -359,7 +363,9 @@ class SendQueue:
         assert posting.posted is not None
         wire = posting._wire
         narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
-        posted = posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
+        posted = (
+            posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
+        )
         return posted + posting.nbytes / narrowest + wire.latency + posting._held
 
     def abort(self, posting: Posting) -> None:
@@ -457,7 +463,8 @@ class SendQueue:
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
         now = self._clock.now
         ended = max(now, ready, posting._least)
-        over = max(ended, ended + wire.latency + posting._held)  # rounded, what is saved may be more than the latency
+        # rounded, what is saved may be more than the latency
+        over = max(ended, ended + wire.latency + posting._held)
         if over > now:
             self._clock.call_at(over, self._complete, posting)
         if self._copier is not None:

@@ -1,8 +1,8 @@
 """What goes wrong in a modelled job, and the chance that decides it.
 
-A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that one
-seed gives one run.  Nothing here breaks a promise of the waist: messages of one sender to one receiver keep their
-order, and bytes are read and land between the call and `Transfer.settled`.  Without a plan nothing is drawn.
+A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that
+one seed gives one run.  Nothing here breaks a promise of the waist: messages of one sender to one receiver keep
+their order, and bytes are read and land between the call and `Transfer.settled`.  Without a plan nothing is drawn.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Chance:
     def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
         """Yield the parts in which a transfer of *nbytes* moves, each with the first byte and the one after the last.
 
-        After how long the source of the part is read follows, and after how long its target is written, if the transfer
-        may take *seconds*: either at once, at some time in between or, as good as never, at the end.
+        After how long the source of the part is read follows, and after how long its target is written, if the
+        transfer may take *seconds*: either at once, at some time in between or, as good as never, at the end.
         """
         for first, end in pairwise((0, *self._cuts(nbytes), nbytes)):
             yield first, end, self._instant(seconds), self._instant(seconds)

@@ -102,8 +102,8 @@ def plan(specs: Sequence[RankSpec], topology: Topology, engine: Engine) -> Colum
     """Return what of *specs* can be folded on the hardware of *topology*; nothing unless all of it is exact.
 
     A column has one or more ranks of each set that say that they are alike: two, say, where two GPUs share a card.
-    Names must be equally long (they are part of messages), every rank of a column on a GPU that no other rank uses, and
-    the ways between the ranks of one column those between the ranks of the other: as many links with the same
+    Names must be equally long (they are part of messages), every rank of a column on a GPU that no other rank uses,
+    and the ways between the ranks of one column those between the ranks of the other: as many links with the same
     capacities, in the same order, of which no two columns have one in common.
     """
     alike: dict[str, list[RankSpec]] = {}

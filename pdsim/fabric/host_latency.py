@@ -1,8 +1,9 @@
 """When the program of a rank acts upon what it waits for: a message, a notification, the end of a computation.
 
 That is *wake* later (`pdsim.hardware.Host`), and *idle_wake* more if it has had nothing to act upon for longer than
-*idle_after*: its thread sleeps by then, the processor with it, and other work has taken the caches.  Nothing overtakes
-what came before it.  A rank's own timers, the steps of decode among them, do not keep it from going idle here.
+*idle_after*: its thread sleeps by then, the processor with it, and other work has taken the caches.  Nothing
+overtakes what came before it.  A rank's own timers, the steps of decode among them, do not keep it from going idle
+here.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class HostLatency:
     def _skip(self, waiting: Sequence[tuple[Coming, int]]) -> None:
         """Skip what leaves no trace: all but the last few of each series, if none of it finds the rank asleep.
 
-        *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long as
-        it takes to wake from the cold, on the first.
+        *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
+        as it takes to wake from the cold, on the first.
         """
         kept = min(series.coming[max(end - 2, series.met)] for series, end in waiting)
         ends = [(series, bisect_left(series.coming, kept, series.met, end)) for series, end in waiting]
@@ -96,7 +97,9 @@ class HostLatency:
         if not skipped or kept - max(skipped) < APART:
             return
         if self._idle_wake:
-            first, begun = min(((series.coming[series.met], series) for series, _ in waiting), key=lambda pair: pair[0])
+            first, begun = min(
+                ((series.coming[series.met], series) for series, _ in waiting), key=lambda pair: pair[0]
+            )
             pause = begun.coming[1] - begun.coming[0] if len(begun.coming) > 1 else inf
             if pause > self._idle_after or kept - first < self._idle_wake + APART:
                 return

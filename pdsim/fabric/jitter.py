@@ -1,7 +1,7 @@
 """What makes simulated starts as uneven as real ones: delays that are drawn from a seed.
 
-Ranks of a simulation start at one instant to the last bit, so their copies meet, share a port and part at one instant,
-again and again; on a machine such convoys break up.  Without a `Jitter`, nothing here is used.
+Ranks of a simulation start at one instant to the last bit, so their copies meet, share a port and part at one
+instant, again and again; on a machine such convoys break up.  Without a `Jitter`, nothing here is used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The virtual clock of a job, and what each rank sees of it.
 
-All ranks of a modelled job live in one process and on one queue of events.  Each gets a `RankClock`: the same time and
-the same queue, but its events can be told from those of others.  So an exception that nobody handles ends the rank
-whose event it was, and to end a rank by force is to drop its events.
+All ranks of a modelled job live in one process and on one queue of events.  Each gets a `RankClock`: the same time
+and the same queue, but its events can be told from those of others.  So an exception that nobody handles ends the
+rank whose event it was, and to end a rank by force is to drop its events.
 """
 
 from __future__ import annotations

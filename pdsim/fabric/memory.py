@@ -3,8 +3,8 @@
 With ``memory="timing"`` a buffer has a size and an address and no contents; with ``memory="tracked"`` it has bytes,
 which the operating system commits only where something was written.
 
-Memory that a transfer may still touch is never handed out again: a buffer that is freed while it is *held* stays where
-it is, and counts as used, until the last hold is released.
+Memory that a transfer may still touch is never handed out again: a buffer that is freed while it is *held* stays
+where it is, and counts as used, until the last hold is released.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class SimBuffer:
     def contents(self) -> npt.NDArray[np.uint8]:
         """The bytes themselves, to be read.  Raise a `TypeError` if the memory keeps none."""
         if self._contents is None:
-            raise TypeError(f"buffers on {self._memory.name} have no contents with memory=timing; run memory=tracked")
+            raise TypeError(
+                f"buffers on {self._memory.name} have no contents with memory=timing; run memory=tracked"
+            )
         return self._contents
 
     def touch(self) -> npt.NDArray[np.uint8]:
@@ -290,9 +292,9 @@ class SimDevice:
     """One rank's view of a `DeviceMemory`: the simulated `pdsim.transfer.Device`.
 
     Copies and computation do not wait for one another: each is a stream of its own, and copies contend with
-    everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a device
-    do not slow each other down.  *copies* says what a copy costs beside bandwidth, *host_latency* when the rank learns
-    of the end of a computation.
+    everything else for the memory's bandwidth.  Computation of one rank is served in order; ranks that share a
+    device do not slow each other down.  *copies* says what a copy costs beside bandwidth, *host_latency* when the
+    rank learns of the end of a computation.
     """
 
     holds_bytes: bool

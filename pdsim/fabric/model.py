@@ -57,20 +57,19 @@ class Model:
     """The simulated `pdsim.transfer.Target`: *machine* and *engine* as they are described, on a virtual clock.
 
     *collective* is what groups of ranks cost; without it there are none.
-    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults* and
-    *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that names
-    them: a rank that waits forever would otherwise not be noticed beside one that never stops to ask whether it is
-    there.
-    With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants or
-    up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
+    *memory* is ``"timing"`` (sizes only) or ``"tracked"`` (contents too).  Nothing is left to chance but *faults*
+    and *jitter*, which are drawn from *seed*.  Ranks that still run after *limit* seconds end with an error that
+    names them: a rank that waits forever would otherwise not be noticed beside one that never stops asking for it.
+    With *samples*, the use of links, memories and what programs register (`Rank.gauge`) is kept at so many instants
+    or up to twice as many; it draws no chance, so jobs with ``faults.shuffle``, whose order is drawn, keep none.
     ``progress(now, done, of)`` is called now and then with the virtual time and what a rank has counted
     (`pdsim.job.Rank.counts`, 0 of 0 if none does), *observer* told what happens.
 
     With *journal*, records and rows of requests are left there while the job runs, so that memory does not grow.
 
     With *fold*, ranks that say that they are alike run once (`pdsim.fabric.fold`) where that is exact: with
-    ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody killed.
-    If a rank of such a job ends with an error, it is run again with all of them.
+    ``"timing"`` memory, without *faults*, *jitter*, *limit*, *observer*, *samples* and collectives, and nobody
+    killed. If a rank of such a job ends with an error, it is run again with all of them.
     """
 
     machine: Machine
@@ -101,15 +100,15 @@ class Model:
     ) -> Outcome:
         """Run *ranks* until all have ended, each with an endpoint of its own; the end of a rank closes it.
 
-        A program that raises ends its own rank only. When nothing is scheduled any more, the ranks that still wait end
-        with an error. *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks again
-        that have ended by then. The outcome has every rank by name, virtual seconds, SimPy events, and the use of links
-        and memory.
+        A program that raises ends its own rank only. When nothing is scheduled any more, the ranks that still wait
+        end with an error. *kill* ends ranks by force, at seconds after the start; *restart* likewise starts ranks
+        again that have ended by then. The outcome has every rank by name, virtual seconds, SimPy events, and the use
+        of links and memory.
 
         The same arguments give the same outcome, bit for bit, on any machine.
 
-        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have, or a
-        program that cannot be imported.
+        Raise a `ConfigError` for a name that occurs twice or is not there, a place that the machine does not have,
+        or a program that cannot be imported.
         """
         job = _ModelJob(self, ranks, kill or {}, restart or {})
         outcome = job.run()
@@ -163,9 +162,9 @@ class _Member:
 class _ModelJob:
     """One run of a `Model`.
 
-    It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes of
-    links), and steps through the events until no rank is left. Ranks that are alike have one member that stands for
-    all, if the model folds.
+    It builds the machine and its ranks, schedules what is to happen at given times (ends, restarts, faults, changes
+    of links), and steps through the events until no rank is left. Ranks that are alike have one member that stands
+    for all, if the model folds.
     """
 
     def __init__(
@@ -185,7 +184,8 @@ class _ModelJob:
         draws = Draws(jitter, model.seed) if jitter is not None and jitter != Jitter() else None
         ranks = Counter((spec.place.node, spec.place.gpu) for spec in specs if spec.place.gpu is not None)
         crowded = frozenset(place for place, count in ranks.items() if count > 1)
-        self._sampling = Sampling(self._clock, self._network, model.samples) if model.samples and not shuffled else None
+        sampled = model.samples and not shuffled
+        self._sampling = Sampling(self._clock, self._network, model.samples) if sampled else None
         exact = not (kill or restart) and model.observer is None and draws is None and self._chance is None
         exact = exact and model.memory == "timing" and not isfinite(model.limit) and not model.samples
         columns = plan(specs, self._topology, model.engine) if model.fold and exact else Columns()
@@ -442,9 +442,8 @@ class _ModelJob:
             if carried and seconds:
                 # nominal: a link that is stalled when the job ends carries nothing at that instant
                 links[name] = carried / (link.nominal * seconds)
-        pools = {
-            f"{name}/{pool}": peak for name, memory in self._memories.items() for pool, peak in memory.peaks().items()
-        }
+        memories = self._memories.items()
+        pools = {f"{name}/{pool}": peak for name, memory in memories for pool, peak in memory.peaks().items()}
         results = {name: self._results[name] for name in self._specs}
         samples = list(self._sampling.rows()) if self._sampling is not None else []
         return Outcome(results, seconds, links, pools, self._clock.events, samples)

@@ -22,8 +22,8 @@ class Payload:
     """Moves the bytes of the transfers *flights*, by number, that an endpoint on *device* posts.
 
     Without faults all bytes of a transfer are read and land at its completion. With them a transfer moves in parts,
-    each read at one instant and landing at another, so that memory which is reused too early shows. *observer* is told
-    of both.
+    each read at one instant and landing at another, so that memory which is reused too early shows. *observer* is
+    told of both.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Threads that post to one GPU's copy engines: what they do at once, and what they do one at a time.
 
 A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time,
-whichever process of the GPU a thread is of: with *k* threads at work each of them goes on ``k * serial + 1 - serial``
-times as slowly, so all together are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's law).  Transfers
-of a rank wait for one of its threads in the order in which they were posted.
+whichever process of the GPU a thread is of: with *k* threads at work each of them goes on ``k * serial + 1 -
+serial`` times as slowly, so all together are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's
+law).  Transfers of a rank wait for one of its threads in the order in which they were posted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read the use of links, memories, pages and rings now and then, on the clock of a modelled job.
 
-Reading changes nothing: the times of the job are the same, bit for bit, with and without.  How long a job takes is not
-known beforehand, so samples begin close together and, whenever there are too many, every other one goes.
+Reading changes nothing: the times of the job are the same, bit for bit, with and without.  How long a job takes is
+not known beforehand, so samples begin close together and, whenever there are too many, every other one goes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Equal writes to one peer, one after the other, whose times are all known when the first is posted.
 
 A chunk that goes in slices, or plane by plane, is up to hundreds of writes, each posted when the one before is
-complete.  While nothing meets them, their times follow from the first (`pdsim.fabric.engine.SeriesSteps`), so they are
-one object and cost one event.  They are reported together, at the end of the last.  Whatever could change their times,
-or could see that they are not reported yet (another post of the endpoint, the end of either side, a flow on their
-links), *cuts* the series first: what is complete is reported, the write under way becomes a transfer of its own, and
-the rest is the caller's to post.
+complete.  While nothing meets them, their times follow from the first (`pdsim.fabric.engine.SeriesSteps`), so they
+are one object and cost one event.  They are reported together, at the end of the last.  Whatever could change their
+times, or could see that they are not reported yet (another post of the endpoint, the end of either side, a flow on
+their links), *cuts* the series first: what is complete is reported, the write under way becomes a transfer of its
+own, and the rest is the caller's to post.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class SimSeries(Series):
     """Writes of which *steps* are known; see `pdsim.transfer.Endpoint.foresee`.
 
     Succeeds, by `fire`, with the number of writes that are complete and the one under way, which is None at the end.
-    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none is
-    under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the wire: it
-    returns that write as a transfer.  All go to *peer*.
+    ``report(last, submitted, posted, ended, complete)`` is called with the times of those complete, *last* if none
+    is under way, and ``resume(stages, flow)`` with the times of the one that is and its flow, if that is on the
+    wire: it returns that write as a transfer.  All go to *peer*.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class SideTraffic:
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
         """Move so many bytes to GPUs of other nodes, and to those of this one, spread over *seconds*, and as many back.
 
-        Where the links carry other bytes too it takes longer.  What is left of the exchange before is dropped, for its
-        forward is over.  Return an event for each way that is used.
+        Where the links carry other bytes too it takes longer.  What is left of the exchange before is dropped, for
+        its forward is over.  Return an event for each way that is used.
         """
         for flow in self._travelling:
             self._network.abort(flow)
@@ -62,7 +62,9 @@ class SideTraffic:
                 # a rate of few values, for each is a path; it is no less than asked, so that alone it ends in time
                 rate = 2.0 ** (math.ceil(RATES * math.log2(size / seconds)) / RATES)
                 done = Event(self._clock)
-                self._travelling.append(self._network.start(self._network.path(links, rate), size, self._carried, done))
+                self._travelling.append(
+                    self._network.start(self._network.path(links, rate), size, self._carried, done)
+                )
                 events.append(done)
         return events
 

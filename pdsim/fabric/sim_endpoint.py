@@ -7,8 +7,8 @@ receiver that reads before it was told to).  With `Faults.stray` both happen at 
 
 Nothing recalls a transfer: after a `TransferTimeout` its flow goes on, its bytes and its notification may still
 arrive, and `Transfer.settled` says when that is over.  Only a transfer that still waited for room in the send queue
-is withdrawn, and the end of either side (a killed rank, `close`) breaks the connection: what is on the way is lost, at
-once, and the side that is left learns of it `DETECTION` later.
+is withdrawn, and the end of either side (a killed rank, `close`) breaks the connection: what is on the way is lost,
+at once, and the side that is left learns of it `DETECTION` later.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = ["DETECTION", "SimEndpoint"]
 DETECTION = 0.1
 """Seconds from the end of a peer until the other side's engine notices.
 
-Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first (seven
-at the usual ack timeout of 67 ms) after half a second.
+Assumed: a reset TCP connection is noticed in under a millisecond, a queue pair whose retries must run out first
+(seven at the usual ack timeout of 67 ms) after half a second.
 """
 
 
 class SimEndpoint:
     """One rank's way to move bytes: the simulated `pdsim.transfer.Endpoint`.
 
-    *clock* is the rank's own, *device* holds the buffers that it may register, *site* is where it is on the machine. It
-    checks batches and peers, keeps account of what is under way, and decides what a poster is told; what posting costs
-    is `SendQueue`'s, how bytes share links the network's, what lands `Payload`'s.
+    *clock* is the rank's own, *device* holds the buffers that it may register, *site* is where it is on the machine.
+    It checks batches and peers, keeps account of what is under way, and decides what a poster is told; what posting
+    costs is `SendQueue`'s, how bytes share links the network's, what lands `Payload`'s.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class SimEndpoint:
         self._poster = PostingThread(fabric.threads(site))
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
-        self._visitors: dict[str, list[SimEndpoint]] = {}  # lives of a rank that connected and whose end is not noticed
+        # lives of a rank that connected and whose end is not noticed
+        self._visitors: dict[str, list[SimEndpoint]] = {}
         self._quiesced: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
         self._posted = PostedTransfers(fabric.clock, self._engine, recorder, self._time_out)
         self._payload = Payload(fabric.clock, device, fabric.observer, self._posted.moving)
@@ -159,7 +160,8 @@ class SimEndpoint:
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; the errors of `pdsim.transfer.Endpoint.connect`.
 
-        Raise a `BackendUnavailable` if the engine cannot reach that place, a `ConfigError` if the machine has no way.
+        Raise a `BackendUnavailable` if the engine cannot reach that place, a `ConfigError` if the machine has no
+        way.
         """
         self._check_open()
         try:
@@ -339,7 +341,9 @@ class SimEndpoint:
             error = TransferFailed(f"{self.engine} reports an error of {flight.transfer.batch!r}, as asked")
         elif buffers is None:
             name = f"{flight.remote.owner}/{flight.remote.name}"
-            error = TransferFailed(f"region {name} is no longer registered; its owner withdrew it during the transfer")
+            error = TransferFailed(
+                f"region {name} is no longer registered; its owner withdrew it during the transfer"
+            )
         else:
             self._payload.move(flight, *buffers)
         record = self._posted.quiesce(posting.tag, error)
@@ -454,10 +458,14 @@ class SimEndpoint:
 
     def _check_local(self, region: Region) -> Registration:
         if region.owner != self.name:
-            raise InvalidBatch(f"region {region.owner}/{region.name} is not one of {self.name}, which posts the batch")
+            raise InvalidBatch(
+                f"region {region.owner}/{region.name} is not one of {self.name}, which posts the batch"
+            )
         registration = self.registration(region)
         if registration is None:
-            raise RegistrationError(f"region {region.owner}/{region.name} is not registered; register it and try again")
+            raise RegistrationError(
+                f"region {region.owner}/{region.name} is not registered; register it and try again"
+            )
         return registration
 
     def _check_peer(self, peer: Peer, region: Region) -> Connection:

@@ -1,14 +1,15 @@
 """What TCP adds to a transfer over a `NetworkLink` whose way takes time: rounds of answers, and a window that grows.
 
-Without an event for a packet, or for a round: the sums below say how long a transfer takes at least, and the flow that
-carries its bytes at a fair share says the rest.
+Without an event for a packet, or for a round: the sums below say how long a transfer takes at least, and the flow
+that carries its bytes at a fair share says the rest.
 
-- An engine with *lanes* has that many blocks to a peer under way, each on a stream of its own that waits for the answer
-  before it takes the next.  So *n* blocks take ``ceil(n / lanes)`` rounds of a round trip and a block's own bytes.
-- A stream sends a window of bytes and waits for its acknowledgement; each that is acknowledged makes the window a byte
-  larger (slow start, RFC 5681: it doubles in a round trip), until it covers what the way holds.  A link that loses
-  nothing leaves it at that.  While a stream is idle its window is halved every retransmission time-out, down to where
-  it began (RFC 2861).
+- An engine with *lanes* has that many blocks to a peer under way, each on a stream of its own that waits for the
+  answer before it takes the next.  So *n* blocks take ``ceil(n / lanes)`` rounds of a round trip and a block's own
+  bytes.
+- A stream sends a window of bytes and waits for its acknowledgement; each that is acknowledged makes the window a
+  byte larger (slow start, RFC 5681: it doubles in a round trip), until it covers what the way holds.  A link that
+  loses nothing leaves it at that.  While a stream is idle its window is halved every retransmission time-out, down
+  to where it began (RFC 2861).
 - A stream never has more than `NetworkLink.window` under way.
 - Its window goes on growing when the way is full, so that bytes wait in front of it, and the times after which TCP
   suspects that something is lost, which follow the round trip, grow with them.
@@ -52,8 +53,8 @@ TICK = 4e-3
 def late(wait: float) -> float:
     """Return how much later than after *wait* seconds a timer of the kernel fires, on average.
 
-    Published: Linux's timer wheel, whose steps are of one tick up to 64 and of eight times as much for each eight times
-    that.
+    Published: Linux's timer wheel, whose steps are of one tick up to 64 and of eight times as much for each eight
+    times that.
     """
     step = TICK
     while wait >= 64 * step:
@@ -64,8 +65,8 @@ def late(wait: float) -> float:
 class Streams:
     """The TCP streams of one direction between two endpoints.
 
-    *trip* is the time of the way there and back, *answer* what an engine adds to it for each block, *rate* what the way
-    carries at most.
+    *trip* is the time of the way there and back, *answer* what an engine adds to it for each block, *rate* what the
+    way carries at most.
     """
 
     __slots__ = (
@@ -124,14 +125,15 @@ class Streams:
     def repaired(self, now: float, end: float) -> float:
         """Return when a stream that is cut from *now* to *end* sends on, with a window of a segment that grows.
 
-        - What is under way for longer than the cut is not lost, and acknowledged, so that the rest is sent again while
-          it arrives (SACK, RFC 6675).
+        - What is under way for longer than the cut is not lost, and acknowledged, so that the rest is sent again
+          while it arrives (SACK, RFC 6675).
         - After two round trips the last segment is sent again (RFC 8985).  If that comes through, the retransmission
           timer runs from when the oldest was sent, a round trip before the cut.
         - If not, it runs from then, and each time twice as long (RFC 6298), until a segment comes through.
         - The answer to that one says that segments before the cut had arrived, so the time-out counts as spurious
           (F-RTO, RFC 5682).  New data would show what is lost; with a buffer too full for any, nothing is sent until
-          the next probe, after two of a round trip that is 7 / 8 of what it was and 1 / 8 of what these segments took.
+          the next probe, after two of a round trip that is 7 / 8 of what it was and 1 / 8 of what these segments
+          took.
         """
         length, waiting, smooth, stuck = end - now, *self._queued(now)
         if waiting > length:

@@ -11,8 +11,8 @@
              GPU memory - PCIe out - card tx - card rx - PCIe in - GPU memory
              GPU memory - port out - port in - GPU memory
 
-Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a port,
-a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
+Where an engine can move host memory only (tcp, shm), GPU memory is staged through the host.  Each direction of a
+port, a card or a bus is a link of its own; a memory is one link, for reads and writes take turns on it.
 
 Not modelled: what lies between cards (the fabric is free of contention), sockets, and the copies that a kernel makes
 between its socket buffers and host memory, which `Host.tcp_rate` contains.
@@ -122,8 +122,8 @@ def _chain(machine: Machine, network: Network) -> tuple[tuple[Link, ...], tuple[
 class Topology:
     """All links of *machine*, made in *network*, and the ways between its memories.
 
-    Links are made once; the way between two sites is found by kind, as an engine's model names it (`EngineModel.path`).
-    Rates are those of `pdsim.hardware`, in bytes/s and for one direction.
+    Links are made once; the way between two sites is found by kind, as an engine's model names it
+    (`EngineModel.path`). Rates are those of `pdsim.hardware`, in bytes/s and for one direction.
     """
 
     def __init__(self, machine: Machine, network: Network) -> None:
@@ -140,7 +140,9 @@ class Topology:
         """
         machine, (node, gpu) = self.machine, (place.node, place.gpu)
         if not 0 <= node < machine.nodes:
-            raise ConfigError(f"place.node={node}: {machine.name} has nodes 0 to {machine.nodes - 1}; take one of them")
+            raise ConfigError(
+                f"place.node={node}: {machine.name} has nodes 0 to {machine.nodes - 1}; take one of them"
+            )
         if gpu is not None and not machine.gpus:
             raise ConfigError(f"place.gpu={gpu}: {machine.name} has no GPUs; take gpu=None, the host, or another hw")
         if gpu is not None and not 0 <= gpu < machine.gpus:
@@ -162,7 +164,8 @@ class Topology:
     def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
         """Return the links of the GPU at *site* to GPUs of other nodes and back, and to those of its own node and back.
 
-        Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing is.
+        Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing
+        is.
         """
         node = self._nodes[site.node]
         if site.gpu is None:

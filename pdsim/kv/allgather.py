@@ -1,7 +1,7 @@
 """The padded all-gather of context-parallel prefill: unequal pieces of any batch, gathered and put in order.
 
-A group gathers equal sizes.  So every rank's rows are padded to the longest rank's, gathered, and then split, trimmed
-and put into the order of the batch, in one copy.
+A group gathers equal sizes.  So every rank's rows are padded to the longest rank's, gathered, and then split,
+trimmed and put into the order of the batch, in one copy.
 
 How long the longest is follows from the split of every sequence: ``ceil(total / cp)``, which is right for one
 sequence, is too small for two of nine tokens over four ranks (six rows, not five).
@@ -83,9 +83,9 @@ class Split:
 def zigzag(lengths: Sequence[int], cp: int) -> Split:
     """Return the split of sequences of *lengths* tokens over *cp* ranks that balances causal attention.
 
-    Each sequence is cut into ``2 * cp`` blocks, of which the first ``length % (2 * cp)`` have one token more; rank *r*
-    has blocks *r* and ``2 * cp - 1 - r``.  (SGLang does not split sequences below ``2 * cp`` tokens; here some ranks
-    then have none of it.)  Raise a `ValueError` if there is no token at all.
+    Each sequence is cut into ``2 * cp`` blocks, of which the first ``length % (2 * cp)`` have one token more; rank
+    *r* has blocks *r* and ``2 * cp - 1 - r``.  (SGLang does not split sequences below ``2 * cp`` tokens; here some
+    ranks then have none of it.)  Raise a `ValueError` if there is no token at all.
     """
     if cp < 1:
         raise ValueError(f"cp={cp} must be >= 1")

@@ -1,14 +1,14 @@
 """Who is there: the table of ranks that a handoff begins with.
 
-One service a job, in the router's rank.  The router has to know anyway which instances are alive before it sends them
-requests, so a service elsewhere would be a second thing to start, to watch and to lose.  It is spoken to over the
-`pdsim.transfer.Channel` and not over HTTP: messages have types and a schema version, keep their order, need no second
-stack of sockets and no polling until everybody is there, and are the same on the model.
+One service a job, in the router's rank.  The router has to know anyway which instances are alive before it sends
+them requests, so a service elsewhere would be a second thing to start, to watch and to lose.  It is spoken to over
+the `pdsim.transfer.Channel` and not over HTTP: messages have types and a schema version, keep their order, need no
+second stack of sockets and no polling until everybody is there, and are the same on the model.
 
-A rank enrols once in each of its lives.  The table has a row for each instance (an attention group: one data-parallel
-rank of an engine) and in it a place for each rank, at its number in the group's `Grid`, which stands for its
-tensor-parallel, pipeline and context-parallel rank.  An instance is *formed* when all of its places are taken; each
-time that happens it begins a new epoch, by which its peers tell its lives apart.
+A rank enrols once in each of its lives.  The table has a row for each instance (an attention group: one
+data-parallel rank of an engine) and in it a place for each rank, at its number in the group's `Grid`, which stands
+for its tensor-parallel, pipeline and context-parallel rank.  An instance is *formed* when all of its places are
+taken; each time that happens it begins a new epoch, by which its peers tell its lives apart.
 
 Names are compared whole: nothing here looks at how a name begins.
 """
@@ -30,9 +30,9 @@ KNOWN = 120.0
 class Bootstrap:
     """The table of ranks.  *sizes* is how many each instance has, by name.  It has so many places and never more.
 
-    An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.  `forget`
-    empties the places of an instance that was lost, and it forms anew with ranks of newer incarnations.  The first rank
-    that enrols sets the `Terms` (page size and type of KV) that all others must share.
+    An instance is formed when a rank has enrolled for each of its places; its epoch counts how often it was.
+    `forget` empties the places of an instance that was lost, and it forms anew with ranks of newer incarnations.
+    The first rank that enrols sets the `Terms` (page size and type of KV) that all others must share.
 
     The router's rank has the one object; it calls `check` and then `enroll` for each `Enroll` message, and `forget`
     when it declares an instance lost.
@@ -107,8 +107,8 @@ class Bootstrap:
 class RoomDirectory:
     """Which prefill instance took which room, for decode instances to ask where the number of a room does not say.
 
-    The router fills it as it routes; decode instances ask by message.  A room that is not known, or no longer, is left
-    out of the answer.
+    The router fills it as it routes; decode instances ask by message.  A room that is not known, or no longer, is
+    left out of the answer.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -14,8 +14,8 @@ class Consensus:
     before each step of the scheduler.  Here one rank of the group, its leader, schedules: ranks report to it what
     happened, and it tells them what to do, in one order, so that all of them see the same rooms in the same order.
 
-    Life: `succeed` by each rank, or `fail` once and then `settle` by each rank.  Only the leader has an object of it.
-    Raise a `ValueError` for a *size* below 1.
+    Life: `succeed` by each rank, or `fail` once and then `settle` by each rank.  Only the leader has an object of
+    it. Raise a `ValueError` for a *size* below 1.
     """
 
     __slots__ = ("_reported", "_size", "status")

@@ -37,8 +37,8 @@ class Contents:
 
     Metadata lies in *aux*, at the same offsets, if that is given.
 
-    `fill` methods are called on the prefill side before bytes move, `verify` methods on the decode side after.  Where
-    a device keeps no contents nobody makes or calls one.
+    `fill` methods are called on the prefill side before bytes move, `verify` methods on the decode side after.
+    Where a device keeps no contents nobody makes or calls one.
     """
 
     def __init__(self, buffer: Buffer, layout: KvLayout, tp_rank: int, aux: Buffer | None = None) -> None:
@@ -168,7 +168,8 @@ def _token_rows(
 ) -> Bytes:
     """Return what *tokens* hold in one plane, in shape (tokens, row).
 
-    For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in it.
+    For each head there is a word, repeated to the head's size; *marks*, one a token, go between token and head in
+    it.
     """
     few = len(tokens) * row <= _SMALL
     words = (_few_words if few else _words)(heads, row, tokens) | np.uint64(_word(room, plane, 0))
@@ -227,10 +228,9 @@ def _describe(row: Bytes, byte: int, marked: bool = False) -> str:
     if not word:
         return "found zeros"
     token = word & (_MARKED - 1 if marked else (1 << _HEAD) - 1)
+    plane, head = word >> _PLANE & 0xFFF, word >> _HEAD & 0xFFF
     chunk = f" of chunk {word >> _MARK & (1 << _HEAD - _MARK) - 1}" if marked else ""
-    return (
-        f"found room {word >> _ROOM} plane {word >> _PLANE & 0xFFF} head {word >> _HEAD & 0xFFF} token {token}{chunk}"
-    )
+    return f"found room {word >> _ROOM} plane {plane} head {head} token {token}{chunk}"
 
 
 def _aux_row(room: int, index: int, size: int) -> bytes:

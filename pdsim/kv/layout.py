@@ -5,9 +5,9 @@ A rank's pool is one registered region::
     [plane][page][token][head][dim]  then  [aux buffer][slot][row]  then, of hybrid models, [tensor][layer][slot],
     [window plane][page][token][head][dim]  and  [index plane][page][token]
 
-A plane is one layer's K or V (K of layer 0, V of layer 0, K of layer 1, ...; with a latent cache one plane a layer), so
-that pages which are neighbours in the pool are contiguous within each plane.  A rank of a pipeline stage has the planes
-of its stage's layers only.
+A plane is one layer's K or V (K of layer 0, V of layer 0, K of layer 1, ...; with a latent cache one plane a layer),
+so that pages which are neighbours in the pool are contiguous within each plane.  A rank of a pipeline stage has the
+planes of its stage's layers only.
 
 Unknown here: requests, engines, time, and who writes to whom (`pdsim.kv.mapping`).
 """
@@ -131,11 +131,11 @@ class PageTable:
 class KvLayout:
     """The pool of each of *tp* ranks of one pipeline *stage*.
 
-    *pages* pages of *page_size* tokens, *slots* rows of first-token metadata; of hybrid models also *state_slots* slots
-    and *window_pages* pages.
+    *pages* pages of *page_size* tokens, *slots* rows of first-token metadata; of hybrid models also *state_slots*
+    slots and *window_pages* pages.
 
-    The same for all tensor-parallel ranks of the stage.  Raise a `ValueError` for sizes below 1, a stage outside *pp*,
-    and for pools that the model's layers need and that are empty.
+    The same for all tensor-parallel ranks of the stage.  Raise a `ValueError` for sizes below 1, a stage outside
+    *pp*, and for pools that the model's layers need and that are empty.
     """
 
     shape: KvShape

@@ -30,8 +30,8 @@ class _ComputedRoom:
 class KvLender:
     """Keeps what a prefill rank, the *index*-th of its group's *grid*, computed, for decode ranks to read.
 
-    *report* is called with `Sent` once all of a room is computed here, and with `Settled` once an aborted room is not
-    computed any more.  Where memory has contents, those of rooms up to number *checked* are written into it.
+    *report* is called with `Sent` once all of a room is computed here, and with `Settled` once an aborted room is
+    not computed any more.  Where memory has contents, those of rooms up to number *checked* are written into it.
 
     Life of a room: `expect` when a forward with a chunk of it begins, `send` when that has ended, and with the last
     chunk the room is forgotten here.  `abort` waits for forwards under way.

@@ -1,7 +1,8 @@
 """Which prefill rank writes what to which decode rank: heads, layers, page positions and state.
 
 H is the model's number of KV heads, P and D are the attention tensor-parallel sizes of the prefill and the decode
-side.  Ranks beyond H replicate heads: of T ranks, rank r owns head ``r // (T / H)``.  The formulas are those of SGLang
+side.  Ranks beyond H replicate heads: of T ranks, rank r owns head ``r // (T / H)``.  The formulas are those of
+SGLang
 0.5.23; the earlier ``(d * Hd) % Hs`` picks the wrong head wherever D > H > P, because it forgets that decode ranks
 replicate.
 
@@ -150,8 +151,8 @@ def head_slice(
 ) -> HeadSlice | None:
     """Return the heads that *prefill_rank* writes to *decode_rank*; None means whole rows, as both sides keep them.
 
-    Both are tensor-parallel ranks, and *prefill_rank* is one of `tp_writers`.  Where there are fewer heads than ranks,
-    several ranks keep the same one.  Raise a `ValueError` unless one of the two sizes divides the other.
+    Both are tensor-parallel ranks, and *prefill_rank* is one of `tp_writers`.  Where there are fewer heads than
+    ranks, several ranks keep the same one.  Raise a `ValueError` unless one of the two sizes divides the other.
 
     >>> from pdsim.kv.layout import KvShape
     >>> head_slice(KvShape(layers=1, heads=8, head_bytes=256), 2, 4, prefill_rank=0, decode_rank=1)
@@ -198,9 +199,9 @@ def share(pages: int, cp: int, cp_rank: int) -> range:
 class RankMap:
     """Who writes what to whom between a group of *prefill* ranks and one of *decode* ranks.
 
-    With *all_cp_ranks* each context-parallel rank writes its `share` of the pages, else rank 0 writes them all; state
-    and metadata come from rank 0 in either case.  Of ranks that hold the same latent or index rows only the first
-    writes them; replicas of a head all write it (the same bytes).
+    With *all_cp_ranks* each context-parallel rank writes its `share` of the pages, else rank 0 writes them all;
+    state and metadata come from rank 0 in either case.  Of ranks that hold the same latent or index rows only the
+    first writes them; replicas of a head all write it (the same bytes).
 
     Raise a `ValueError` if decode ranks are context-parallel, if decode has several stages but not those of prefill,
     or unless one of the tensor-parallel sizes divides the other.
@@ -250,7 +251,8 @@ class RankMap:
             return None
         first = tp == ranks[0]
         components = tuple(self._components(first, pp, cp))
-        knows = pp == self.prefill.pp - 1 or self.decode.pp > 1  # the last stage has the first token, and tells others
+        # the last stage has the first token, and tells others
+        knows = pp == self.prefill.pp - 1 or self.decode.pp > 1
         aux = first and not cp and knows
         if not components and not aux:
             return None

@@ -1,7 +1,7 @@
 """What ranks tell each other, as typed messages with a schema version.
 
-One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds on
-the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.
+One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds
+on the job's clock, pages are those of the receiver's or sender's instance, rooms are positive.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KvMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
     """Base of all messages."""
 
 
-# --- setting up -----------------------------------------------------------------------------------------------------
+# --- setting up ----------------------------------------------------------------------------------------------------
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -170,7 +170,7 @@ class Stop(KvMessage, frozen=True):
     """The router to every rank: nothing more will come."""
 
 
-# --- a request's way ------------------------------------------------------------------------------------------------
+# --- a request's way -----------------------------------------------------------------------------------------------
 
 
 class Submit(KvMessage, frozen=True):

@@ -1,7 +1,8 @@
 """First-token metadata of a request: where its rows lie on a rank, and which way they go to the other side.
 
 Over the data path the rows are descriptors like any others, from registered memory to registered memory.  Over the
-control channel they are a message, which finds rows wherever they lie, and which every pair of ranks can fall back to.
+control channel they are a message, which finds rows wherever they lie, and which every pair of ranks can fall back
+to.
 
 A row belongs to a room, not to a slot number: a message is stored in the slot that its room has *now*, so that what
 comes late finds no slot, and any number can be a room's, 0 too.

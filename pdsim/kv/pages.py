@@ -65,8 +65,8 @@ class Pool(Protocol):
 def page_pool(order: str, pages: int) -> Pool:
     """Return a pool of so many *pages*, all free, that gives them out in *order*.
 
-    ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out what
-    was freed longest ago (`FreeQueue`, as vLLM does).  Raise a `ValueError` if there is no such order.
+    ``"best_fit"`` keeps runs long (`PagePool`; SGLang sorts its free slots to the same end), ``"queue"`` gives out
+    what was freed longest ago (`FreeQueue`, as vLLM does).  Raise a `ValueError` if there is no such order.
     """
     if order not in ORDERS:
         raise ValueError(f"pages must be given out in one of {', '.join(ORDERS)}, got {order!r}")
@@ -91,8 +91,8 @@ def after(pages: Pages, skip: int) -> Pages:
 class PagePool:
     """The pages of one instance (all its ranks use the same numbers), handed out in runs as long as can be had.
 
-    Takes the smallest free run that holds a request whole and, if none does, the largest ones; the lowest among equals.
-    So one history of calls gives one assignment.  Costs grow with the number of free runs, not of pages.
+    Takes the smallest free run that holds a request whole and, if none does, the largest ones; the lowest among
+    equals. So one history of calls gives one assignment.  Costs grow with the number of free runs, not of pages.
 
     Owners are rooms.  Invariant: free runs are ascending and never touch.
 
@@ -183,7 +183,9 @@ class PagePool:
 
     def is_whole(self) -> bool:
         """Return whether pages with an owner and pages without one are all pages, however many owners one has."""
-        lent = {page for runs in self.owners.values() for start, count in runs for page in range(start, start + count)}
+        lent = {
+            page for runs in self.owners.values() for start, count in runs for page in range(start, start + count)
+        }
         return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def _choose(self, count: int) -> int:
@@ -218,10 +220,10 @@ class PagePool:
 class FreeQueue:
     """The pages of one instance, given out in the order in which they were freed, those of an owner last one first.
 
-    So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives the
-    blocks of a request back in reverse, for its last ones to be evicted first).  A new pool gives out ascending
-    neighbours.  Once every page has been used, requests get descending ones, which no descriptor covers together, then
-    ascending ones again, and later a mixture.
+    So does vLLM's block pool (`v1/core/block_pool.py`, a linked list of free blocks; `kv_cache_manager.free` gives
+    the blocks of a request back in reverse, for its last ones to be evicted first).  A new pool gives out ascending
+    neighbours.  Once every page has been used, requests get descending ones, which no descriptor covers together,
+    then ascending ones again, and later a mixture.
 
     >>> pool = FreeQueue(4)
     >>> pool.allocate(1, 4)

@@ -54,9 +54,9 @@ class DecodePeer:
 
     *number* tells this rank's targets apart; *exact* says whether memory has contents.
 
-    Made when a decode rank registers, and kept until its instance is dropped.  *metadata* is the way that first-token
-    metadata goes to this rank, and *fallback* why that is not the policy's.  *blocks* is None unless chunks may be
-    staged.
+    Made when a decode rank registers, and kept until its instance is dropped.  *metadata* is the way that
+    first-token metadata goes to this rank, and *fallback* why that is not the policy's.  *blocks* is None unless
+    chunks may be staged.
     """
 
     def __init__(

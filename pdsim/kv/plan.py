@@ -41,7 +41,9 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
     """
     source_pages, target_pages = np.asarray(source, np.int64), np.asarray(target, np.int64)
     if len(source_pages) != len(target_pages):
-        raise ValueError(f"{len(source_pages)} source pages and {len(target_pages)} target pages: need as many of each")
+        raise ValueError(
+            f"{len(source_pages)} source pages and {len(target_pages)} target pages: need as many of each"
+        )
     if not len(source_pages):
         return ()
     breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(target_pages) != 1)) + 1
@@ -53,14 +55,14 @@ def group(source: npt.ArrayLike, target: npt.ArrayLike) -> Runs:
 class Planner:
     """Makes the batches that one kind of rank writes to another kind: *part* of the layers that both have.
 
-    Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads of
-    keys and values) or each group of dimensions (mamba) is a descriptor of its own.
+    Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads
+    of keys and values) or each group of dimensions (mamba) is a descriptor of its own.
 
     Batches are lazy: what is counted and checked follows from the runs of pages, and no array is made until somebody
     reads one.  Descriptors of state are few, and made at once.
 
-    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are cached, so
-    they must not be changed.
+    The arrays of a batch have shape (descriptor,), plane by plane, then metadata, then state.  Batches are cached,
+    so they must not be changed.
     """
 
     def __init__(self, source: KvLayout, target: KvLayout, part: RankShare = WHOLE) -> None:
@@ -86,8 +88,8 @@ class Planner:
         """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
 
         *state* are the runs of each component of the state, in the order of `StateShape.components`.  What is not of
-        this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there is
-        nothing to move or if a page or slot lies outside its pool.
+        this planner's part is left out.  The regions are nameless: use `Batch.over`.  Raise `InvalidBatch` if there
+        is nothing to move or if a page or slot lies outside its pool.
         """
         counted = None if any(state) else self._count(runs, slots)
         if counted is None:

@@ -22,8 +22,8 @@ class Policy:
 
     Without values: every chunk is posted at once, grouped, in one write with the metadata.
 
-    Raise a `ValueError` for an unknown choice, for staging without queues or without notifications of writes, and for
-    metadata in host memory that is to go over the data path.
+    Raise a `ValueError` for an unknown choice, for staging without queues or without notifications of writes, and
+    for metadata in host memory that is to go over the data path.
     """
 
     queues: int = 0  # each with one worker that blocks until its write is done; 0 posts everything at once

@@ -1,8 +1,8 @@
 """A pool of pages that keeps the prefixes of prompts: pages nobody uses any more serve the next prompt like them.
 
-A page is known by the hash of its tokens and all before them, so pages of one prefix are found one after the other and
-a lookup ends at the first that is missing.  Pages without a user wait in order of their last use, the end of a prompt
-before its beginning, and are evicted in that order when a request needs room.
+A page is known by the hash of its tokens and all before them, so pages of one prefix are found one after the other
+and a lookup ends at the first that is missing.  Pages without a user wait in order of their last use, the end of a
+prompt before its beginning, and are evicted in that order when a request needs room.
 
 ==========  ==========================================================================================
 ``block``   one page at a time goes, as of vLLM's free queue of blocks
@@ -37,11 +37,11 @@ class PrefixPagePool(PagePool):
     """A `PagePool` whose pages may have several users, and whose free pages keep what they hold until they are needed.
 
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
-    *eviction* is ``"block"`` or ``"radix"``.  With *host*, so many pages that were known last are in host memory, too:
-    `commit` says how many go there, and `loaded` how many come back.
+    *eviction* is ``"block"`` or ``"radix"``.  With *host*, so many pages that were known last are in host memory,
+    too: `commit` says how many go there, and `loaded` how many come back.
 
-    Invariant: a page is unused, cached without a user, or owned by one or more requests; and a page that is cached is
-    never evicted while it has a user.
+    Invariant: a page is unused, cached without a user, or owned by one or more requests; and a page that is cached
+    is never evicted while it has a user.
 
     >>> pool = PrefixPagePool(4)
     >>> pool.reuse(1, 3, keys=[])
@@ -62,7 +62,8 @@ class PrefixPagePool(PagePool):
         self._limit = limit
         self._cached: dict[int, _CachedPage] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # keys without a user, the next to be evicted first
-        self._keys: dict[int, list[int | None]] = {}  # of each owner's first pages; None: another page has that content
+        # of each owner's first pages; None: another page has that content
+        self._keys: dict[int, list[int | None]] = {}
         self._nodes: dict[int, list[int]] = {}  # keys in order, where eviction goes by nodes
         self._node = 0
 

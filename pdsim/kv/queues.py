@@ -1,7 +1,7 @@
 """The send queues of a prefill rank: each has one worker, which does one thing after the other.
 
-What stands first in a queue holds up what stands behind it, and nothing in another queue.  Unknown here: what the items
-are, and which queue is whose.
+What stands first in a queue holds up what stands behind it, and nothing in another queue.  Unknown here: what the
+items are, and which queue is whose.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class _Queue(Generic[T]):
 class Queues(Generic[T]):
     """*count* queues with a blocking worker each; with 0, an item is worked on at once and waits for nobody.
 
-    *work* is called with an item and the number of its queue, and returns what the worker waits for before it goes on
-    with the next: an event, whether that succeeds or fails; a program; or None.  *failed* is called with an item whose
-    *work* or program raised, and the exception.  The worker goes on with the next: one bad item must not end the
-    service of all others.
+    *work* is called with an item and the number of its queue, and returns what the worker waits for before it goes
+    on with the next: an event, whether that succeeds or fails; a program; or None.  *failed* is called with an item
+    whose *work* or program raised, and the exception.  The worker goes on with the next: one bad item must not end
+    the service of all others.
 
     Workers are callbacks and no processes: an item costs no event of its own.
 
-    Life of an item: `put` appends it, the worker takes it out and calls *work*, waits for what that returns, and takes
-    the next.  Nothing is ever taken out otherwise, so *work* must look whether its item still matters.
+    Life of an item: `put` appends it, the worker takes it out and calls *work*, waits for what that returns, and
+    takes the next.  Nothing is ever taken out otherwise, so *work* must look whether its item still matters.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Queues(Generic[T]):
     def put(self, key: int, item: T) -> None:
         """Append *item* to the queue that *key* falls to: ``key % count``.
 
-        A worker that is idle begins before this returns, without an event of its own; so only a callback may call it.
+        A worker that is idle begins before this returns, without an event of its own; so only a callback may call
+        it.
         """
         if not self._queues:
             self._clock.process(self._alone(item))

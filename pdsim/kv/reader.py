@@ -1,6 +1,7 @@
 """The decode side of a pulled handoff, on one rank: it reads its part of a request from the prefill ranks that have it.
 
-One read for each prefill rank, whose descriptors are runs of neighbouring pages on both sides, a layer and plane each.
+One read for each prefill rank, whose descriptors are runs of neighbouring pages on both sides, a layer and plane
+each.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class _ReadRoom:
 class KvReader:
     """Reads what the *index*-th rank of a decode group needs from the prefill ranks of *rank_map*.
 
-    *report* is called with `Sent` once for each room, when all is here or a read has failed; *quiet* once for each room
-    to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to number
+    *report* is called with `Sent` once for each room, when all is here or a read has failed; *quiet* once for each
+    room to `forget`, when nothing of it moves any more.  Where memory has contents, every byte of rooms up to number
     *checked* is compared before the room counts as here.
 
     Life of a room: `read` posts the reads, `Sent` reports that all is here or that one failed, and after a failure

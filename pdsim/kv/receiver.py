@@ -49,12 +49,12 @@ class KvReceiver:
     """Receives what the prefill ranks of *rank_map* write to a decode rank, the *index*-th of its group *instance*.
 
     A room is complete when as many writes have arrived as its writers say that they made, those to the staging ring
-    scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which the
-    room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called once
-    for each room with `Arrived` and the last `Arrival`, *quiet* once for each room to `forget`.
+    scattered.  On memory that has contents every byte is then compared, of rooms up to number *checked*, for which
+    the room's pages must be known by `reserve`, before or after (the two travel different ways).  *report* is called
+    once for each room with `Arrived` and the last `Arrival`, *quiet* once for each room to `forget`.
 
-    Life of a room: `reserve` and the arrivals come in any order; `Arrived` is reported when all is here; `forget` ends
-    it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
+    Life of a room: `reserve` and the arrivals come in any order; `Arrived` is reported when all is here; `forget`
+    ends it early.  What arrives within `OVER` seconds of that is ignored, and counted in *ignored*.
     """
 
     def __init__(

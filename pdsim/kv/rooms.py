@@ -115,8 +115,9 @@ class ExpiringMap(Generic[Value]):
 class QuarantineStall:
     """For how long nothing but pages in quarantine has been in the way of a queue.
 
-    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever: for
-    *seconds* from when the queue was blocked first, however many wait in it.  *wake* is called when they are over.
+    They come back once it is proven that nobody writes to them, so it is worth waiting for them, but not for ever:
+    for *seconds* from when the queue was blocked first, however many wait in it.  *wake* is called when they are
+    over.
     """
 
     def __init__(self, clock: Clock, seconds: float, wake: Callable[[], None]) -> None:

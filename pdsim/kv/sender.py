@@ -50,8 +50,8 @@ class KvSender(SenderRooms):
     each other.  Each write carries an `Arrival`, the last one with the number of writes, so that the receiver knows
     when it has all; *policy* may have it sent once, after the last write, instead.
 
-    With *staging*, chunks for ranks that keep other heads are staged: slots are asked for when the forward begins, and
-    a chunk stands aside until it is answered.  A target that refuses once is not asked again for that room.
+    With *staging*, chunks for ranks that keep other heads are staged: slots are asked for when the forward begins,
+    and a chunk stands aside until it is answered.  A target that refuses once is not asked again for that room.
 
     Where memory has contents, those of rooms up to number *checked* are written into it first.
 
@@ -59,9 +59,9 @@ class KvSender(SenderRooms):
     nothing of a failed room moves any more and its leader has aborted it.  Until then its pages, on both sides, must
     not be given to anyone else.
 
-    Life of a room here: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has ended;
-    writes are queued), writes end, and with the last one the room is over.  A failed write fails the room on this
-    rank; its leader then calls `abort`.
+    Life of a room here: `expect` (a forward with a chunk begins; slots are asked for), `send` (the forward has
+    ended; writes are queued), writes end, and with the last one the room is over.  A failed write fails the room on
+    this rank; its leader then calls `abort`.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class KvSender(SenderRooms):
     def send(self, chunk: Chunk, seconds: float = 0.0) -> None:
         """Write the pages of *chunk*, whose forward has just ended, unless its room has failed meanwhile.
 
-        With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is computed,
-        at an equal share of that, and `computed` must be called at the end.  Only a callback may call it: workers that
-        are idle begin at once.
+        With *seconds*, its forward has just begun and takes so long: each plane is written when its layer is
+        computed, at an equal share of that, and `computed` must be called at the end.  Only a callback may call it:
+        workers that are idle begin at once.
         """
         state, clock = self._rooms[chunk.room], self._rank.clock
         if not seconds:
@@ -220,7 +220,9 @@ class KvSender(SenderRooms):
         if not pieces:
             return []
         name = target.peer.name
-        total = state.writes[name] = state.writes.get(name, 0) + sum(piece.writes if piece else 1 for piece in pieces)
+        total = state.writes[name] = state.writes.get(name, 0) + sum(
+            piece.writes if piece else 1 for piece in pieces
+        )
         if chunk.last if target.part.with_last else finished:
             arrival = replace(arrival, count=total)
         return [ChunkTransfer(state, chunk, target, piece, arrival) for piece in pieces]

@@ -27,8 +27,9 @@ COMPONENTS = ("mamba", "window", "index")
 class Tensor:
     """What a mamba layer keeps in one tensor: *dim_bytes* bytes in each dimension.
 
-    The dimensions come in *groups*, each of which is divided over the tensor-parallel ranks by itself.  A convolution
-    over q, k and v has three: a rank keeps its share of each, so that its slice of the whole is not contiguous.
+    The dimensions come in *groups*, each of which is divided over the tensor-parallel ranks by itself.  A
+    convolution over q, k and v has three: a rank keeps its share of each, so that its slice of the whole is not
+    contiguous.
 
     >>> Tensor(groups=(4096, 1024), dim_bytes=6).nbytes(tp=4)
     7680
@@ -56,8 +57,8 @@ class Tensor:
 class StateShape:
     """Which layers keep what: layer *i* is ``pattern[i % len(pattern)]``.
 
-    ``a`` is full attention, ``w`` attention over the last *window* tokens, ``m`` a mamba layer that keeps the tensors
-    *mamba*.  Layers with full attention keep *index_bytes* more of each token, 0 without sparse attention.
+    ``a`` is full attention, ``w`` attention over the last *window* tokens, ``m`` a mamba layer that keeps the
+    tensors *mamba*.  Layers with full attention keep *index_bytes* more of each token, 0 without sparse attention.
 
     >>> StateShape(pattern="wwa", window=1024).layers("a", range(8))
     (2, 5)
@@ -92,8 +93,8 @@ class StateShape:
 def stage_layers(layers: int, pp: int, stage: int) -> range:
     """Return which of *layers* the *stage* of *pp* pipeline stages has, one after the other.
 
-    Where *pp* does not divide them, the last ``layers % pp`` stages have one more (as in SGLang).  Raise a `ValueError`
-    if a stage would have none.
+    Where *pp* does not divide them, the last ``layers % pp`` stages have one more (as in SGLang).  Raise a
+    `ValueError` if a stage would have none.
 
     >>> [stage_layers(8, 3, stage) for stage in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
@@ -121,8 +122,8 @@ def window_span(tokens: int, window: int, page_size: int) -> tuple[int, int]:
 class StatePool:
     """The slots and window pages of one group, a request at a time; all ranks of the group use the same numbers.
 
-    A request takes one mamba slot, and window pages for the most that its window can touch while it grows, so nothing
-    that runs can run out.  Models without mamba or window layers take none of them.
+    A request takes one mamba slot, and window pages for the most that its window can touch while it grows, so
+    nothing that runs can run out.  Models without mamba or window layers take none of them.
 
     Owners are rooms.  What is allocated for one is released together.
     """

@@ -1,9 +1,9 @@
 """Intervals of percentiles of one run, and whether it was stationary: by batches of consecutive requests.
 
-Latencies of neighbours are correlated, so an interval that takes them as independent is far too short.  The method of
-batch means (Law, "Simulation Modeling and Analysis", 5th ed., section 9.5.3) cuts a run into a few long batches whose
-values are nearly independent.  The trend test is Mann's and Kendall's (Mann, "Nonparametric tests against trend",
-Econometrica 13, 1945) with the normal approximation.
+Latencies of neighbours are correlated, so an interval that takes them as independent is far too short.  The method
+of batch means (Law, "Simulation Modeling and Analysis", 5th ed., section 9.5.3) cuts a run into a few long batches
+whose values are nearly independent.  The trend test is Mann's and Kendall's (Mann, "Nonparametric tests against
+trend", Econometrica 13, 1945) with the normal approximation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def intervals(name: str, unit: str, values: Floats, percentiles: Sequence[float]
     rule = "half the 95 % interval of the {}, by batch means; needs 5 batches of 10 requests or more"
     asked: list[tuple[str, float | None]] = [("avg", None), *((label(q), q) for q in percentiles)]
     return [
-        Metric(f"{name}_{what}_half_{unit}", half_width(values, q), rule.format(what), tabled=True) for what, q in asked
+        Metric(f"{name}_{what}_half_{unit}", half_width(values, q), rule.format(what), tabled=True)
+        for what, q in asked
     ]
 
 
@@ -71,7 +72,8 @@ def _correlation(values: Floats) -> float:
 def trend(values: Floats) -> float | None:
     """Return by how much *values*, in order, grow from the first to the last tenth, if they do; 0.0 if they do not.
 
-    They do if the means of ten batches rank upwards more than 1 % of stationary runs would.  None for fewer than 100.
+    They do if the means of ten batches rank upwards more than 1 % of stationary runs would.  None for fewer than
+    100.
     """
     if len(values) < _TREND_BATCHES * _SMALLEST:
         return None

@@ -35,9 +35,9 @@ _MOST = 5  # rows of a table, or metrics, of an experiment that serves nothing
 def lines(run: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """Yield the lines about *run*, which `pdsim.results.store.load` read from *folder*, below its headline.
 
-    Of a run that served requests they are offered load, verdict, latencies and what bounds it; of any other its first
-    table or metrics. Then come failures, the weakest evidence, the first warning, and what to type next. Without
-    evidence there is no number.
+    Of a run that served requests they are offered load, verdict, latencies and what bounds it; of any other its
+    first table or metrics. Then come failures, the weakest evidence, the first warning, and what to type next.
+    Without evidence there is no number.
     """
     proof, metrics = Evidence(run["evidence"]["sources"]), _values(run)
     if not proof.sources:

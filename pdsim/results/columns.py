@@ -1,7 +1,7 @@
 """Arrow arrays of what results are made of, without pandas.
 
-`pyarrow.array` imports pandas, if it is installed, to ask whether it was given some of it: a third of a second in every
-process that keeps a run.  Buffers need no such question.
+`pyarrow.array` imports pandas, if it is installed, to ask whether it was given some of it: a third of a second in
+every process that keeps a run.  Buffers need no such question.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ _SOURCES = ".sources."
 def tables(folders: Sequence[Path]) -> list[Table]:
     """Return what differs, and the metrics, of the complete runs in *folders*, called A, B and so on.
 
-    Metrics have a column for each run and, from the second on, one of its value over that of A. Raise a `ConfigError`
-    if there are not two to 26, if one is not complete, or if they are of several experiments.
+    Metrics have a column for each run and, from the second on, one of its value over that of A. Raise a
+    `ConfigError` if there are not two to 26, if one is not complete, or if they are of several experiments.
     """
     runs = _runs(folders)
     names = ascii_uppercase[: len(runs)]

@@ -1,7 +1,7 @@
 """A configuration as it is written: as plain data, as the ``config.yaml`` of a run, and as the text of its name.
 
-A sweep writes thousands of configurations that differ in a key or two.  So what each top-level part was written as is
-kept, one value of each, and written again only when the part is another one: that is nine tenths of the time.
+A sweep writes thousands of configurations that differ in a key or two.  So what each top-level part was written as
+is kept, one value of each, and written again only when the part is another one: that is nine tenths of the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pdsim.config import Config
 __all__ = ["as_written", "canonical", "config_yaml", "plain"]
 
 _HYDRA = """\
-# A run, complete; to repeat it: pdsim run --config-path FOLDER --config-name config, FOLDER being this file's, absolute
+# A run, complete; to repeat it: pdsim run --config-path FOLDER --config-name config, FOLDER being this file's,
+# absolute
 defaults: [_self_, {override hydra/hydra_logging: none}, {override hydra/job_logging: none}]
 hydra: {output_subdir: null, run: {dir: .}}
 """
@@ -55,7 +56,9 @@ def _parts(config: Config) -> dict[str, _Part]:
         if key == "backend":
             value = value, config.policy
         known = _written.get(key)
-        if known is None or not (known.value is value or (type(known.value) is type(value) and known.value == value)):
+        if known is None or not (
+            known.value is value or (type(known.value) is type(value) and known.value == value)
+        ):
             data = plain(value) if key != "backend" else {**plain(value[0]), "policy": plain(value[1])}
             known = _written[key] = _Part(value, data)
         found[key] = known

@@ -225,4 +225,6 @@ def _error(calibration: Calibration, factor: float) -> str:
     if held is None:
         return ""
     wide = beyond(factor)
-    return f"; take its error there, {100.0 * held.p95:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
+    return (
+        f"; take its error there, {100.0 * held.p95:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
+    )

@@ -35,11 +35,12 @@ STAGES = {
 def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, float]]:
     """Return mean seconds of each phase of requests and each stage of transfers of the run in *folder*.
 
-    The keys are ``"request"``, of all or of one *request*, and ``"transfer"``, those without rows left out; ``"size"``
-    has mean bytes and descriptors of a transfer, and the seconds that its poller added. Only requests and transfers
-    that succeeded count: the phases of one that failed do not add up.
+    The keys are ``"request"``, of all or of one *request*, and ``"transfer"``, those without rows left out;
+    ``"size"`` has mean bytes and descriptors of a transfer, and the seconds that its poller added. Only requests and
+    transfers that succeeded count: the phases of one that failed do not add up.
 
-    Raise a `ConfigError` if *folder* is not a complete run, or has no rows at all, or has no such request that ended.
+    Raise a `ConfigError` if *folder* is not a complete run, or has no rows at all, or has no such request that
+    ended.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -105,9 +106,9 @@ def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Tab
 def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
     """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*, else of its transfers.
 
-    The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link the
-    wire, the host what the poller added, and the handshake. So the causes of requests add up to their end-to-end time,
-    and those of transfers to their latency.
+    The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link
+    the wire, the host what the poller added, and the handshake. So the causes of requests add up to their end-to-end
+    time, and those of transfers to their latency.
 
     Raise a `ConfigError` as `causes` does, and for a *request* that there is none of or that did not end.
     """

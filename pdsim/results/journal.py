@@ -1,9 +1,9 @@
 """What a run leaves on disk while it goes on: records that then need no memory, and what is left if it is killed.
 
-``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer_log.LogBlock`), ``requests.journal`` rows of
-requests that are over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its
-length in eight bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.  Files are
-made with the first entry, and go when the run is complete.
+``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer_log.LogBlock`), ``requests.journal`` rows
+of requests that are over, in the order in which they ended (`pdsim.serving.request_log.RowBlock`).  An entry is its
+length in eight bytes, lowest first, and msgpack; what a process was killed over is the last, and cut short.  Files
+are made with the first entry, and go when the run is complete.
 """
 
 from __future__ import annotations

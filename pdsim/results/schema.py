@@ -65,16 +65,22 @@ REQUESTS = (
     Column("arrival", "float64", "s", "when it arrived, from the start of the workload"),
     Column("input", "int64", "tokens", "length of the prompt"),
     Column("output", "int64", "tokens", "tokens that were asked for"),
-    Column("patience", "float64", "s", "from its arrival until its user leaves, as workload.aborts says; null: stays"),
+    Column(
+        "patience", "float64", "s", "from its arrival until its user leaves, as workload.aborts says; null: stays"
+    ),
     Column("prefill", "string", "", "prefill instance that it was sent to"),
     Column("decode", "string", "", "decode instance that it was sent to"),
     Column("nbytes", "int64", "B", "KV cache and metadata handed over, to all decode ranks"),
     Column("status", "string", "", "ok, or why it did not get all its tokens"),
     Column("path", "string", "", "how its KV went: grouped, sliced, staged, or several joined by +"),
-    Column("ttft", "float64", "s", "from arrival to the decode engine having the first token, which it then streams"),
+    Column(
+        "ttft", "float64", "s", "from arrival to the decode engine having the first token, which it then streams"
+    ),
     Column("tpot", "float64", "s", "from the first token to the last, over output - 1; null for one token"),
     Column("e2e", "float64", "s", "from arrival to the last token"),
-    Column("queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"),
+    Column(
+        "queueing", "float64", "s", "waiting for decode pages, the prefill engine, and a place in the decode batch"
+    ),
     Column("compute", "float64", "s", "in prefill forwards, from the first to the last, and in the decode batch"),
     Column("handshake", "float64", "s", "from decode pages reserved to the prefill scheduler having their numbers"),
     Column("transfer", "float64", "s", "from the end of its last prefill forward to its KV and metadata in place"),
@@ -116,7 +122,9 @@ LIVE = (
 
 
 SAMPLES = (
-    Column("kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"),
+    Column(
+        "kind", "string", "", "link, pool (a memory), pages (KV pages of an instance) or ring (staging, of a rank)"
+    ),
     Column("name", "string", "", "which of them"),
     Column("time", "float64", "s", "since the start of the job; `start` in summary.json is that of the workload"),
     Column("value", "float64", "", "share in use, 0 to 1; of a link the mean since the sample before"),
@@ -148,8 +156,8 @@ def transfers_table(records: Sequence[TransferRecord]) -> pa.Table:
 def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -> Iterator[pa.Table]:
     """Yield `transfers_table` in tables of about so many *rows*, at least one.
 
-    So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their order
-    are those of one table.
+    So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their
+    order are those of one table.
     """
     import pyarrow as pa
 
@@ -169,8 +177,8 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
     """Return *columns* of a log with those that are computed from them, in microseconds and GB/s.
 
-    Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The rate is
-    null where a transfer failed or took no time.
+    Divisions by 0 give infinities and NaN, as IEEE says: a transfer without descriptors has no block size. The rate
+    is null where a transfer failed or took no time.
     """
     import numpy as np
     import pyarrow as pa
@@ -210,8 +218,8 @@ def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
 def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     """Return *requests* as an Arrow table of the columns `REQUESTS`; a column that is left out is null.
 
-    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given. Values are lists of equal length, one item a
-    request, None where it has none.
+    Columns of `INSTANTS`, `OPTIONAL` and `LIVE` follow if they are given. Values are lists of equal length, one item
+    a request, None where it has none.
 
     Raise a `ValueError` if a column is unknown, longer than another, or holds what its type cannot.
     """

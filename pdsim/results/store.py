@@ -1,18 +1,19 @@
 """The folder of a run: ``<experiment>-<hw>-<backend>-<target>-<YYYYmmdd-HHMMSS>[-n]``.
 
-=====================  ===============================================================================================
-``config.yaml``        the whole resolved configuration; a run can be repeated from it
-``run.json``           versions, git, host, command line, engine as it reports itself, evidence, how the run ended
-``requests.parquet``   one row a request
+=====================
+=============================================================================================== ``config.yaml``
+the whole resolved configuration; a run can be repeated from it ``run.json``           versions, git, host, command
+line, engine as it reports itself, evidence, how the run ended ``requests.parquet``   one row a request
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
 ``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
 ``*.journal``          while a modelled run goes on: what it need not keep in memory (`pdsim.results.journal`)
-=====================  ===============================================================================================
+=====================
+===============================================================================================
 
-The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any moment
-leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line and
-source tree leave the same bytes: the date is in the folder's name only.
+The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any
+moment leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line
+and source tree leave the same bytes: the date is in the folder's name only.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
 
     Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
-    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep, *name*
-    that of the folder if it is not to be the usual one.  A run that is not *durable* leaves it to the system when its
-    files reach the disk: a sweep runs what a loss of power took again.  *left* is the folder of a run whose process has
-    ended, for `write_partial`.
+    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep,
+    *name* that of the folder if it is not to be the usual one.  A run that is not *durable* leaves it to the system
+    when its files reach the disk: a sweep runs what a loss of power took again.  *left* is the folder of a run whose
+    process has ended, for `write_partial`.
 
     Raise a `ConfigError` if *config.output* cannot be written to.
     """
@@ -101,8 +102,8 @@ class Run:
         """Write *result*, take the mark off the folder and return where it now is.
 
         A result with failures makes the run ``partial``: its numbers are those of what succeeded. ``run.json`` is
-        written last, and replaced in one step, so that a reader sees the old or the new one. Files that hold rows are
-        written in groups.
+        written last, and replaced in one step, so that a reader sees the old or the new one. Files that hold rows
+        are written in groups.
         """
         self._describe(result)
         if self.config.target != "model":
@@ -205,14 +206,18 @@ def summary(result: Result) -> dict[str, Any]:
     ranks = outcome.ranks.items() if outcome else ()
     return {
         "schema": schema.VERSION,
-        "metrics": {m.name: {"value": m.value, "definition": m.definition, "tabled": m.tabled} for m in result.summary},
+        "metrics": {
+            m.name: {"value": m.value, "definition": m.definition, "tabled": m.tabled} for m in result.summary
+        },
         "tables": [
             {"title": table.title, "columns": dict(table.columns), "rows": [list(row) for row in table.rows]}
             for table in result.tables
         ],
         "failures": list(result.failures),
         "notes": [*result.notes, *refusals(outcome)],
-        "ranks": {name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks},
+        "ranks": {
+            name: {"engine": rank.engine, "error": rank.error, "refused": rank.refused} for name, rank in ranks
+        },
         "seconds": outcome.seconds if outcome else None,
         "start": result.start,
         "events": outcome.events if outcome else None,
@@ -292,7 +297,9 @@ def _reserve(output: Path, stem: str) -> tuple[Path, Path]:
 def _engines(result: Result) -> list[str]:
     """Return what moved bytes, as the engines named themselves: never as the configuration did."""
     ranks = result.outcome.ranks.values() if result.outcome else ()
-    return sorted({rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in shapes(result.transfers)})
+    return sorted(
+        {rank.engine for rank in ranks if rank.engine} | {shape.engine for shape in shapes(result.transfers)}
+    )
 
 
 def _json(value: Any) -> bytes:

@@ -41,9 +41,9 @@ _PLAIN_WIDTH = 4096  # of what is not a terminal: lines are never broken, so tha
 def show(folder: Path, file: IO[str] | None = None, *, verbose: bool = False) -> None:
     """Print the report of the complete run in *folder* to *file*, by default standard output.
 
-    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on. On a terminal
-    there are colours, and columns that do not fit are named instead of shown; elsewhere a line is never broken, so that
-    grep and cut work, and rich is not imported.
+    That is a dozen lines or, *verbose*, every number with its definition and everything that it rests on. On a
+    terminal there are colours, and columns that do not fit are named instead of shown; elsewhere a line is never
+    broken, so that grep and cut work, and rich is not imported.
 
     A run without evidence for its hardware or engine shows no numbers. Raise a `ConfigError` if *folder* is not a
     complete run.
@@ -138,7 +138,9 @@ def _say(console: Console | Plain, text: str, style: str = "") -> None:
 def _headline(run: Mapping[str, Any]) -> str:
     """Return the first line of a report: what ran on what, what really moved the bytes, and the seed."""
     moved_by = f", bytes moved by {', '.join(run['engine'])}" if run["engine"] else ""
-    return f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
+    return (
+        f"{run['experiment']} on {run['hw']} with {run['backend']} ({run['target']}{moved_by}), seed {run['seed']}"
+    )
 
 
 def _grid(
@@ -191,7 +193,12 @@ def _show_table(
 
 def _show_use(console: Console | Plain, table: Mapping[str, Any]) -> None:
     """Print links or memories, those that are alike in one row."""
-    columns = {"name": "where", "alike": "how many", "least": "of them", "utilisation": table["columns"]["utilisation"]}
+    columns = {
+        "name": "where",
+        "alike": "how many",
+        "least": "of them",
+        "utilisation": table["columns"]["utilisation"],
+    }
     rows = [
         [name, count, brief.share(least), brief.share(most)]
         for name, count, least, most in brief.alike(dict(table["rows"]))
@@ -263,10 +270,10 @@ def cell(value: Any) -> str:
 class Progress:
     """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
 
-    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are the
-    seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.  With *at_once*,
-    for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s, also while
-    nothing calls: a thread writes what was said last.
+    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are
+    the seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.  With
+    *at_once*, for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s,
+    also while nothing calls: a thread writes what was said last.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What happened when, as trace events for ui.perfetto.dev (the JSON format of Chrome's tracing): `trace`.
 
-A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same tracks: queues and work of
-each instance, posting and wire of each rank and engine, an arrow from the prefill to the decode of each request, and
-counters of what is in use.  Several runs stand side by side, each workload's start at the same instant.
+A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same tracks: queues and work
+of each instance, posting and wire of each rank and engine, an arrow from the prefill to the decode of each request,
+and counters of what is in use.  Several runs stand side by side, each workload's start at the same instant.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def trace(folders: Sequence[Path], path: Path) -> int:
     The file is a JSON object of trace events, one a line, that ui.perfetto.dev and chrome://tracing open. Times are
     microseconds from the earliest instant of all runs. The same runs write the same bytes.
 
-    Return the number of events. Raise a `ConfigError` for a folder that is no complete run, for a run that kept neither
-    requests nor transfers, and for a file that cannot be written.
+    Return the number of events. Raise a `ConfigError` for a folder that is no complete run, for a run that kept
+    neither requests nor transfers, and for a file that cannot be written.
     """
     drawn = []
     for folder in folders:
@@ -153,9 +153,10 @@ def _rows(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
 def _requests(drawn: _Drawn, table: pa.Table) -> None:
     """Add slices, arrows and counters of the requests in *table*.
 
-    A request has a slice on its instances for each phase whose two ends are known, an arrow through those between its
-    prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its decode
-    instance holds from pages reserved to the last token. Runs of our own schedulers know other instants than live ones.
+    A request has a slice on its instances for each phase whose two ends are known, an arrow through those between
+    its prefill and its decode, and counts in the number of requests of each phase and in the bytes of KV that its
+    decode instance holds from pages reserved to the last token. Runs of our own schedulers know other instants than
+    live ones.
     """
     own = "reserved_at" in table.column_names
     levels: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -203,8 +204,8 @@ def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> N
     """Add posting and wire of each transfer, by the rank that posted it, and each rank's rate.
 
     Times of the records are on the job's clock, and *start* is when its workload began. A label that begins with a
-    room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not end is
-    left out; rates are means over its whole latency, of those that succeeded.
+    room's number names its request, for rooms count from 1 and go on with each new try. A transfer that did not end
+    is left out; rates are means over its whole latency, of those that succeeded.
     """
     rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
     names = ("engine", "operation", "source", "target", "label", "status", "nbytes", "batch_size")
@@ -236,10 +237,10 @@ def _transfers(drawn: _Drawn, table: pa.Table, start: float, requests: int) -> N
 def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
     """Yield the trace events of *runs*, each with a title: what tracks are called, then the rest in order of time.
 
-    Every instance, rank and group of counters is a process of the trace, sorted as `_order` says; slices of one track
-    that overlap are on as many threads as needed. With several runs, their processes begin with A, B and so on.
-    Instants are divided by 1,000 from whole nanoseconds, so equal ones stay equal; at one instant counters come before
-    slices, and slices before arrows.
+    Every instance, rank and group of counters is a process of the trace, sorted as `_order` says; slices of one
+    track that overlap are on as many threads as needed. With several runs, their processes begin with A, B and so
+    on. Instants are divided by 1,000 from whole nanoseconds, so equal ones stay equal; at one instant counters come
+    before slices, and slices before arrows.
     """
     first = min((span.begin for _, drawn in runs for span in drawn.spans), default=0)
     first = min(first, *(time for _, d in runs for each in d.counters.values() for time, _ in each[:1]), 0)
@@ -248,7 +249,9 @@ def events(runs: Sequence[tuple[str, _Drawn]]) -> Iterator[dict[str, Any]]:
     for number, (title, drawn) in enumerate(runs):
         prefix = f"{chr(ord('A') + number % 26)}: " if len(runs) > 1 else ""
         known: dict[str, int] = {}
-        for name in sorted({span.process for span in drawn.spans} | {name for name, _ in drawn.counters}, key=_order):
+        for name in sorted(
+            {span.process for span in drawn.spans} | {name for name, _ in drawn.counters}, key=_order
+        ):
             process += 1
             known[name] = process
             yield _meta("process_name", process, 0, name=f"{prefix}{name}")

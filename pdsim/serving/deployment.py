@@ -70,8 +70,8 @@ class Deployment:
     With data-parallel attention each attention group is an instance by itself, as it has its own requests, pages and
     scheduler: ``prefill0d1`` is group 1 of engine 0.
 
-    Made by `experiments.serve` from a configuration, sent to every rank as `plain` data, and made again there.  Times
-    are seconds, sizes bytes.
+    Made by `experiments.serve` from a configuration, sent to every rank as `plain` data, and made again there.
+    Times are seconds, sizes bytes.
     """
 
     prefill: Grid  # of one group

@@ -1,8 +1,8 @@
 """Proof that nothing of another instance moves in this one's memory any more: on each rank, and counted by its leader.
 
-A life of an instance that is gone may have posted transfers that still land.  Its pages here stay in quarantine until
-every rank has the proof of its endpoint (`pdsim.transfer.Endpoint.quiesced`) about every rank that reaches into it.
-Both sides of a handoff need it: decode where prefill pushes, prefill where decode pulls.
+A life of an instance that is gone may have posted transfers that still land.  Its pages here stay in quarantine
+until every rank has the proof of its endpoint (`pdsim.transfer.Endpoint.quiesced`) about every rank that reaches
+into it. Both sides of a handoff need it: decode where prefill pushes, prefill where decode pulls.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class InstanceRegistry:
 
         Its prompt has so many *tokens*, and *blocks* are the hashes of its blocks, where prefixes are cached.
 
-        The prefill instance is chosen first, among those with any link, then the decode instance among those linked to
-        it.
+        The prefill instance is chosen first, among those with any link, then the decode instance among those linked
+        to it.
         """
         prefills = [name for name in self.prefills.names if any(name == prefill for prefill, _ in self._links)]
         if not prefills:

@@ -16,9 +16,9 @@ __all__ = ["Live"]
 class Live:
     """A real serving deployment and how the client speaks to it.
 
-    Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated servers),
-    *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on this machine with
-    dummy weights in the shape of ``model``.
+    Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated
+    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on this
+    machine with dummy weights in the shape of ``model``.
 
     Raise a `ValueError` that names the key for an unknown choice, a number out of range, an address without http,
     token ids for a chat API, and a wrong number of bootstrap ports.

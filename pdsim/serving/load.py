@@ -1,11 +1,11 @@
 """The load that a workload offers to a deployment, in closed form: known before anything is simulated.
 
 A side's offered load is the time that its instances need for the requests of one second, over their number.  Work is
-counted as a saturated engine does it: full prefill chunks, decode batches as large as memory allows.  So a load above
-1 cannot be served whatever the order of arrival, and what is below 1 may still miss a latency.
+counted as a saturated engine does it: full prefill chunks, decode batches as large as memory allows.  So a load
+above 1 cannot be served whatever the order of arrival, and what is below 1 may still miss a latency.
 
-Left out, and therefore optimistic: prefill pages that wait for their transfer, links, the unequal share that a router
-gives each instance, and users who leave.
+Left out, and therefore optimistic: prefill pages that wait for their transfer, links, the unequal share that a
+router gives each instance, and users who leave.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
 def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator[float]:
     """Yield the seconds of each iteration of a prefill instance whose queue holds all of *requests* in order.
 
-    An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of which
-    may go on in the next: as `pdsim.serving.prefill.prefill_scheduler` does with ``engine.scheduler=fcfs``.
+    An iteration takes up to `Deployment.chunk` tokens of up to `Deployment.prefill_batch` requests, the last of
+    which may go on in the next: as `pdsim.serving.prefill.prefill_scheduler` does with ``engine.scheduler=fcfs``.
 
     The host's time is included, with or without overlap as the engine has it.
     """
@@ -183,7 +183,8 @@ class _Decoding:
     def batch(self, job: Deployment) -> int:
         """Return the number of requests in an iteration of an instance that never lacks any: as memory allows.
 
-        Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill takes.
+        Pages are held while a request decodes and, where decode reserves them first, as long as its own prefill
+        takes.
         """
         limit = min(job.decode_batch, job.state_slots) if job.shape.state.mamba else job.decode_batch
         low, high = 1, limit  # pages grow with the batch

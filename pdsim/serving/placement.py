@@ -16,8 +16,8 @@ __all__ = ["pages", "places"]
 def places(parallel: Parallel, machine: Machine) -> tuple[list[Place], list[Place]]:
     """Return the place of every prefill and every decode rank, instance by instance.
 
-    Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on if
-    that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
+    Prefill ranks take the first GPUs.  Decode ranks take the next or, on several nodes, those from the next node on
+    if that is far enough from the end.  Without GPUs all ranks are on the hosts, one node after the other.
 
     One place for each GPU of a side, ordered by instance and then by rank.  Raise a `ConfigError` if the machine has
     too few GPUs.
@@ -55,7 +55,9 @@ def pages(
     else:
         pool = machine.host.memory * scheduler.memory_fraction / -(-ranks // machine.nodes)
     state = kv.state_slots or scheduler.decode_batch
-    stages = [KvLayout(shape, side.attention_tp, kv.page_size, 1, 1, side.pp, stage, 1, 1) for stage in range(side.pp)]
+    stages = [
+        KvLayout(shape, side.attention_tp, kv.page_size, 1, 1, side.pp, stage, 1, 1) for stage in range(side.pp)
+    ]
     pages = [stage.row_bytes("kv") + stage.row_bytes("index") for stage in stages]
     sizes = [page + kv.window_share * stage.row_bytes("window") for page, stage in zip(pages, stages, strict=True)]
     # the stage that runs out first decides, for pages have the same numbers in all

@@ -1,7 +1,8 @@
 """Which tokens of a prompt a prefix cache holds: blocks by their hashes, the least recently used evicted first.
 
-A hash names a block together with all before it, as `hash_ids` of Mooncake's traces do, so a lookup ends at the first
-block that is missing.  A block is used after those before it, so it is evicted before them and no lookup skips one.
+A hash names a block together with all before it, as `hash_ids` of Mooncake's traces do, so a lookup ends at the
+first block that is missing.  A block is used after those before it, so it is evicted before them and no lookup skips
+one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ __all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
 def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
     """Return the hash of each full page of a prompt of *tokens*, of which *blocks* are the hashes of 512 tokens each.
 
-    A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all that
-    comes before, too.
+    A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all
+    that comes before, too.
     """
     ends = range(page_size, min(tokens, len(blocks) * HASHED) + 1, page_size)
     return [blocks[(end - 1) // HASHED] << 32 | end for end in ends]
@@ -33,8 +34,8 @@ def page_pool(
 ) -> Pool:
     """Return a pool of so many *pages*; with *cached*, one that keeps prefixes as *cache* says.
 
-    With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in *order*,
-    one of `pdsim.kv.pages.ORDERS`.
+    With *host*, it keeps them in host memory, too, if *cache* has any.  Without a cache pages are given out in
+    *order*, one of `pdsim.kv.pages.ORDERS`.
     """
     if not cached:
         return in_order(order, pages)

@@ -37,8 +37,8 @@ Handler = Callable[[str, Any], None]
 class RankProcess:
     """One rank of a job.  Subclasses register a handler for each type of message that they expect.
 
-    A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler raises,
-    when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for
+    A handler runs at the instant of the message and must not wait.  The rank ends with an error when a handler
+    raises, when another rank refuses it, and with `PeerLost` when nothing has been heard of the router for
     `Deployment.deadline` seconds.  A message that cannot be read, or is not for this rank, ends the one that sent it
     and not this one: it is told why, and not heard any more.
 
@@ -147,9 +147,9 @@ class EngineProcess(RankProcess):
 
     *life* is the name of the instance's life that this rank is part of, once the router has said so.
 
-    Life: enrols when it runs, learns its life with the first `Meet`, serves, and ends after `Stop`, or with `PeerLost`
-    when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds on the clock
-    when it was made.
+    Life: enrols when it runs, learns its life with the first `Meet`, serves, and ends after `Stop`, or with
+    `PeerLost` when its instance is given up.  *incarnation* tells two processes of the same rank apart: nanoseconds
+    on the clock when it was made.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:

@@ -1,7 +1,8 @@
 """What became of each request, in columns: what the router keeps instead of the requests that are over.
 
 A row has the two instances, the bytes moved, the status and the stamps of `Finished`; of an engine that streams its
-first token later, or whose decode has to ask, those of `Streamed` too.  `columns` makes of them what the result files
+first token later, or whose decode has to ask, those of `Streamed` too.  `columns` makes of them what the result
+files
 have: latencies and phases, in seconds.
 """
 

@@ -39,8 +39,8 @@ class RequestTable(Sequence[Request], Compact):
     """Requests in columns: 24 bytes each, and those of what only some workloads have; equal to a list of them.
 
     Columns are arrays of one length, in the order of the requests: *arrival* and *patience* (seconds; NaN: stays),
-    the *prompt* as `input` and *output* (tokens), *after*, *priority*.  Those that are None have `Request`'s default.
-    *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
+    the *prompt* as `input` and *output* (tokens), *after*, *priority*.  Those that are None have `Request`'s
+    default. *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
     """
 
     def __init__(
@@ -165,7 +165,9 @@ class RequestTable(Sequence[Request], Compact):
             return Request(*numbers, patience, self.blocks(number), after, priority)
         if index.step not in (None, 1):
             return RequestTable.of([self[number] for number in range(len(self))[index]])
-        own: dict[str, Any] = {name: None if column is None else column[index] for name, column in vars(self).items()}
+        own: dict[str, Any] = {
+            name: None if column is None else column[index] for name, column in vars(self).items()
+        }
         own["prompt"] = own.pop("input")
         if self.ends is not None and self.hash_ids is not None:
             first = range(len(self))[index].start

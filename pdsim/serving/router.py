@@ -62,10 +62,10 @@ def program(
 ) -> Program:
     """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
 
-    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are the
-    hashes of each prompt's blocks, where prefixes are cached.  *after* is, of each, the number of the request whose
-    end its user waits for, -1 for none; its arrival is then counted from there.  The value has ``start``, when the
-    first could have arrived, and ``rows``: prefill, decode, bytes, status, and the times of `Finished` or None.
+    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are
+    the hashes of each prompt's blocks, where prefixes are cached.  *after* is, of each, the number of the request
+    whose end its user waits for, -1 for none; its arrival is then counted from there.  The value has ``start``, when
+    the first could have arrived, and ``rows``: prefill, decode, bytes, status, and the times of `Finished` or None.
     """
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
@@ -73,13 +73,13 @@ def program(
 class Router(RankProcess):
     """The rank that requests arrive at.
 
-    It pings every rank three times in `Deployment.deadline` seconds.  An instance with a rank that has been silent for
-    all of them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and its
-    other ranks end.  A request that depends on it fails, unless the leader of its other instance says that none of its
-    bytes can have moved: then it is sent out anew, in another room, at most `Deployment.retries` times.
+    It pings every rank three times in `Deployment.deadline` seconds.  An instance with a rank that has been silent
+    for all of them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and
+    its other ranks end.  A request that depends on it fails, unless the leader of its other instance says that none
+    of its bytes can have moved: then it is sent out anew, in another room, at most `Deployment.retries` times.
 
-    Should everybody answer and yet no request get anywhere and no write of theirs be under way, for as long as a loss
-    can take to be noticed and twice as long as the longest request can take, all that are open fail.
+    Should everybody answer and yet no request get anywhere and no write of theirs be under way, for as long as a
+    loss can take to be noticed and twice as long as the longest request can take, all that are open fail.
     """
 
     def __init__(

@@ -33,8 +33,9 @@ class PowerOfTwo:
 class CacheAware:
     """The instance with the fewest tokens outstanding, those of this prompt included that it does not have cached.
 
-    So cached tokens weigh as much as waiting ones, as in NVIDIA Dynamo's KV router with a weight of 1.  Which prompts
-    an instance has is guessed from where they were sent: what it evicted since is not known, as in SGLang's router.
+    So cached tokens weigh as much as waiting ones, as in NVIDIA Dynamo's KV router with a weight of 1.  Which
+    prompts an instance has is guessed from where they were sent: what it evicted since is not known, as in SGLang's
+    router.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The open seams of serving: which request runs next, who moves its KV, and which instance gets it.
 
 Each is a protocol; its implementations are classes that packages register under an entry-point group, pdsim's own in
-its `pyproject.toml`.  A configuration chooses one by name: `engine.scheduler`, `engine.handoff`, `experiment.router`.
+its `pyproject.toml`.  A configuration chooses one by name: `engine.scheduler`, `engine.handoff`,
+`experiment.router`.
 
 A scheduler in another package is a class and two lines::
 
@@ -68,8 +69,8 @@ class Running(NamedTuple):
 class Scheduler(Protocol):
     """What runs in the next step.  Sequences are in order of arrival, and never empty.
 
-    One instance serves one scheduler process, prefill or decode.  Its constructor is given `engine.scheduler_options`
-    as keywords.
+    One instance serves one scheduler process, prefill or decode.  Its constructor is given
+    `engine.scheduler_options` as keywords.
     """
 
     def prefill(self, queue: Sequence[Prompt], budget: int) -> tuple[int, int] | None:
@@ -115,7 +116,8 @@ class RoutingQuery(NamedTuple):
 class RouterPolicy(Protocol):
     """Which instance of a side gets a request.  There is one for each side, made without arguments.
 
-    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, which is called instead of `choose`.
+    One that needs to know more has a method ``route(ask: RoutingQuery) -> str``, which is called instead of
+    `choose`.
 
     `pdsim.serving.instances.InstanceRegistry` asks it, for prefill and for decode apart.  *load* is updated when a
     request is sent out, prefilled, and closed.

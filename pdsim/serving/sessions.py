@@ -1,8 +1,8 @@
 """Users who think between the turns of a session: each waits for its answer before it asks again.
 
-A turn's prompt is all that was said before, the answers included, and new tokens; so `hash_ids` of a session's prompts
-begin alike, and those of all sessions do within `Workload.shared` tokens.  How many requests come at a time depends on
-how fast they are answered: a closed loop, of which no offered load is known beforehand.
+A turn's prompt is all that was said before, the answers included, and new tokens; so `hash_ids` of a session's
+prompts begin alike, and those of all sessions do within `Workload.shared` tokens.  How many requests come at a time
+depends on how fast they are answered: a closed loop, of which no offered load is known beforehand.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BLOCKS = 1 << 20  # numbers of blocks for each session
 def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> npt.NDArray[np.int64]:
     """Return log-normal lengths of so many tokens on average, at least 1.
 
-    *cv* is the coefficient of variation: of the logarithm, the variance is ``log(1 + cv**2)``. Rounding and the least
-    of 1 move the mean of short lengths a little.
+    *cv* is the coefficient of variation: of the logarithm, the variance is ``log(1 + cv**2)``. Rounding and the
+    least of 1 move the mean of short lengths a little.
 
     >>> lengths(np.random.default_rng(0), 3, mean=100, cv=0.0).tolist()
     [100, 100, 100]
@@ -39,11 +39,11 @@ def lengths(random: np.random.Generator, count: int, mean: float, cv: float) -> 
 def sessions(workload: Workload, starts: Sequence[float], seed: int, context: int) -> list[Request]:
     """Return `Workload.count` requests of sessions of `Workload.turns` turns; a user's first is at one of *starts*.
 
-    With `Workload.users` each of them begins a session when the one before is over; otherwise every start is a user of
-    one session.  A session whose next prompt and answer would exceed *context* ends early: a new one begins.
+    With `Workload.users` each of them begins a session when the one before is over; otherwise every start is a user
+    of one session.  A session whose next prompt and answer would exceed *context* ends early: a new one begins.
 
-    *arrival* of a first turn is seconds after the start, of a later one the think time after the answer to the request
-    *after*.  Raise a `ConfigError` without a count.
+    *arrival* of a first turn is seconds after the start, of a later one the think time after the answer to the
+    request *after*.  Raise a `ConfigError` without a count.
     """
     count = workload.count
     if count is None:

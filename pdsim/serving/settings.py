@@ -23,7 +23,6 @@ __all__ = [
     "SchedulerLimits",
     "ServingEngine",
     "Side",
-    "Slo",
     "Workload",
 ]
 
@@ -39,13 +38,14 @@ class Hybrid:
     *pattern* names the kind of each layer, repeated as often as it takes: ``a`` full attention, ``w`` attention over
     the last *window* tokens, ``m`` a mamba (linear attention, state space) layer.
 
-    Raise a `ValueError` for a pattern of other letters or without full attention, and for numbers that a kind of layer
-    in the pattern needs and that are not positive.
+    Raise a `ValueError` for a pattern of other letters or without full attention, and for numbers that a kind of
+    layer in the pattern needs and that are not positive.
     """
 
     pattern: str = "a"
     window: int = 0  # tokens
-    conv_groups: tuple[int, ...] = ()  # channels of a mamba layer's convolution, of each part that is sharded by itself
+    # channels of a mamba layer's convolution, of each part that is sharded by itself
+    conv_groups: tuple[int, ...] = ()
     conv_width: int = 0  # past inputs that it keeps of each channel: the kernel less one
     ssm_heads: int = 0  # of a mamba layer's recurrent state
     ssm_head_elements: int = 0  # of the state in one head
@@ -73,8 +73,8 @@ class Hybrid:
 class Llm:
     """The shape of a language model: `conf/model`.
 
-    Raise a `ValueError` for sizes that are not positive, an unknown kind of attention, or a type of KV whose elements
-    have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
+    Raise a `ValueError` for sizes that are not positive, an unknown kind of attention, or a type of KV whose
+    elements have another size.  Numbers of models are in `conf/model`, from their ``config.json``.
     """
 
     name: str
@@ -90,9 +90,11 @@ class Llm:
     dtype_bytes: int = 2  # of a KV element and of a weight
     kv_dtype: str = ""  # of a KV element: one of `DTYPES`; "" is the first of *dtype_bytes* bytes
     rope_dim: int = 0  # of mla: dimensions of the latent row, and of a head's query and key, that carry positions
-    experts: int = 0  # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
+    # routed experts of a layer; 0: dense, or unknown, and each token reads *active* parameters more
+    experts: int = 0
     experts_per_token: int = 0  # of them, that a token is routed to
-    expert_groups: int = 0  # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
+    # of a layer's experts, of which a token's are in the best *groups_per_token*; 0: no groups
+    expert_groups: int = 0
     groups_per_token: int = 0
     dense_layers: int = 0  # without experts, of a mixture of experts
     context: int = 131072  # longest input + output, tokens
@@ -149,8 +151,8 @@ class Side:
     """The prefill or the decode side: *instances* engines of ``tp * pp * cp`` ranks, one GPU each.
 
     *tp* is the tensor parallelism of the whole engine.  With data-parallel attention, *dp* > 1, its ranks form *dp*
-    attention groups of ``tp // dp`` ranks a stage, each with requests, pages and a scheduler of its own, as in SGLang:
-    dp=4 with tp=4 is four groups of attention tp 1.
+    attention groups of ``tp // dp`` ranks a stage, each with requests, pages and a scheduler of its own, as in
+    SGLang: dp=4 with tp=4 is four groups of attention tp 1.
 
     With expert parallelism, *ep* equal to *tp*, each rank has whole experts and tokens travel to them
     (`pdsim.serving.compute.experts`); with 1, the experts are divided as other weights are.
@@ -214,9 +216,11 @@ class Workload:
 
     With *trace*, a path: Mooncake JSONL or Azure CSV, told apart by content.  Otherwise *arrivals* says how *count*
     requests are generated at a mean *rate* a second, with log-normal lengths of the given mean and coefficient of
-    variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed loop.
+    variation; ``"embedded"`` replays the small trace shipped with pdsim, and ``"sessions"`` are users in a closed
+    loop.
 
-    In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale it.
+    In this order: *jitter* spreads arrivals, *skip*, *seconds* and *count* choose a part, *speed* and *load* scale
+    it.
 
     Raise a `ValueError` for an unknown choice and for numbers out of range.  Shares are 0 to 1, means are in tokens.
     """
@@ -279,7 +283,9 @@ class Workload:
         )
         positive("workload", turns=self.turns)
         if self.arrivals == "sessions" and self.trace is None and (self.skip or self.seconds or self.load):
-            raise ValueError("workload.arrivals=sessions has no skip, seconds or load: users come after their answers")
+            raise ValueError(
+                "workload.arrivals=sessions has no skip, seconds or load: users come after their answers"
+            )
         if not 0 <= self.priority <= 1:
             raise ValueError(f"workload.priority must be >= 0 and <= 1, got {self.priority}")
         if self.count is not None:
@@ -298,7 +304,8 @@ class Kv:
     """
 
     page_size: int = 64  # tokens
-    checked: int | None = None  # requests, from the first, whose contents are compared where memory has any; None: all
+    # requests, from the first, whose contents are compared where memory has any; None: all
+    checked: int | None = None
     pool: Size = 0  # bytes of KV and state a GPU; 0 is what the weights leave, times `scheduler.memory_fraction`
     all_cp_ranks: bool = False  # each context-parallel rank writes its share of the pages, instead of rank 0 all
     state_slots: int = 0  # requests of a group that have mamba state at a time; 0 is `scheduler.decode_batch`
@@ -325,8 +332,8 @@ class Kv:
 class Cache:
     """The prefix cache of the instances: `conf/cache`.  Without values there is none.
 
-    Prompts are alike where `hash_ids` of their trace are; the tokens that decode generates are not cached, for a trace
-    has no hashes of them.  Cached pages are in the pool of KV, and make room for requests.
+    Prompts are alike where `hash_ids` of their trace are; the tokens that decode generates are not cached, for a
+    trace has no hashes of them.  Cached pages are in the pool of KV, and make room for requests.
     """
 
     prefill: bool = False  # prefill computes only what its instance has not
@@ -367,8 +374,8 @@ class SchedulerLimits:
 class Compute:
     """How long a forward takes: a roofline with an achieved share of the peak and a constant per iteration.
 
-    Shares are of the hardware's own peak and rate (`pdsim.hardware.Gpu`), so that a profile of one GPU can be used for
-    another, as *assumed*.  Raise a `ValueError` for shares outside 0 to 1 and a *blend* outside 1 to 64.
+    Shares are of the hardware's own peak and rate (`pdsim.hardware.Gpu`), so that a profile of one GPU can be used
+    for another, as *assumed*.  Raise a `ValueError` for shares outside 0 to 1 and a *blend* outside 1 to 64.
     """
 
     flops_share: float = 0.55  # of the peak, that linear layers reach
@@ -382,7 +389,8 @@ class Compute:
     allreduce_rate: Rate = 0.0  # bytes/s of a tensor-parallel all-reduce; 0 takes the interconnect's rate
     allreduce_latency: Seconds = 12e-6
     exchange_share: float = 1.0  # of a card's rate, that tokens on their way to experts reach
-    exchange_latency: Seconds = 23e-6  # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
+    # of a dispatch, and of a combine (DeepEP's table, tests/serving/test_experts.py)
+    exchange_latency: Seconds = 23e-6
     exchange_overlap: bool = False  # the halves of a batch take turns: one computes while the other's tokens travel
     overhead: Seconds = 2e-3  # of an iteration, scheduler and kernel launches
     scale: float = 1.0  # a loopback run emulates compute at this fraction of its length
@@ -393,7 +401,9 @@ class Compute:
     def __post_init__(self) -> None:
         for name in ("flops_share", "memory_share", "exchange_share"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}")
+                raise ValueError(
+                    f"compute.{name} must be > 0 and <= 1, a share of the peak, got {getattr(self, name)}"
+                )
         for name in ("attention_share", "prefix_share", "sequence_share", "weight_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"compute.{name} must be >= 0 and <= 1, got {getattr(self, name)}")
@@ -418,13 +428,15 @@ class HostCosts:
 
     arrive: Seconds = 0.0  # from a request's arrival at the server to its scheduler's queue: HTTP, processes, copies
     arrive_token: Seconds = 0.0  # of that, each token of its prompt
-    admit: Seconds = 0.0  # that a request holds the scheduler's loop up when its step is prepared (decode: KV is here)
+    # that a request holds the scheduler's loop up when its step is prepared (decode: KV is here)
+    admit: Seconds = 0.0
     admit_token: Seconds = 0.0  # of that, each token of its prompt
     step: Seconds = 0.0  # of an iteration; with *overlap* only what exceeds the forward
     launch: Seconds = 0.0  # the least that each layer of a forward takes which is launched kernel by kernel
     idle: Seconds = 0.0  # of decode: an iteration with nothing to run, after which it looks again; 0 looks at once
     answer: Seconds = 0.0  # from the end of a step to its token, or the answer, leaving the server
-    answer_token: Seconds = 0.0  # of a first token's answer, each token of its prompt; later tokens do not wait for it
+    # of a first token's answer, each token of its prompt; later tokens do not wait for it
+    answer_token: Seconds = 0.0
     send: Seconds = 0.0  # of prefill that pushes: from the end of a forward to the post of its KV
 
     def __post_init__(self) -> None:
@@ -453,7 +465,8 @@ class ServingEngine:
     step_tokens: int = 0  # of a step, prefill and decode together; 0 is `scheduler.chunk`
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
     ahead: bool = False  # a prefill step is chosen when the one before it begins, from what waits then
-    pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the step that computes with it
+    # steps that pass, while some run, from the look that finds KV to the step that computes with it
+    pipeline: int = 0
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
@@ -483,17 +496,3 @@ class ServingEngine:
         )
         if self.lease and not self.heartbeat < self.lease:
             raise ValueError(f"engine.heartbeat={self.heartbeat} must be < lease={self.lease}, which it renews")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """What counts as good: goodput is the rate of requests that meet both.
-
-    A request without a second token has no TPOT and meets that limit.  Raise a `ValueError` unless both are positive.
-    """
-
-    ttft: Seconds = 5.0
-    tpot: Seconds = 0.05
-
-    def __post_init__(self) -> None:
-        positive("slo", ttft=self.ttft, tpot=self.tpot)

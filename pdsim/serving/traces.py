@@ -21,8 +21,8 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 class Row(NamedTuple):
     """One request of a trace.
 
-    Plain and immutable; `pdsim.serving.workload` makes a `Request` of it. Two prompts whose *hash_ids* begin alike have
-    those blocks of 512 tokens in common.
+    Plain and immutable; `pdsim.serving.workload` makes a `Request` of it. Two prompts whose *hash_ids* begin alike
+    have those blocks of 512 tokens in common.
     """
 
     time: float  # seconds after the first
@@ -56,8 +56,9 @@ class _Line:
 def read(path: Path, context: int) -> Iterator[Row]:
     """Yield the requests of the trace at *path*, arrivals from 0.
 
-    Lines are read as they are needed, so a long trace that is cut is not read to its end.  Raise a `ConfigError` with
-    file, line and reason for what is not a request, for times that decrease, and for more than *context* tokens.
+    Lines are read as they are needed, so a long trace that is cut is not read to its end.  Raise a `ConfigError`
+    with file, line and reason for what is not a request, for times that decrease, and for more than *context*
+    tokens.
     """
     try:
         with path.open(encoding="utf-8") as file:

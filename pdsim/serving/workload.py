@@ -62,7 +62,8 @@ def draw(
     Raise a `ConfigError` for a file that cannot be read, for a malformed line (with file, line and reason), for a
     request of more than *context* tokens, and if no request is left.
 
-    The order is: skip, seconds, count, speed, patience, priority.  Equal arguments give equal requests on any machine.
+    The order is: skip, seconds, count, speed, patience, priority.  Equal arguments give equal requests on any
+    machine.
     """
     requests, notes = _all(workload, seed, context, progress)
     if isinstance(requests, RequestTable):
@@ -122,7 +123,7 @@ def _after(requests: Iterable[Request], skip: float) -> Iterator[Request]:
     return (Request(request.arrival - skip, *request[1:]) for request in later)
 
 
-# --- arrivals on a grid ---------------------------------------------------------------------------------------------
+# --- arrivals on a grid --------------------------------------------------------------------------------------------
 
 _GRID_SHARE = 0.99
 """Of the gaps between different arrival times, which must be whole multiples of the spacing within a hundredth."""
@@ -163,7 +164,7 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
     return requests.but(arrival=arrivals), (note,)
 
 
-# --- users who leave ------------------------------------------------------------------------------------------------
+# --- users who leave -----------------------------------------------------------------------------------------------
 
 
 def _impatient(requests: RequestTable, workload: Workload, seed: int) -> RequestTable:
@@ -175,7 +176,7 @@ def _impatient(requests: RequestTable, workload: Workload, seed: int) -> Request
     return requests.but(patience=np.where(leaves, waits.exponential(workload.patience, len(requests)), np.nan))
 
 
-# --- generated ------------------------------------------------------------------------------------------------------
+# --- generated -----------------------------------------------------------------------------------------------------
 
 
 def _generate(workload: Workload, seed: int, context: int, progress: ShowProgress) -> RequestTable:

@@ -36,8 +36,8 @@ class SloLimits:
 class Ranked:
     """A point and what its requests say under the objective.
 
-    *choice* has the keys that vary over the sweep, with this point's values.  *goodput* and *throughput* divide by the
-    time from the first arrival to the last completion.
+    *choice* has the keys that vary over the sweep, with this point's values.  *goodput* and *throughput* divide by
+    the time from the first arrival to the last completion.
     """
 
     point: str
@@ -83,23 +83,25 @@ def rank(folder: Path, slo: SloLimits | None = None) -> list[Ranked]:
 
     *slo* is by default that of each point's own configuration.  Raise a `ConfigError` if no point served requests.
 
-    Order: goodput of one GPU, then attainment, then the point's name.  Points without GPUs, without goodput or without
-    evidence are left out.  Reads ``requests.parquet`` of every point.
+    Order: goodput of one GPU, then attainment, then the point's name.  Points without GPUs, without goodput or
+    without evidence are left out.  Reads ``requests.parquet`` of every point.
     """
     rows = collect.points(folder)
     swept = _swept([row for row in rows.to_pylist() if _serves(row)], rows.schema)
     found = [_ranked(folder, row, {key: row[key] for key in swept}, slo) for row in rows.to_pylist() if _serves(row)]
     ranked = [each for each in found if each is not None]
     if not ranked:
-        raise ConfigError(f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim show {folder}")
+        raise ConfigError(
+            f"{folder}: no point served requests on GPUs, so none can be ranked; see pdsim show {folder}"
+        )
     return sorted(ranked, key=lambda each: (-each.value, -each.attainment, each.point))
 
 
 def front(points: Iterable[Ranked]) -> list[Ranked]:
     """Return those of *points* that no other beats in both speed and throughput: the Pareto front, fastest first.
 
-    Speed is tokens a second of the median user, throughput output tokens a second and GPU.  Points without a speed are
-    left out.
+    Speed is tokens a second of the median user, throughput output tokens a second and GPU.  Points without a speed
+    are left out.
     """
     found: list[Ranked] = []
     able = [each for each in points if each.speed is not None]

@@ -94,8 +94,8 @@ def _chunk(measure: Measure, points: Sequence[Point]) -> list[Row]:
 class Slurm:
     """Jobs of Slurm, each with a share of the points; submitit keeps its files beside those of the sweep.
 
-    The points are dealt out at the start, one share for each job.  A job that ends early leaves its points as failed,
-    and the same command runs them again.  Jobs are cancelled when the sweep is interrupted.
+    The points are dealt out at the start, one share for each job.  A job that ends early leaves its points as
+    failed, and the same command runs them again.  Jobs are cancelled when the sweep is interrupted.
     """
 
     cluster: str = "slurm"  # or "local": the same jobs as processes of this machine

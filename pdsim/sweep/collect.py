@@ -24,7 +24,9 @@ POINTS = "points.parquet"
 _ABOUT = (
     Column("point", "string", "", "name of the point: a hash of its configuration"),
     Column("folder", "string", "", "where the point's files are, seen from the folder of the sweep"),
-    Column("status", "string", "", "ok; partial: numbers and failures; infeasible: cannot be run; failed: no numbers"),
+    Column(
+        "status", "string", "", "ok; partial: numbers and failures; infeasible: cannot be run; failed: no numbers"
+    ),
     Column("error", "string", "", "the first failure or the reason, or empty"),
     Column("experiment", "string", "", "what was run"),
     Column("hw", "string", "", "the machine"),
@@ -32,7 +34,9 @@ _ABOUT = (
     Column("target", "string", "", "model or real"),
     Column("seed", "int64", "", "of every random stream"),
     Column("gpus", "int64", "", "of prefill and decode together"),
-    Column("evidence", "string", "", "weakest kind of source that the point's numbers rest on; none: not to be used"),
+    Column(
+        "evidence", "string", "", "weakest kind of source that the point's numbers rest on; none: not to be used"
+    ),
 )
 
 
@@ -52,8 +56,8 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[
 
     One row a point: who it is, how it ended, its overrides, its metrics with their *definitions*.
 
-    The file is written beside its place, synchronised to the disk and moved there.  Its schema says of each column its
-    unit, its definition, and whether it is about the point, an override or a metric.
+    The file is written beside its place, synchronised to the disk and moved there.  Its schema says of each column
+    its unit, its definition, and whether it is about the point, an override or a metric.
     """
     import pyarrow.parquet as pq
 
@@ -84,8 +88,8 @@ def table(folder: Path) -> Table:
 
     Columns that all points share are left out, and so are the metrics of a point without evidence.
 
-    A sweep of one point shows all of its metrics.  Columns that may have been swept come first, then the status, then
-    the metrics, those of `_FIRST` ahead.
+    A sweep of one point shows all of its metrics.  Columns that may have been swept come first, then the status,
+    then the metrics, those of `_FIRST` ahead.
     """
     found = points(folder)
     proven = [kind not in (None, "none") for kind in found["evidence"].to_pylist()]

@@ -21,12 +21,12 @@ __all__ = ["sweep"]
 def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: ShowProgress) -> list[dict[str, Any]]:
     """Run those of *points* that *folder* has no final row of, and return the rows of all, in order.
 
-    Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has the
-    rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to, or if
-    another process runs this sweep.
+    Interrupted at any moment, it has lost the points under way: called again, it goes on.  ``points.parquet`` has
+    the rows that there are when it ends, however it ends.  Raise a `ConfigError` if *folder* cannot be written to,
+    or if another process runs this sweep.
 
-    *progress* is called at once and after each point with the share that is done, 0 to 1, and a line about the rate and
-    the best point.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on
+    *progress* is called at once and after each point with the share that is done, 0 to 1, and a line about the rate
+    and the best point.  A point that cannot be run is a row, too, and is not retried.  Only one process may work on
     *folder* at a time.
     """
     store.make(folder.parent, "output=")
@@ -38,7 +38,9 @@ def sweep(folder: Path, points: Sequence[Point], executor: Executor, progress: S
             return [book.rows[point.name] for point in points]
         finally:
             book.close()
-            collect.write(folder, [book.rows[each.name] for each in points if each.name in book.rows], book.definitions)
+            collect.write(
+                folder, [book.rows[each.name] for each in points if each.name in book.rows], book.definitions
+            )
 
 
 def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor, progress: ShowProgress) -> None:
@@ -62,7 +64,9 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
             rate = done / max(time.monotonic() - begun, 1e-9)
             best = max(best, _goodput(row))
             text = f"{before + done} of {len(points)} points, {rate:.3g}/s"
-            progress((before + done) / len(points), text + (f"; best {best[0]:.3g} good/s/GPU ({best[1]})" * any(best)))
+            progress(
+                (before + done) / len(points), text + (f"; best {best[0]:.3g} good/s/GPU ({best[1]})" * any(best))
+            )
     finally:
         found.close()
 

@@ -36,14 +36,15 @@ _ATTEMPTS = 2
 class Executor(Protocol):
     """Runs points wherever it does.
 
-    An implementation is stateless between calls of `run`.  `pdsim.sweep.driver` iterates over the generator and closes
-    it; rows arrive in its process, whatever process measured them.
+    An implementation is stateless between calls of `run`.  `pdsim.sweep.driver` iterates over the generator and
+    closes it; rows arrive in its process, whatever process measured them.
     """
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
         """Yield ``measure(point)`` of each of *points* as it ends, in any order.
 
-        A point whose process died is a row with the status ``failed``.  To close the generator ends what is under way.
+        A point whose process died is a row with the status ``failed``.  To close the generator ends what is under
+        way.
         """
 
 
@@ -87,13 +88,14 @@ class _Worker:
 class _Pool:
     """Processes that are given one point at a time, and are replaced when they die.
 
-    Processes are spawned, so that each imports pdsim once and measures many points.  They are started before the first
-    point and end with `close`.
+    Processes are spawned, so that each imports pdsim once and measures many points.  They are started before the
+    first point and end with `close`.
     """
 
     def __init__(self, measure: Measure, size: int) -> None:
         self._measure = measure
-        self._spawn = multiprocessing.get_context("spawn")  # nothing of this process, its threads and locks, is in it
+        # nothing of this process, its threads and locks, is in it
+        self._spawn = multiprocessing.get_context("spawn")
         self._workers = [self._started() for _ in range(size)]
 
     def run(self, points: Sequence[Point]) -> Iterator[Row]:

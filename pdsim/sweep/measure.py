@@ -17,8 +17,8 @@ __all__ = ["measure"]
 def measure(point: Point) -> dict[str, Any]:
     """Run *point*, keep its results in a folder of its name, and return its row; what goes wrong is in the row.
 
-    A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss of
-    power has cut short is run again.
+    A complete folder of that name is an earlier run of the same point and is taken as it is; one whose files a loss
+    of power has cut short is run again.
 
     The status is ok or partial as the run's own, *infeasible* for a configuration that is refused, *failed* for any
     other exception.  Runs in a process of the executor; the folder of the sweep is ``point.config.output``.

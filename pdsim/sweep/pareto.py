@@ -22,8 +22,8 @@ _AXES = 8
 def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
     """Return the figures of the sweep in *folder* under *slo*, by default that of each point.
 
-    The first has throughput and goodput a GPU over the speed that a user sees, the second a panel for each swept key. A
-    sweep that served nothing has a figure of its metrics instead, over each key.
+    The first has throughput and goodput a GPU over the speed that a user sees, the second a panel for each swept
+    key. A sweep that served nothing has a figure of its metrics instead, over each key.
     """
     try:
         ranked = best.rank(folder, slo)
@@ -35,8 +35,8 @@ def figures(folder: Path, slo: SloLimits | None = None) -> list[Figure]:
 def content(folder: Path, slo: SloLimits | None = None) -> Content:
     """Return what the report of the sweep in *folder* says.
 
-    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points. Raise
-    a `ConfigError` if nothing can be read there.
+    What failed is a warning, the first five by name; points that cannot be ranked leave the table of all points.
+    Raise a `ConfigError` if nothing can be read there.
     """
     rows = collect.points(folder)
     states = rows["status"].to_pylist()
@@ -172,7 +172,9 @@ def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> 
     place: Mapping[Any, float] = {value: value if numbers else number for number, value in enumerate(order)}
     top = {value: max(height for other, height, _ in found if other == value) for value in order}
     series = [
-        Marks("points", [place[v] for v, _, _ in found], [h for _, h, _ in found], "", 0, texts=[t for *_, t in found]),
+        Marks(
+            "points", [place[v] for v, _, _ in found], [h for _, h, _ in found], "", 0, texts=[t for *_, t in found]
+        ),
         Marks("line", [place[v] for v in order], [top[v] for v in order], "best", 1),
     ]
     few = [float(value) for value in order] if numbers and len(order) <= 8 and not wide else []
@@ -184,7 +186,9 @@ def _metrics(folder: Path) -> Figure:
     """For a sweep that serves nothing: its first metrics that vary, over every swept key."""
     rows = collect.points(folder)
     done = [
-        row for row in rows.to_pylist() if row["status"] in ("ok", "partial") and row["evidence"] not in (None, "none")
+        row
+        for row in rows.to_pylist()
+        if row["status"] in ("ok", "partial") and row["evidence"] not in (None, "none")
     ]
     names = [f.name for f in rows.schema if f.metadata[b"part"] == b"metric"]
     varied = [name for name in names if len({row[name] for row in done if row[name] is not None}) > 1][:2]

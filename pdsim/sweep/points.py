@@ -100,7 +100,9 @@ def combinations(of: Sequence[Axis]) -> Iterator[dict[str, str]]:
     """
     for steps in product(*(axis.values for axis in of)):
         yield {
-            key: value for axis, step in zip(of, steps, strict=True) for key, value in zip(axis.keys, step, strict=True)
+            key: value
+            for axis, step in zip(of, steps, strict=True)
+            for key, value in zip(axis.keys, step, strict=True)
         }
 
 

@@ -70,7 +70,10 @@ RELIEFS = (
         "host",
         "control messages, threads that wake, completions seen",
         "hosts, control messages and completions take half as long",
-        {f"hw.{key}": 0.5 for key in ("host.wake", "host.idle_wake", "host.tcp_latency", "gpu.idle_wake", "*.copies.*")}
+        {
+            f"hw.{key}": 0.5
+            for key in ("host.wake", "host.idle_wake", "host.tcp_latency", "gpu.idle_wake", "*.copies.*")
+        }
         | {f"{at}.{key}": 0.5 for at in _COSTS for key in ("latency", "read", "after_pause")}
         | {f"engine.{side}.{key}": 0.5 for side in ("prefill", "decode") for key in ("a*", "step", "launch")}
         | {"engine.proxy": 0.5},
@@ -129,11 +132,15 @@ def figures(result: Result, request: int | None = None) -> Figures:
     """Return the figures of *result*, or of one *request* of it alone.  Raise a `ConfigError` if nothing ended."""
     columns = result.requests
     rows = [
-        row for row, e2e in enumerate(columns.get("e2e", ())) if e2e is not None and (request is None or row == request)
+        row
+        for row, e2e in enumerate(columns.get("e2e", ()))
+        if e2e is not None and (request is None or row == request)
     ]
     latencies = [r.seen - r.submitted for r in result.transfers if r.status == "ok"]
     if not rows and (not latencies or request is not None):
-        raise ConfigError(f"{'nothing' if request is None else f'request {request} did not'} end when simulated again")
+        raise ConfigError(
+            f"{'nothing' if request is None else f'request {request} did not'} end when simulated again"
+        )
 
     def values(name: str) -> list[float]:
         return [columns[name][row] for row in rows if columns[name][row] is not None] if rows else []

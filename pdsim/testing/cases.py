@@ -142,8 +142,8 @@ def engine(name: str) -> Engine:
 def make_target(name: str, *, required: bool = False) -> Target:
     """Return the target of the case called *name*, or skip the test if it does not work here.
 
-    With *required*, or where the environment variable ``PDSIM_REQUIRE_ENGINES`` is set, one that moves host memory must
-    work.
+    With *required*, or where the environment variable ``PDSIM_REQUIRE_ENGINES`` is set, one that moves host memory
+    must work.
 
     A test is skipped, with reason and remedy, where the library or the device is missing; it fails where it must not
     be.

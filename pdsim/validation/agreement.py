@@ -65,7 +65,11 @@ def content(folder: Path) -> Content:
         "measured by": ", ".join(measured["engines"]),
         "calibration": str(expected.get("calibration") or "none"),
     }
-    kept = {"predicted": expected["written"], "measured from": measured["began"], "commit": str(expected.get("commit"))}
+    kept = {
+        "predicted": expected["written"],
+        "measured from": measured["began"],
+        "commit": str(expected.get("commit")),
+    }
     kept |= {"predictions, SHA-256": expected["sha256"], "folder": str(folder)}
     title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
@@ -99,7 +103,8 @@ def _agreement(found: Sequence[Compared]) -> Figure:
         mine = [each for each in found if each.predicted.quantity == quantity]
         if mine:
             groups = {
-                name: [(e.measured, e.predicted.value, _hover(e)) for e in each] for name, each in _groups(mine).items()
+                name: [(e.measured, e.predicted.value, _hover(e)) for e in each]
+                for name, each in _groups(mine).items()
             }
             panels.append(agreement(groups, title, unit))
     reading = (
@@ -171,7 +176,9 @@ def _errors(found: Sequence[Compared]) -> Figure:
     )
     x_axis, y_axis = Scale("absolute error", "%", log=True), Scale("points not further off", "%", low=0, high=101)
     panels.append(Panel(x_axis, y_axis, curves, "Share of points within an error", 360))
-    reading = "Above zero the prediction is too high; on the right, the further left a curve, the smaller its errors."
+    reading = (
+        "Above zero the prediction is too high; on the right, the further left a curve, the smaller its errors."
+    )
     return Figure("errors", "Errors by size and by class", reading, panels)
 
 

@@ -1,8 +1,8 @@
 """What a calibration's uncertainty does to predictions: the same prediction at both ends of every interval.
 
-Deviations of several parameters add in quadrature, as if they were independent.  Fitted parameters are not quite: those
-that trade against each other make these intervals too wide rather than too narrow.  So do the ends of a ramp: where it
-ends and what it costs, which trade most, go to their lower ends together, and to their upper ones.
+Deviations of several parameters add in quadrature, as if they were independent.  Fitted parameters are not quite:
+those that trade against each other make these intervals too wide rather than too narrow.  So do the ends of a ramp:
+where it ends and what it costs, which trade most, go to their lower ends together, and to their upper ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
     """Return what *predict* says of *config*, with the interval that the calibration leaves, if it has any.
 
-    *predict* is called once, and twice more for each parameter that has an interval; it must return the same values in
-    the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
+    *predict* is called once, and twice more for each parameter that has an interval; it must return the same values
+    in the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
     """
     centre = predict(config)
     down, up = [0.0] * len(centre), [0.0] * len(centre)

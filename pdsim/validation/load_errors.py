@@ -1,8 +1,8 @@
 """Predicted and measured serving, load by load: errors of quantiles beside the floor that repeats leave.
 
-A *part* of a validation is a load, or single requests of one length, by name.  Its rows are requests with latencies in
-seconds (`LATENCIES`), of the model or of a deployment; those of one part are judged together.  Knows nothing of what
-was run.
+A *part* of a validation is a load, or single requests of one length, by name.  Its rows are requests with latencies
+in seconds (`LATENCIES`), of the model or of a deployment; those of one part are judged together.  Knows nothing of
+what was run.
 """
 
 from __future__ import annotations

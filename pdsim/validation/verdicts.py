@@ -142,15 +142,17 @@ def compare(predicted: Iterable[Value], measured: Iterable[Value]) -> list[Compa
         if value.key in have
     ]
     if not found:
-        raise ConfigError("nothing to compare: no point is both predicted and measured; take files of the same design")
+        raise ConfigError(
+            "nothing to compare: no point is both predicted and measured; take files of the same design"
+        )
     return found
 
 
 def by_class(found: Sequence[Compared], bounds: Mapping[str, Bound], seed: int) -> list[Class]:
     """Return the errors of every class, each with the bound of its name or of the first word of it, or that of "".
 
-    Classes come in the order in which they first occur.  Intervals are drawn from *seed* and the name of the class, so
-    that a class has the same interval whichever others there are.
+    Classes come in the order in which they first occur.  Intervals are drawn from *seed* and the name of the class,
+    so that a class has the same interval whichever others there are.
     """
     groups = dict.fromkeys(each.predicted.group for each in found)
     return [
@@ -204,7 +206,7 @@ def _interval(values: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------------------------
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
@@ -226,7 +228,9 @@ def unseal(text: bytes, name: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = dict(json.loads(text))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} is no file of a validation: {error}; name one that pdsim validate wrote") from error
+        raise ConfigError(
+            f"{name} is no file of a validation: {error}; name one that pdsim validate wrote"
+        ) from error
     digest = content.pop("sha256", "")
     if digest != _digest(content):
         raise ConfigError(
@@ -239,14 +243,14 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# --- for people -----------------------------------------------------------------------------------------------------
+# --- for people ----------------------------------------------------------------------------------------------------
 
 
 def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
     """Return the table of classes and that of size decades; errors in per cent.
 
-    Columns of the noise floor appear only where a class has several jobs, those of milliseconds only where a bound is
-    in seconds.
+    Columns of the noise floor appear only where a class has several jobs, those of milliseconds only where a bound
+    is in seconds.
     """
     columns = {
         "points": "that were predicted and measured",
@@ -262,7 +266,9 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
             "floor %": "median error left to a model that knows what every point takes: its jobs differ so much",
             "floor p95 %": "95th percentile of that",
         }
-    judged = {"class": "of points"} | columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
+    judged = (
+        {"class": "of points"} | columns | {"bound %": "of median and p95", "verdict": "ok, or beyond the bound"}
+    )
     several = "floor %" in columns
     verdicts = [[_limits(each.bound), "beyond" if each.beyond else "ok"] for each in classes]
     whole = [[*_cells(each, several), *verdict] for each, verdict in zip(classes, verdicts, strict=True)]
@@ -339,5 +345,7 @@ def metrics(found: Sequence[Compared], classes: Sequence[Class]) -> list[Metric]
         Metric("classes_beyond", sum(each.beyond for each in classes), "classes that exceed their bounds"),
         Metric("error_median", percentile(errors, 50.0), "median of the absolute relative error of all of them"),
         Metric("error_p95", percentile(errors, 95.0), "95th percentile of that; needs 20"),
-        Metric("covered", share, "share of measurements in the interval of their prediction; null without intervals"),
+        Metric(
+            "covered", share, "share of measurements in the interval of their prediction; null without intervals"
+        ),
     ]

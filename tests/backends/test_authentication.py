@@ -235,7 +235,9 @@ def test_a_rank_of_another_job_cannot_be_connected_to(pair: Pair):
 # --- endpoints
 
 
-@pytest.mark.parametrize(("body", "kinds"), [([], [str]), ([b"\xff"], [str]), ([b"x"], [int]), ([b"1", b"2"], [int])])
+@pytest.mark.parametrize(
+    ("body", "kinds"), [([], [str]), ([b"\xff"], [str]), ([b"x"], [int]), ([b"1", b"2"], [int])]
+)
 def test_fields_of_a_note_are_what_they_must_be(body: list[bytes], kinds: list[type]):
     with pytest.raises(MessageError):
         fields(body, *kinds)
@@ -276,7 +278,11 @@ def test_an_endpoint_of_another_job_cannot_connect():
     clock, ours, theirs = WallClock(), job_keys("ab"), job_keys("ab")
     b = Control(clock, ours["b"], "127.0.0.1", {}, lambda _: None)
     a = Control(
-        clock, Keys("a", theirs["a"].secret, {**theirs["a"].public, "b": ours["b"].public["b"]}), "127.0.0.1", {}, print
+        clock,
+        Keys("a", theirs["a"].secret, {**theirs["a"].public, "b": ours["b"].public["b"]}),
+        "127.0.0.1",
+        {},
+        print,
     )
     with pytest.raises(PeerLost, match="refused the connection"):
         a.reach(b.card, 5.0)

@@ -21,7 +21,15 @@ def bare(monkeypatch, tmp_path):
 
 def test_everything_to_install_is_named_at_once(bare):
     found = engines.missing_requirements("mori")
-    for package in ("qemu-system-x86", "util-linux", "iproute2", "ibverbs-providers", "gcc", "binutils", "Python 3.12"):
+    for package in (
+        "qemu-system-x86",
+        "util-linux",
+        "iproute2",
+        "ibverbs-providers",
+        "gcc",
+        "binutils",
+        "Python 3.12",
+    ):
         assert package in found
     assert "apt-get install -y --no-install-recommends qemu-system-x86" in found
 

@@ -18,7 +18,13 @@ def target(threads: int) -> Processes:
 def test_transfers_to_two_peers_arrive_whole():
     config = composed("hw=loopback", "backend=mooncake_tcp", "target=real", "experiment=transfer")
     options = TransferOptions(
-        patterns=("fanout:2",), size=(65536,), blocks=(1, 16), concurrency=(4,), schedule=("free",), repeat=10, warmup=1
+        patterns=("fanout:2",),
+        size=(65536,),
+        blocks=(1, 16),
+        concurrency=(4,),
+        schedule=("free",),
+        repeat=10,
+        warmup=1,
     )
     result = run(replace(config, experiment=options), target(3), lambda *_: None)
     assert not result.failures

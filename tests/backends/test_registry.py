@@ -37,7 +37,9 @@ def test_a_module_that_cannot_be_imported_is_unavailable(monkeypatch):
 
     broken = EntryPoint("broken", "no_such_module:Endpoint", plugins.BACKENDS)
     monkeypatch.setattr(plugins, "_found", lambda group: {"broken": broken})
-    with pytest.raises(BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_module'"):
+    with pytest.raises(
+        BackendUnavailable, match=r"'broken' .* cannot be imported: No module named 'no_such_module'"
+    ):
         registry.load("broken")
 
 

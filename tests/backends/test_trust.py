@@ -139,7 +139,9 @@ def test_a_stopped_rank_ends_the_run_with_results_and_the_reason(engine: str, ra
 
     begun = time.monotonic()
     with meanwhile(stop):
-        result = run(engine, started, "workload.count=100", "workload.rate=20", "experiment.deadline=2s", silence=2.0)
+        result = run(
+            engine, started, "workload.count=100", "workload.rate=20", "experiment.deadline=2s", silence=2.0
+        )
     assert time.monotonic() - begun < 60  # was: the launcher's hour
     assert result.outcome is not None
     assert result.outcome.ranks[rank].error.startswith(

@@ -16,7 +16,9 @@ def test_what_conf_has_is_what_its_samples_give(name, kind):
     pytest.importorskip("scipy", reason="fits need scipy")
     library = compose(["experiment=allgather", "hw=4xh200", f"collective={name}"]).collective
     given = getattr(library, kind)
-    found = fit([point for point in EVERY if point.kind == kind and (kind == "plain" or point.library == name)], given)
+    found = fit(
+        [point for point in EVERY if point.kind == kind and (kind == "plain" or point.library == name)], given
+    )
     for key in ("latency", "step", "rate", "own_rate"):
         assert getattr(given, key) == pytest.approx(getattr(found, key), rel=0.01), key
 

@@ -32,7 +32,10 @@ def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     assert found.parameters["backend.intra.call"] == "11us"
     assert found.parameters["backend.intra.rate"] == "200GB/s"
     assert found.parameters["backend.intra.small.saving"] == "4us"
-    assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == ("3us", "0s")
+    assert (found.parameters["backend.intra.read"], found.parameters["backend.intra.read_descriptor"]) == (
+        "3us",
+        "0s",
+    )
     assert "backend.intra.read_rate" not in found.parameters  # no limit
     assert (found.held_out.points, found.held_out_reads.points) == (4, 2)
     assert found.held_out.jobs == 2
@@ -41,7 +44,10 @@ def test_of_the_model_it_finds_what_the_model_was_told(tmp_path, capsys):
     assert found.kind == "assumed"  # nothing was measured
     assert found.held_out.p95 < 1e-6
     rows = list(csv.DictReader(line for line in (tmp_path / "mooncake_nvlink-2xh200.csv").open() if line[0] != "#"))
-    assert [sum((row["held"], row["operation"]) == ("1", kind) for row in rows) for kind in ("write", "read")] == [4, 2]
+    assert [sum((row["held"], row["operation"]) == ("1", kind) for row in rows) for kind in ("write", "read")] == [
+        4,
+        2,
+    ]
     out, err = capsys.readouterr()
     assert err.startswith("calibrate mooncake_nvlink on 2xh200 (the model) begins, ")
     assert "Held-out error" in out
@@ -95,8 +101,14 @@ def test_what_is_measured_says_where():
         (["--from", str(OUTPUTS / "mori.txt"), "--format", "mine"], "--format mine is none of these; say --format"),
         (["--from", __file__], "does not show which of these it is; say --format samples, table, nixlbench,"),
         (["--from", "nowhere.txt", "hw=2xh200"], "--from nowhere.txt: "),
-        (["--from", str(OUTPUTS / "mori.txt"), "hw=2xh200", "--path", "inter"], "backend=mooncake_nvlink has no inter"),
-        (["--from", str(OUTPUTS / "mori.txt"), "hw=2x8xmi300x", "experiment.operation=read"], "has no read of a pair"),
+        (
+            ["--from", str(OUTPUTS / "mori.txt"), "hw=2xh200", "--path", "inter"],
+            "backend=mooncake_nvlink has no inter",
+        ),
+        (
+            ["--from", str(OUTPUTS / "mori.txt"), "hw=2x8xmi300x", "experiment.operation=read"],
+            "has no read of a pair",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_before_anything_is_measured_or_written(

@@ -106,7 +106,7 @@ def test_of_one_size_the_descriptor_and_its_bytes_are_one_number():
     assert found.unidentified == ("rate",)
 
 
-# --- choices that rounding may not make -----------------------------------------------------------------------------
+# --- choices that rounding may not make ----------------------------------------------------------------------------
 
 
 def rounded(points, seed):
@@ -126,7 +126,8 @@ def test_of_two_forms_that_say_the_same_rounding_does_not_choose():
 
 def test_of_two_starts_that_end_equally_well_rounding_does_not_choose():
     samples = made_by(KINDS["sum"], [(64, 4096 << power) for power in range(10)], noise=0.02)
-    form = Form("sum", ("call", "descriptor", "rate"))  # of one count, call and descriptor are one number, of any share
+    # of one count, call and descriptor are one number, of any share
+    form = Form("sum", ("call", "descriptor", "rate"))
     found = [fit.fit(form, rounded(samples, seed), BASE) for seed in range(12)]
     for name in form.free:
         assert [one.at[name] for one in found] == pytest.approx([found[0].at[name]] * len(found), rel=5e-3)
@@ -172,7 +173,7 @@ def test_the_order_of_samples_decides_nothing():
     assert one == other
 
 
-# --- what the samples tell ------------------------------------------------------------------------------------------
+# --- what the samples tell -----------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_lost_in_the_noise_is_not_named():

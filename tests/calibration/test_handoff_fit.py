@@ -49,7 +49,9 @@ def test_what_made_the_samples_is_found_again():
     ]
     copies, between = fit_copies(medians(made), RATE, LAUNCH)
     given = true.call, true.descriptor, true.context_switch
-    assert (copies.call, copies.descriptor, copies.context_switch, between) == pytest.approx((*given, 1e-3), rel=1e-9)
+    assert (copies.call, copies.descriptor, copies.context_switch, between) == pytest.approx(
+        (*given, 1e-3), rel=1e-9
+    )
     for interval, value in zip(bootstrap(made, RATE, LAUNCH, runs=3), given, strict=True):
         assert interval == pytest.approx((value, value), rel=1e-9)
 

@@ -35,7 +35,9 @@ def test_the_h20_table_keeps_each_of_four_heads_twice_and_counts_decimal_bytes()
         assert float(row["reported_gbs"]) == pytest.approx(moved / (float(row["transfer_ms"]) * 1e-3), rel=0.01)
 
 
-@pytest.mark.parametrize(("table", "measured", "longer"), [(H20, phases, 0), (H800, calls, PAGE)], ids=["h20", "h800"])
+@pytest.mark.parametrize(
+    ("table", "measured", "longer"), [(H20, phases, 0), (H800, calls, PAGE)], ids=["h20", "h800"]
+)
 def test_what_is_configured_meets_a_table_that_nothing_was_fitted_to(table, measured, longer, tmp_path):
     name, words = table
     tokens, published = kv_tables.table(name)

@@ -128,5 +128,7 @@ def test_a_number_set_by_hand_stays():
 
 
 def test_options_that_nobody_measured_are_refused_on_the_model():
-    with pytest.raises(ConfigError, match="has no costs in the model of backend=nixl; there are progress_thread=false"):
+    with pytest.raises(
+        ConfigError, match="has no costs in the model of backend=nixl; there are progress_thread=false"
+    ):
         nixl("progress_thread=true", "num_threads=3")

@@ -107,7 +107,8 @@ def test_nixl_s_telemetry_has_a_row_for_each_operation_and_size():
     }
     assert [row.repeats for row in found] == [2] * 8
     reads = {row.size: row for row in found if row.operation == "read"}
-    assert reads[4096].low < reads[4096].seconds == pytest.approx((459e-6 + 9e-6) / 2)  # the two that the API returned
+    # the two that the API returned
+    assert reads[4096].low < reads[4096].seconds == pytest.approx((459e-6 + 9e-6) / 2)
 
 
 def test_mooncake_s_metrics_have_a_row_for_each_interval():

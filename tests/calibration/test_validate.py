@@ -92,7 +92,7 @@ def test_the_summary_counts_points_and_classes_beyond_their_bounds():
     assert (summary["points"], summary["classes_beyond"]) == (2, 1)
 
 
-# --- the calibration's uncertainty ----------------------------------------------------------------------------------
+# --- the calibration's uncertainty ---------------------------------------------------------------------------------
 
 
 def calibrated(path: Path) -> Config:

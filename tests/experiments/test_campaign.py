@@ -52,7 +52,9 @@ def test_what_the_machine_has_too_few_gpus_for_is_not_run(tmp_path: Path):
     steps = {step.name: step.words for step in plan("2xh200", ["nvlink"], tmp_path)}
     assert "crossing nvlink" not in steps
     assert "experiment.ranks=[2]" in steps["allgather"]
-    four, hosts = ({step.name: step.words for step in plan(hw, ["nvlink"], tmp_path)} for hw in ("4xh200", "loopback"))
+    four, hosts = (
+        {step.name: step.words for step in plan(hw, ["nvlink"], tmp_path)} for hw in ("4xh200", "loopback")
+    )
     assert "crossing nvlink" in four
     assert "experiment.ranks=[2,4]" in four["allgather"]
     assert "experiment.ranks=[2,4,8]" in hosts["allgather"]

@@ -15,7 +15,8 @@ from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
 from pdsim.progress import silent
 from pdsim.results.record import Result
-from pdsim.serving.settings import Kv, Slo
+from pdsim.serving.settings import Kv
+from pdsim.serving.slo import Slo
 from pdsim.serving.workload import load
 from tests.support.serving import GENERATED, GQA
 from tests.support.serving import configured as served

@@ -36,7 +36,9 @@ CHOICES = {
 
 
 def compared(decode: int = 2, **options: Any) -> tuple[Result, list[list[Any]]]:
-    config = configured(ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=CompareEnginesOptions(**{**CHOICES, **options}))
+    config = configured(
+        ONE, Side(tp=decode), GQA, kv=ROOMY, experiment=CompareEnginesOptions(**{**CHOICES, **options})
+    )
     result = run(config, Model(config.hw, config.backend), silent)
     return result, result.tables[0].rows
 
@@ -80,7 +82,9 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason():
     assert "pulled KV has no staging" in reasons["fast", "pull"]
     with pytest.raises(ConfigError, match=r"no combination of experiment\.backends and engines can be run"):
         compared(decode=1, colocated=False, staging=(True,))
-    with pytest.raises(ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"):
+    with pytest.raises(
+        ValueError, match=r"experiment\.metadata must be of policy, batch, write, control, got 'mail'"
+    ):
         CompareEnginesOptions(**CHOICES, metadata=("mail",))
 
 

@@ -91,7 +91,9 @@ def test_a_violation_is_shrunk_and_printed_with_the_command_that_replays_it(monk
     assert trial.requests == 1
     assert trial.without == frozenset(KINDS)
     assert violation.invariant == "I8"
-    (failure,) = [text for text in explore(seed=3, requests=20, without=tuple(SINCE)).failures if text.startswith("I8")]
+    (failure,) = [
+        text for text in explore(seed=3, requests=20, without=tuple(SINCE)).failures if text.startswith("I8")
+    ]
     assert failure.endswith(trial.command())
 
 

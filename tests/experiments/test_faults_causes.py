@@ -168,7 +168,12 @@ def test_ranks_end_in_time_when_the_router_is_lost():
     found, _ = causes([], kill={ROUTER: 1.0})
     alone, deadline = f"PeerLost: nothing from {ROUTER} for 2.0 s", scenario().job.deadline
     latest = 1.0 + 1.5 * deadline + GRACE
-    assert [found.rank("decode0.0", alone, at) for at in (0.9, 2.0, latest, latest + 0.1)] == [False, True, True, False]
+    assert [found.rank("decode0.0", alone, at) for at in (0.9, 2.0, latest, latest + 0.1)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not causes([])[0].rank("decode0.0", alone, 2.0)
 
 

@@ -128,7 +128,9 @@ def test_an_option_out_of_range_is_refused_by_name_and_value(options: dict[str, 
         HandoffOptions(**options)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=getattr(pytest.mark, name.split("_")[0])) for name in REAL]
+)
 def test_real_bytes_arrive_as_they_were_sent(name: str):
     config = configured(tp=("2to1",), tokens=(64,), repeat=2)
     real = replace(config, target="real", hw=LOOPBACK, backend=engine(name), memory="timing")

@@ -122,5 +122,6 @@ def test_a_lender_that_is_started_again_is_read_again(name: str):
     assert account(outcome, "prefill0.0") == (0, 0)
     used, quarantined = account(outcome, "decode0.0")
     assert used == 0
-    # the pages of one request, if it was read at the kill: until the engine gives that read up, after this run perhaps
+    # the pages of one request, if it was read at the kill: until the engine gives that read up, after this run
+    # perhaps
     assert quarantined in (0, 94)

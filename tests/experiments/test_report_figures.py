@@ -28,7 +28,9 @@ def test_a_verdict_follows_from_both_factors(reported: float, found: float, said
 
 def test_all_figures_of_six_reports_are_kept_with_their_errors():
     rows = list(kept())
-    assert [(row.report, row.figure, row.assumed) for row in rows] == [(f.report, f.says, f.assumed) for f in FIGURES]
+    assert [(row.report, row.figure, row.assumed) for row in rows] == [
+        (f.report, f.says, f.assumed) for f in FIGURES
+    ]
     assert len({row.report for row in rows}) == 6
     for row, figure in zip(rows, FIGURES, strict=True):
         assert row.reported == round(figure.reported, 2)

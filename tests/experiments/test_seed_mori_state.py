@@ -60,7 +60,10 @@ def test_state_and_slices_arrive_intact_and_cost_time():
     result = run(tracked, Model(base.hw, base.backend, memory="tracked"), silent)
     assert result.failures == []
     found = effects(result, "loopback mooncake_tcp").items()
-    assert {claim: effect for (claim, _), effect in found if claim in ("state", "slices")} == {"state": 1, "slices": 1}
+    assert {claim: effect for (claim, _), effect in found if claim in ("state", "slices")} == {
+        "state": 1,
+        "slices": 1,
+    }
     assert min(row["times"] for row in as_rows(result, "What it costs")) > 1.0
 
 

@@ -40,9 +40,16 @@ def test_it_is_about_nixl_on_a_node_of_h20():
 
 def test_a_descriptor_a_token_and_plane_is_what_slices_cost_and_staging_saves(within_a_node):
     found = points(within_a_node, "descriptors")
-    sliced, staged = 80 * 2 * 512, 1  # llama-3.1-70b; a block, and beside it ten rows of metadata to each decode rank
-    assert (found["4to1 512 tokens"]["before"], found["4to1 512 tokens"]["after"]) == (4 * sliced + 10, 4 * staged + 10)
-    assert (found["1to4 512 tokens"]["before"], found["1to4 512 tokens"]["after"]) == (4 * sliced + 40, 4 * staged + 40)
+    # llama-3.1-70b; a block, and beside it ten rows of metadata to each decode rank
+    sliced, staged = 80 * 2 * 512, 1
+    assert (found["4to1 512 tokens"]["before"], found["4to1 512 tokens"]["after"]) == (
+        4 * sliced + 10,
+        4 * staged + 10,
+    )
+    assert (found["1to4 512 tokens"]["before"], found["1to4 512 tokens"]["after"]) == (
+        4 * sliced + 40,
+        4 * staged + 40,
+    )
 
 
 def test_a_staged_handoff_is_faster_by_what_the_descriptors_cost(within_a_node):
@@ -77,7 +84,9 @@ def test_every_byte_is_right_before_and_after():
 def test_what_needs_more_gpus_than_there_are_is_left_out_and_named(within_a_node):
     assert "hw=8xh20 has too few GPUs for 4to8, left out" in within_a_node.notes
     assert "4to8 512 tokens" not in points(within_a_node, "handoff")
-    with pytest.raises(ConfigError, match=r"hw=2xh200 has too few GPUs for any of it; set experiment.placement=sides"):
+    with pytest.raises(
+        ConfigError, match=r"hw=2xh200 has too few GPUs for any of it; set experiment.placement=sides"
+    ):
         measure(seed("hw=2xh200", "experiment.tp=[4to2]", "experiment.placement=packed"))
 
 

@@ -112,7 +112,13 @@ def ran(before: float, after: float, at: str = "a", **about) -> dict:
     own = ["fast", "toy fast", "real", at, before, after, "us", before / after, None, None, None]
     tables = [{"title": "Points", "columns": HEADINGS, "rows": [own, READ]}]
     host = {"cpu": "a processor", "cores": 2}
-    common = {"experiment": "seed_toy", "hw": "toy", "backend": "fast", "target": "real", "folder": f"results/{before}"}
+    common = {
+        "experiment": "seed_toy",
+        "hw": "toy",
+        "backend": "fast",
+        "target": "real",
+        "folder": f"results/{before}",
+    }
     origin = {"git": {"commit": "abcdefg1234"}, "engine": ["fast 1.0"], "host": host, "started": "2026-11-21T20:00"}
     words = {"overrides": ["experiment=seed_toy", "seed=3", "output=x", "target=real"], "failures": []}
     return common | origin | words | {"tables": tables} | about
@@ -140,7 +146,10 @@ def test_what_is_kept_replaces_that_of_the_same_machine_and_target_and_says_how_
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([ran(3.0, 1.0), ran(4.0, 1.0, at="b")], "results/4.0 has other points than results/3.0; keep them one by one"),
+        (
+            [ran(3.0, 1.0), ran(4.0, 1.0, at="b")],
+            "results/4.0 has other points than results/3.0; keep them one by one",
+        ),
         ([ran(3.0, 1.0, failures=["rank0: gone"])], "results/3.0 failed: rank0: gone; take a run without failures"),
         ([ran(3.0, 1.0, tables=[], experiment="serve")], "is a run of serve, which is no seed: it has no points"),
     ],

@@ -23,7 +23,7 @@ def quarantined(result: Result) -> int:
     return sum(rank.value["quarantined_pages"] for rank in leaders)
 
 
-# --- accounts -------------------------------------------------------------------------------------------------------
+# --- accounts ------------------------------------------------------------------------------------------------------
 
 
 def test_every_request_of_the_embedded_trace_is_served():
@@ -107,7 +107,7 @@ def test_users_who_leave_are_told_apart_from_failures():
     assert all(row["e2e"] <= row["patience"] for row in rows(result) if row["e2e"] and row["patience"])
 
 
-# --- instances and policies -----------------------------------------------------------------------------------------
+# --- instances and policies ----------------------------------------------------------------------------------------
 
 
 def test_round_robin_gives_every_instance_its_turn():
@@ -125,7 +125,7 @@ def test_least_tokens_prefers_the_idle_instance():
     assert set(busy.requests["decode"]) == {"decode0", "decode1"}
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+# --- bytes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [GQA, LLM, MLA], ids=["8 heads", "2 heads", "mla"])
@@ -142,7 +142,7 @@ def test_tracking_contents_does_not_change_times():
     assert serve(configured(memory="tracked")).requests == serve(configured()).requests
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
+# --- faults --------------------------------------------------------------------------------------------------------
 
 FAULTY = {"deadline": 0.5}
 TWO = Side(tp=2, instances=2)
@@ -181,12 +181,14 @@ def test_without_a_router_the_ranks_end_by_themselves():
 def test_a_transfer_that_times_out_fails_its_request_and_frees_its_pages_once_it_has_settled():
     stuck = replace(EIGHT, interconnect=Interconnect(kind="switch", rate=1e6))
     engine = replace(ENGINE, timeout=0.02)
-    result = serve(configured(hw=stuck, backend=engine, options=FAULTY, workload=replace(GENERATED, count=4, rate=1.0)))
+    result = serve(
+        configured(hw=stuck, backend=engine, options=FAULTY, workload=replace(GENERATED, count=4, rate=1.0))
+    )
     assert all(status.startswith("TransferTimeout") for status in result.requests["status"])
     assert values(result)["requests_failed"] == 4
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------------
+# --- what cannot be ------------------------------------------------------------------------------------------------
 
 
 def test_a_request_larger_than_the_pool_is_refused_before_anything_runs():

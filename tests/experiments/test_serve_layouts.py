@@ -100,7 +100,9 @@ def test_a_model_that_cannot_be_divided_is_refused_before_anything_runs(
 
 def test_a_window_larger_than_its_pool_is_refused_before_anything_runs():
     kv = Kv(page_size=16, pool=1 << 20, window_share=0.01)
-    with pytest.raises(ConfigError, match=r"pages of sliding-window layers on the prefill side, whose ranks have \d"):
+    with pytest.raises(
+        ConfigError, match=r"pages of sliding-window layers on the prefill side, whose ranks have \d"
+    ):
         serve(configured(model=HYBRID, kv=kv))
 
 
@@ -113,6 +115,8 @@ def test_a_window_larger_than_its_pool_is_refused_before_anything_runs():
         ({"cp": 0}, {}, "parallel.cp must be > 0, got 0"),
     ],
 )
-def test_sides_that_the_protocol_does_not_know_are_refused(prefill: dict[str, int], decode: dict[str, int], words: str):
+def test_sides_that_the_protocol_does_not_know_are_refused(
+    prefill: dict[str, int], decode: dict[str, int], words: str
+):
     with pytest.raises(ValueError, match=words):
         Parallel(prefill=Side(tp=4, **prefill), decode=Side(tp=4, **decode))

@@ -37,7 +37,7 @@ def paths(result: Result) -> set[str | None]:
     return set(result.requests["path"])
 
 
-# --- staged ---------------------------------------------------------------------------------------------------------
+# --- staged --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("prefill", "decode"), HETEROGENEOUS)
@@ -84,7 +84,7 @@ def test_staging_is_faster_where_descriptors_are_what_costs():
     assert mean["b"] < mean["s"] / 5
 
 
-# --- rings that barely fit, or do not -------------------------------------------------------------------------------
+# --- rings that barely fit, or do not ------------------------------------------------------------------------------
 
 CHUNK = 17 * 16 * 2 * 2 * 4 * 16 * 2
 """Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left, two
@@ -129,7 +129,7 @@ def test_a_rank_that_dies_leaves_no_wrong_byte_and_nobody_hangs(rank: str, at: f
     assert kinds <= {"ok", "PeerLost", "OutOfMemory"}
 
 
-# --- policies -------------------------------------------------------------------------------------------------------
+# --- policies ------------------------------------------------------------------------------------------------------
 
 POLICIES = {
     "mooncake": Policy(queues=4, metadata="write"),
@@ -181,20 +181,22 @@ def test_bytes_and_descriptors_of_each_path_are_in_the_summary():
     assert found["metadata_bytes"] == 12 * 1600
 
 
-# --- metadata that cannot go its way ----------------------------------------------------------------------------------
+# --- metadata that cannot go its way -------------------------------------------------------------------------------
 
 
 def test_metadata_that_the_engine_does_not_take_goes_over_the_control_channel():
     narrow = replace(ENGINE, intra=replace(ENGINE.intra, depth=5, full="refuse"))  # a run of KV is four descriptors
     one = replace(GENERATED, count=1, input_mean=100, input_cv=0)
-    config = staged(1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=POLICIES["mooncake"])
+    config = staged(
+        1, 1, workload=one, backend=narrow, kv=replace(STAGED, staging=False), policy=POLICIES["mooncake"]
+    )
     result = serve(config)
     assert result.failures == []
     assert [record.descriptors for record in result.transfers if record.status == "ok"] == [4]
     assert "metadata over the control channel, 1 times: SendQueueFull over the data path" in result.notes
 
 
-# --- queues -----------------------------------------------------------------------------------------------------------
+# --- queues --------------------------------------------------------------------------------------------------------
 
 
 def posted(queues: int, shard: str = "room") -> list[float]:

@@ -23,7 +23,9 @@ SLICED = Kv(page_size=16, pool=1 << 20)
 FEW = replace(GENERATED, count=4, input_mean=90, output_mean=3)
 
 
-def served(name: str, prefill: int, decode: int, kv: Kv = SLICED, policy: Policy = STAGED, model: Llm = GQA) -> Result:
+def served(
+    name: str, prefill: int, decode: int, kv: Kv = SLICED, policy: Policy = STAGED, model: Llm = GQA
+) -> Result:
     config: Config = make_config(
         Path("unused"),
         target="real",

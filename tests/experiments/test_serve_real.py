@@ -74,7 +74,9 @@ def test_users_leave_as_the_workload_says(name):
     assert result.failures == []
     patience = result.requests["patience"]
     assert patience == serve(replace(config, target="model", hw=EIGHT, backend=ENGINE)).requests["patience"]
-    left = {status.partition(":")[0] for status, wait in zip(result.requests["status"], patience, strict=True) if wait}
+    left = {
+        status.partition(":")[0] for status, wait in zip(result.requests["status"], patience, strict=True) if wait
+    }
     stayed = {status for status, wait in zip(result.requests["status"], patience, strict=True) if wait is None}
     assert "Aborted" in left
     assert (stayed, left - {"ok"}) == ({"ok"}, {"Aborted"})

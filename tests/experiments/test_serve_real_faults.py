@@ -87,7 +87,8 @@ def account(outcome: Outcome, rank: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_users_who_leave_in_mid_transfer_leave_no_page_behind(name: str):
-    leaves = [(number, 0.004 * number) for number in range(1, 16, 2)]  # anywhere between the queue and the last token
+    # anywhere between the queue and the last token
+    leaves = [(number, 0.004 * number) for number in range(1, 16, 2)]
     outcome = serve(name, REQUESTS, leaves)
     found = statuses(outcome)
     assert set(found[::2]) == {"ok"}

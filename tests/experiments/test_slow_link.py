@@ -40,7 +40,9 @@ def test_requests_that_get_nowhere_are_stalled(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", ["kind: stall", "kind: cut", "kind: slow, share: 0.01"])
 def test_a_link_that_is_changed_to_the_end_has_a_utilisation(kind: str) -> None:
-    result = served("hw.link.rate=5Mbps", f"hw.link.changes=[{{{kind}, start: 1s, end: 1000s}}]", "backend.timeout=3s")
+    result = served(
+        "hw.link.rate=5Mbps", f"hw.link.changes=[{{{kind}, start: 1s, end: 1000s}}]", "backend.timeout=3s"
+    )
     assert result.outcome is not None
     assert result.outcome.seconds < 1000
     assert 0 < result.outcome.links["link0.up"] < 1

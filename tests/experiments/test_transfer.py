@@ -42,7 +42,7 @@ def values(result: Result) -> dict[str, Any]:
     return {metric.name: metric.value for metric in result.summary}
 
 
-# --- times ----------------------------------------------------------------------------------------------------------
+# --- times ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_transfer_takes_what_the_engine_and_the_port_take():
@@ -92,7 +92,7 @@ def test_spread_ranks_cross_the_network_and_packed_ones_do_not():
     assert found["packed"] > 5 > 1 > found["spread"] > 0.9
 
 
-# --- what is counted ------------------------------------------------------------------------------------------------
+# --- what is counted -----------------------------------------------------------------------------------------------
 
 
 def test_every_flow_makes_its_repeats_and_the_warm_up_is_not_counted():
@@ -121,7 +121,7 @@ def test_a_percentile_that_the_sample_cannot_have_is_left_out():
     assert enough["p99"] is not None
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+# --- bytes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "scattered"])
@@ -155,10 +155,12 @@ def test_bytes_that_nobody_sent_are_found():
 def test_without_contents_nothing_is_verified_and_the_result_says_so():
     result = measure()
     assert rows(result)[0]["verified"] == "-"
-    assert result.notes == ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
+    assert result.notes == [
+        "no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"
+    ]
 
 
-# --- loss -----------------------------------------------------------------------------------------------------------
+# --- loss ----------------------------------------------------------------------------------------------------------
 
 
 class Losing(Model):
@@ -235,7 +237,7 @@ def test_an_engine_that_does_not_work_at_all_ends_the_run():
         run(configured(), Unavailable(EIGHT, ENGINE), silent)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- what is refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,9 @@ def test_more_ranks_than_gpus_are_refused():
 
 
 def test_more_bytes_than_memory_are_refused_before_anything_runs():
-    with pytest.raises(ConfigError, match=r"pair 2x1073741824 c1 needs 2147483648 bytes \(2 GiB\) on GPU 0 of node 0"):
+    with pytest.raises(
+        ConfigError, match=r"pair 2x1073741824 c1 needs 2147483648 bytes \(2 GiB\) on GPU 0 of node 0"
+    ):
         measure(blocks=(2,), size=(1 << 30,))
 
 

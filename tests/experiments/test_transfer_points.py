@@ -29,7 +29,7 @@ def flow_rows(result: Result) -> list[dict[str, Any]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-# --- patterns -------------------------------------------------------------------------------------------------------
+# --- patterns ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_patterns_of_different_counts_run_in_one_job():
     assert [row["verified"] for row in rows(result)] == ["1/1", "4/4", "6/6"]
 
 
-# --- one job --------------------------------------------------------------------------------------------------------
+# --- one job -------------------------------------------------------------------------------------------------------
 
 
 class Counting(Model):
@@ -102,7 +102,7 @@ def test_a_volume_lowers_the_repeats_of_large_points_only():
     assert [sum(r.nbytes == size for r in result.transfers) for size in (1000, 100_000, 10_000_000)] == [20, 10, 3]
 
 
-# --- schedules ------------------------------------------------------------------------------------------------------
+# --- schedules -----------------------------------------------------------------------------------------------------
 
 
 def total(schedule: str) -> float:
@@ -118,7 +118,7 @@ def test_one_sink_at_a_time_halves_the_rate_unless_the_sources_begin_apart():
     assert total("serial-rotated") == pytest.approx(20, rel=0.01)
 
 
-# --- flows ----------------------------------------------------------------------------------------------------------
+# --- flows ---------------------------------------------------------------------------------------------------------
 
 
 def test_each_flow_has_its_time_and_its_rate():
@@ -134,7 +134,7 @@ def test_each_flow_has_its_time_and_its_rate():
     assert len(measure().tables) == 2  # a pair has one flow, which the first table is about
 
 
-# --- a file of points -----------------------------------------------------------------------------------------------
+# --- a file of points ----------------------------------------------------------------------------------------------
 
 
 def test_points_come_from_a_file(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_there_is_refused():
     assert problem.startswith("experiment.points=nowhere.csv: No such file")
 
 
-# --- shared GPUs ----------------------------------------------------------------------------------------------------
+# --- shared GPUs ---------------------------------------------------------------------------------------------------
 
 
 def test_ranks_may_share_gpus():

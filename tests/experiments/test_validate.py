@@ -206,7 +206,10 @@ def test_a_model_alone_is_refused(tmp_path: Path):
         ({"predict": "later"}, "experiment.predict must be one of before, only, now, got 'later'"),
         ({"ranks": 1}, "experiment.ranks must be >= 2, or 0 for a rank a GPU, got 1"),
         ({"expected": "a.json", "stored": "b"}, "experiment.expected must be left out with experiment.stored"),
-        ({"expected": "a.json", "predict": "only"}, "experiment.expected must be left out .* of a run that measures"),
+        (
+            {"expected": "a.json", "predict": "only"},
+            "experiment.expected must be left out .* of a run that measures",
+        ),
         ({"predict": "only", "stored": "b"}, "experiment.predict must be now, not only, with experiment.stored"),
     ],
 )

@@ -29,7 +29,7 @@ WORDS = [
 ]
 
 
-# --- what is compared -----------------------------------------------------------------------------------------------
+# --- what is compared ----------------------------------------------------------------------------------------------
 
 
 def test_quantiles_leave_out_what_too_few_requests_cannot_give():
@@ -81,7 +81,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], message:
         ValidateLiveOptions(**options)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 def folder_of(output: Path) -> Path:

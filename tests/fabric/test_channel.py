@@ -17,7 +17,8 @@ class Bench:
         self.clock = Clock()
         self.ranks = {}
         self.a, self.b, self.c = (
-            SimChannel(name, host, self.clock, self.clock, self.ranks, host_latency=HostLatency(host)) for name in "abc"
+            SimChannel(name, host, self.clock, self.clock, self.ranks, host_latency=HostLatency(host))
+            for name in "abc"
         )
         self.log = []
 

@@ -22,7 +22,13 @@ from tests.support.machines import cost, engine, machine
 RING = CollectiveModel(path="nvlink", pattern="ring", latency=3.0, step=0.5, rate=50.0, own_rate=100.0, copies=2)
 DIRECT = CollectiveModel(path="nvlink", pattern="direct", latency=1.0, step=0.25, rate=80.0)
 LIBRARY = Collective(
-    name="test", implementation="nccl", plain=RING, symmetric=DIRECT, grow_latency=1.0, grow_rate=100.0, timeout=1000.0
+    name="test",
+    implementation="nccl",
+    plain=RING,
+    symmetric=DIRECT,
+    grow_latency=1.0,
+    grow_rate=100.0,
+    timeout=1000.0,
 )
 
 
@@ -59,7 +65,9 @@ def gather(rank: Rank, names: list[str], size: int, pool: str = "default", late:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_ring_takes_its_latency_a_step_for_each_other_rank_the_own_piece_and_the_others(ranks):
     expected = 3 + 0.5 * (ranks - 1) + 100 / 100 + 100 * (ranks - 1) / 50
-    assert [value[0] for value in values(run(gather, ranks, size=100))] == [pytest.approx(expected, rel=1e-12)] * ranks
+    assert [value[0] for value in values(run(gather, ranks, size=100))] == [
+        pytest.approx(expected, rel=1e-12)
+    ] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -157,7 +165,9 @@ def test_a_pool_that_has_grown_keeps_the_hosts_for_longer(grow, expected):
     assert found == [pytest.approx(expected, rel=1e-12)] * 3
 
 
-@pytest.mark.parametrize("model", [RING, replace(RING, after_pause=7.0, grown=9.0), replace(DIRECT, after_pause=7.0)])
+@pytest.mark.parametrize(
+    "model", [RING, replace(RING, after_pause=7.0, grown=9.0), replace(DIRECT, after_pause=7.0)]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_alone_it_takes_what_the_closed_form_says(model, ranks):
     library = replace(LIBRARY, plain=model)
@@ -170,7 +180,7 @@ def test_equal_runs_are_equal_to_the_bit():
     assert one.ranks == other.ranks
 
 
-# --- pools ----------------------------------------------------------------------------------------------------------
+# --- pools ---------------------------------------------------------------------------------------------------------
 
 
 def grow(rank: Rank, names: list[str], sizes: list[int]) -> Program:
@@ -263,7 +273,7 @@ def test_symmetric_memory_belongs_to_the_group_that_reserved_it():
     assert values(run(borrow, 2)) == [["RegistrationError"] * 2] * 2
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
+# --- ends ----------------------------------------------------------------------------------------------------------
 
 
 def leave(rank: Rank, names: list[str], after: float) -> Program:
@@ -319,7 +329,9 @@ def test_gathers_that_are_queued_on_a_stream_take_the_time_of_the_device(size, e
 
 
 def test_a_library_whose_device_nobody_has_measured_says_so():
-    with pytest.raises(ValueError, match=r"collective\.timing=device needs collective\.plain\.device.*timing=caller"):
+    with pytest.raises(
+        ValueError, match=r"collective\.timing=device needs collective\.plain\.device.*timing=caller"
+    ):
         replace(LIBRARY, timing="device")
     with pytest.raises(ValueError, match=r"collective\.device has no lines"):
         RING.on_device(2, 10)

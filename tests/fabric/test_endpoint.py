@@ -219,7 +219,9 @@ class TestTimeout:
     def test_is_recorded_once(self, bench):
         bench.write(timeout=2.0)
         bench.run()
-        assert [(record.status, record.completed) for record in bench.a.records.transfers] == [("TransferTimeout", 2.0)]
+        assert [(record.status, record.completed) for record in bench.a.records.transfers] == [
+            ("TransferTimeout", 2.0)
+        ]
 
     def test_keeps_the_region_registered_until_it_settles(self, bench):
         bench.write(timeout=2.0)

@@ -353,7 +353,9 @@ def test_sources_that_begin_with_different_sinks_use_both():
 def test_a_copy_engine_goes_on_when_what_it_carries_or_would_carry_is_aborted():
     crossing = Crossing()
     first, second, _ = crossing.post("ac", "ad", "ac")
-    crossing.clock.call_at(0.5, lambda _: (crossing.lanes["ad"].abort(second), crossing.lanes["ac"].abort(first)), None)
+    crossing.clock.call_at(
+        0.5, lambda _: (crossing.lanes["ad"].abort(second), crossing.lanes["ac"].abort(first)), None
+    )
     assert crossing.run() == [(1.5, "ac")]
 
 

@@ -12,7 +12,7 @@ from pdsim.fabric.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
 
-# --- programs -------------------------------------------------------------------------------------------------------
+# --- programs ------------------------------------------------------------------------------------------------------
 
 
 def one(rank, count=20):
@@ -143,7 +143,7 @@ def restless(rank):
         yield rank.clock.timeout(1.0)
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------------------------
 
 HELD = Faults(delayed=0.5, delay=1.0)
 
@@ -175,7 +175,8 @@ def test_a_plan_of_nothing_changes_nothing():
 def test_nothing_is_held_up_any_more_after_the_end_of_the_plan():
     without = heard(None)
     assert heard(HELD)[-6:] != without[-6:]
-    assert heard(dataclasses.replace(HELD, until=0.05))[-6:] == without[-6:]  # the first of each is long there by then
+    # the first of each is long there by then
+    assert heard(dataclasses.replace(HELD, until=0.05))[-6:] == without[-6:]
     late = dataclasses.replace(Faults(late=1.0, lateness=5.0), until=1e-9)  # before the write
     assert run((writer, {"timeout": 3.0}), reader, model=model(late, seed=2)).ranks["writer"].value == ["ok", 2.75]
 
@@ -217,12 +218,16 @@ def test_a_paused_rank_goes_on_where_it_stood_and_its_hardware_has_gone_on():
 
 def test_a_rank_that_is_killed_in_a_pause_does_not_go_on():
     outcome = run(
-        one, two, (ear, {"count": 20 + 5}), model=model(Faults(pauses=(Pause("one", 0.45, 1.25),))), kill={"one": 1.0}
+        one,
+        two,
+        (ear, {"count": 20 + 5}),
+        model=model(Faults(pauses=(Pause("one", 0.45, 1.25),))),
+        kill={"one": 1.0},
     )
     assert [number for name, number, _ in outcome.ranks["ear"].value if name == "one"] == list(range(5))
 
 
-# --- transfers ------------------------------------------------------------------------------------------------------
+# --- transfers -----------------------------------------------------------------------------------------------------
 
 
 def test_bytes_are_read_and_land_at_any_time_between_the_call_and_the_completion():
@@ -301,7 +306,7 @@ def test_all_some_or_none_of_a_transfer_that_failed_has_moved():
     assert {0, 100} < landed
 
 
-# --- slow ranks and links -------------------------------------------------------------------------------------------
+# --- slow ranks and links ------------------------------------------------------------------------------------------
 
 
 def test_a_slow_rank_computes_and_posts_slowly_for_a_while():
@@ -317,12 +322,13 @@ def test_a_link_that_is_cut_carries_on_when_it_is_mended():
     assert (how, took + 0.5 + 0.125) == ("ok", pytest.approx(11.5, abs=0.2))  # its address took half a second
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------
+# --- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_due_at_one_instant_happens_in_an_order_that_the_seed_draws():
     orders = {
-        tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value) for s in (1, 2)
+        tuple(run(first, second, arbiter, model=model(Faults(shuffle=True), s)).ranks["arbiter"].value)
+        for s in (1, 2)
     }
     assert len(orders) == 2
     plain = run(first, second, arbiter, model=model()).ranks["arbiter"].value
@@ -346,7 +352,7 @@ def test_the_limit_ends_ranks_that_wait_forever_beside_one_that_never_rests():
     assert ranks["computer"].error == ""
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- mistakes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

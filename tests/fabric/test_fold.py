@@ -15,7 +15,7 @@ RANKS = 4
 ENGINE = engine()
 SWITCH = machine(gpus=8)
 
-# --- programs: a leader tells its followers what to write to the rank of their number on the other side --------------
+# --- programs: a leader tells its followers what to write to the rank of their number on the other side ------------
 
 
 def leader(rank, followers, told=None):
@@ -57,14 +57,18 @@ def specs(count=RANKS, told=None, also=None, **arguments):
     """One leader, and so many pairs of GPUs."""
     here = "tests.fabric.test_fold"
     names = [f"from{number}" for number in range(count)]
-    found = [RankSpec("leader", f"{here}:leader", Place(1, 0) if also else Place(), {"followers": names, "told": told})]
+    found = [
+        RankSpec("leader", f"{here}:leader", Place(1, 0) if also else Place(), {"followers": names, "told": told})
+    ]
     for number, name in enumerate(names):
         boss = {"boss": "leader", "target": f"into{number}"} | arguments
         found.append(RankSpec(name, f"{here}:follower", Place(0, number), boss, "from0" if number else ""))
     for number, name in enumerate(names):
         place = Place(0, count + number)
         found.append(
-            RankSpec(f"into{number}", f"{here}:sink", place, {"source": name, "also": also}, "into0" if number else "")
+            RankSpec(
+                f"into{number}", f"{here}:sink", place, {"source": name, "also": also}, "into0" if number else ""
+            )
         )
     return found
 

@@ -28,7 +28,9 @@ class Bench:
         self.log = []
 
     def post(self, tag, descriptors=4, nbytes=1000):
-        return self.queue.post(nbytes, descriptors, False, lambda posting: self.log.append((self.clock.now, tag)), tag)
+        return self.queue.post(
+            nbytes, descriptors, False, lambda posting: self.log.append((self.clock.now, tag)), tag
+        )
 
     def run(self):
         self.clock.run()

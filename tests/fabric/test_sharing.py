@@ -70,7 +70,9 @@ class TestRates:
         assert done == [(2.0, "b"), (2.5, "a")]
 
     def test_the_tightest_link_of_a_path_limits_it(self, clock, network, start, done):
-        start([network.link("wide", 100.0), network.link("narrow", 10.0), network.link("wide too", 100.0)], 20.0, "a")
+        start(
+            [network.link("wide", 100.0), network.link("narrow", 10.0), network.link("wide too", 100.0)], 20.0, "a"
+        )
         clock.run()
         assert done == [(2.0, "a")]
 

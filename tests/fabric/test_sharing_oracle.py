@@ -37,7 +37,7 @@ def simulate(capacity, paths, flows):
     return np.array(ends)
 
 
-# --- a linear programme: rates at one instant -----------------------------------------------------------------------
+# --- a linear programme: rates at one instant ----------------------------------------------------------------------
 
 
 def lexicographic_max_min(capacity, flows):
@@ -92,7 +92,7 @@ def test_rates_are_those_of_a_linear_programme(seed):
     assert [path.rate for path in paths] == pytest.approx(list(lexicographic_max_min(capacity, flows)), rel=1e-9)
 
 
-# --- the text-book solver: a whole run, small -----------------------------------------------------------------------
+# --- the text-book solver: a whole run, small ----------------------------------------------------------------------
 
 
 def fill(capacity, flows):
@@ -139,12 +139,14 @@ def test_ends_are_those_of_the_text_book(seed, ties):
     rng = random.Random(seed)
     draw = (lambda low, high: float(rng.randint(low, high))) if ties else rng.uniform
     capacity = [draw(1, 5) for _ in range(6)]
-    paths = [(tuple(rng.choices(range(6), k=rng.randint(1, 4))), rng.choice([math.inf, draw(1, 2)])) for _ in range(12)]
+    paths = [
+        (tuple(rng.choices(range(6), k=rng.randint(1, 4))), rng.choice([math.inf, draw(1, 2)])) for _ in range(12)
+    ]
     flows = sorted((draw(0, 9), rng.randrange(12), draw(1, 9)) for _ in range(40))
     assert simulate(capacity, paths, flows) == pytest.approx(text_book(capacity, paths, flows), rel=1e-9)
 
 
-# --- SimGrid: thousands of flows on machines of up to 512 GPUs ------------------------------------------------------
+# --- SimGrid: thousands of flows on machines of up to 512 GPUs -----------------------------------------------------
 
 
 @pytest.mark.skipif(not ORACLE.is_dir(), reason=f"no completion times of SimGrid in {ORACLE}; set PDSIM_ORACLE")

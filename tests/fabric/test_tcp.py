@@ -91,7 +91,9 @@ def test_the_timer_runs_from_the_oldest_segment_if_the_probe_is_answered_before_
     assert cut(0.5, 0.0, streams(timeout=9.0)) == pytest.approx(9.0)
 
 
-@pytest.mark.parametrize(("seconds", "waits"), [(5.0, 1), (7.2, 1), (7.3, 3), (13.3, 7)], ids=lambda value: f"{value}")
+@pytest.mark.parametrize(
+    ("seconds", "waits"), [(5.0, 1), (7.2, 1), (7.3, 3), (13.3, 7)], ids=lambda value: f"{value}"
+)
 def test_a_timer_runs_from_a_lost_probe_and_twice_as_long_each_time(seconds, waits):
     assert cut(seconds, 0.0, streams()) == pytest.approx(4.13 + waits * 3.0 + 0.128)
 

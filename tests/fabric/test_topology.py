@@ -27,7 +27,12 @@ HOST = Site(0, None, 0)
 
 def test_a_switch_has_a_port_out_and_a_port_in_for_each_gpu():
     route = topology().route("nvlink", gpu(0), gpu(3))
-    assert names(route) == ["node0/gpu0/memory", "node0/gpu0/nvlink.out", "node0/gpu3/nvlink.in", "node0/gpu3/memory"]
+    assert names(route) == [
+        "node0/gpu0/memory",
+        "node0/gpu0/nvlink.out",
+        "node0/gpu3/nvlink.in",
+        "node0/gpu3/memory",
+    ]
 
 
 def test_a_mesh_has_one_link_for_each_ordered_pair():

@@ -9,7 +9,7 @@ from pdsim.job import Place, RankSpec
 from pdsim.transfer import Batch
 from tests.support.machines import cost, engine, machine, run
 
-# --- programs -------------------------------------------------------------------------------------------------------
+# --- programs ------------------------------------------------------------------------------------------------------
 
 
 def idle(rank, seconds=1.0):
@@ -128,7 +128,7 @@ def heir(rank):
     return rank.device.used
 
 
-# --- what is said of them -------------------------------------------------------------------------------------------
+# --- what is said of them ------------------------------------------------------------------------------------------
 
 
 class TestStart:

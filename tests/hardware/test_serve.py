@@ -35,7 +35,9 @@ class OnGpus:
 
     def run(self, ranks: Sequence[RankSpec], kill: Mapping[str, float] | None = None) -> Outcome:
         sides = [rank.name.partition(".")[0].rstrip("0123456789") for rank in ranks]
-        placed = [replace(rank, place=self.places.get(side, Place())) for rank, side in zip(ranks, sides, strict=True)]
+        placed = [
+            replace(rank, place=self.places.get(side, Place())) for rank, side in zip(ranks, sides, strict=True)
+        ]
         return self.target.run(placed, kill or {})
 
 

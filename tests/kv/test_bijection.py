@@ -1,7 +1,7 @@
 """Every head, layer, token and state row arrives exactly once, or exactly as often as ranks replicate what it is.
 
-The batches of all writers are executed on small pools: for each byte of a decode rank's pool it is counted how often it
-is written, and what is there in the end is compared with what its name says should be.
+The batches of all writers are executed on small pools: for each byte of a decode rank's pool it is counted how often
+it is written, and what is there in the end is compared with what its name says should be.
 """
 
 from __future__ import annotations
@@ -63,14 +63,19 @@ def runs(pages: list[int]) -> Pages:
 class Handoff:
     """One request of *tokens* tokens in *chunks* chunks, handed over by every prefill rank to every decode rank."""
 
-    def __init__(self, both: RankMap, page_size: int, tokens: int, source: list[int], target: list[int], chunks: int):
+    def __init__(
+        self, both: RankMap, page_size: int, tokens: int, source: list[int], target: list[int], chunks: int
+    ):
         self.map, self.page_size, self.tokens = both, page_size, tokens
         self.pages = -(-tokens // page_size)
         self.source_pages, self.target_pages = source[: self.pages], target[: self.pages]
         span = window_span(tokens, both.shape.state.window, page_size)[1]
         rows = {
             "mamba": ([1], [0]),
-            "window": ([3 * page % 31 for page in range(1, span + 1)], [5 * page % 31 for page in range(2, span + 2)]),
+            "window": (
+                [3 * page % 31 for page in range(1, span + 1)],
+                [5 * page % 31 for page in range(2, span + 2)],
+            ),
             "index": (self.source_pages, self.target_pages),
         }
         state = [rows[name] for name in both.shape.state.components]
@@ -213,7 +218,7 @@ def test_uneven_stages_scattered_pages_and_any_layers_arrive_too(handoff: Handof
     handoff.check(data.draw(st.integers(0, handoff.map.decode.size - 1)))
 
 
-# --- the test itself ------------------------------------------------------------------------------------------------
+# --- the test itself -----------------------------------------------------------------------------------------------
 
 
 def test_metadata_is_expected_in_every_byte_of_its_row():

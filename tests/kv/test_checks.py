@@ -32,7 +32,7 @@ def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:
     return OwnershipChecker(tell, ComputedChecker(lambda *_: None))
 
 
-# --- whose memory is whose ------------------------------------------------------------------------------------------
+# --- whose memory is whose -----------------------------------------------------------------------------------------
 
 
 def leader(life: str) -> Any:
@@ -88,7 +88,9 @@ def test_a_rank_of_a_new_life_is_not_written_before_it_has_met_anyone(owners: Ow
 
 
 @pytest.mark.parametrize("buffer", range(10))
-def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(owners: OwnershipChecker, found: list[Any], buffer: int):
+def test_any_piece_of_a_metadata_row_says_whose_slot_it_is_in(
+    owners: OwnershipChecker, found: list[Any], buffer: int
+):
     # a torn transfer may touch any of the ten buffers, from any byte on
     landed(owners, 7, int(LAYOUT.aux_offsets(0)[buffer]) + 5)
     assert found == []
@@ -102,7 +104,10 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     prefill.sender = SimpleNamespace(layout=LAYOUT, _gather=lambda state, batch: None)
     prefill.pages.allocate(7, 1)
     owners.joined(prefill)
-    pool, block = Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0"), Region("prefill0.0", "gather1", 64, 0, "gpu0")
+    pool, block = (
+        Region("prefill0.0", REGION, LAYOUT.size, 0, "gpu0"),
+        Region("prefill0.0", "gather1", 64, 0, "gpu0"),
+    )
     for page in (0, 1):
         batch = Batch(pool, block, [page * LAYOUT.item], [0], [16])
         prefill.sender._gather(SimpleNamespace(room=7), batch)
@@ -110,7 +115,7 @@ def test_a_gather_reads_pages_of_the_room_that_it_is_for(found: list[Any]):
     assert found == [("I3", "room 7 gathered from kv row 1 of prefill0.0, which is nobody's")]
 
 
-# --- what may be left -----------------------------------------------------------------------------------------------
+# --- what may be left ----------------------------------------------------------------------------------------------
 
 
 def left(table: Any, lost: bool = True) -> list[str]:

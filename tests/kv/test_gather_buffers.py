@@ -23,8 +23,8 @@ HERE = "tests.kv.test_gather_buffers"
 def writer(rank: Rank, *, times: list[float], leave: int = 0) -> Program:
     """At each of *times* take the buffer of queue 0, fill it with the next letter and write it to a row of its own.
 
-    Return what was taken, how many bytes were allocated beside the buffer before each and at the end, and what failed.
-    With *leave*, only so many bytes of the device are left beside that buffer.
+    Return what was taken, how many bytes were allocated beside the buffer before each and at the end, and what
+    failed. With *leave*, only so many bytes of the device are left beside that buffer.
     """
     buffers = GatherBuffers(rank, 1, SIZE)
     if leave:

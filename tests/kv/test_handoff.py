@@ -82,7 +82,9 @@ def receive(rank: Rank, *, reserve_at: float = 0.0, seconds: float = 1.0) -> Pro
     return {"reports": reports, "open": len(receiver)}
 
 
-def run(script: list[list[Any]], kill: Mapping[str, float] = {}, memory: str = "tracked", **receiver: Any) -> Outcome:
+def run(
+    script: list[list[Any]], kill: Mapping[str, float] = {}, memory: str = "tracked", **receiver: Any
+) -> Outcome:
     machine, engine = receiver.pop("machine", MACHINE), receiver.pop("engine", ENGINE)
     ranks = [
         RankSpec("prefill0.0", f"{HERE}:prefill", Place(0, 0), {"script": script}),
@@ -142,7 +144,7 @@ def test_bytes_that_are_not_those_of_the_room_are_found():
     assert reason == "room 7 plane 0 token 4 byte 0: found room 7 plane 0 head 0 token 8"
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_peer_fails_the_room_once_and_names_the_instance():

@@ -66,7 +66,9 @@ def writer(rank: Rank, *, answers: int) -> Program:
     return found
 
 
-def run(script: list[list[Any]], answers: int, ring: int = 2 * PAGE, wait: float = 1.0) -> tuple[dict[str, Any], Any]:
+def run(
+    script: list[list[Any]], answers: int, ring: int = 2 * PAGE, wait: float = 1.0
+) -> tuple[dict[str, Any], Any]:
     ranks = [
         RankSpec("reader", f"{HERE}:program", Place(0, 0), {"script": script, "ring": ring, "wait": wait}),
         RankSpec("writer", f"{HERE}:writer", Place(0, 1), {"answers": answers}),

@@ -33,7 +33,9 @@ def test_a_chunk_of_8192_tokens_takes_what_the_reference_says(shape: KvShape, tp
     assert 8192 * shape.token_bytes(tp) == mebibytes << 20
 
 
-@pytest.mark.parametrize(("shape", "tp", "tokens"), [(QWEN3_235B, 4, 1394), (LLAMA_8B, 2, 1024), (QWEN3_32B, 2, 512)])
+@pytest.mark.parametrize(
+    ("shape", "tp", "tokens"), [(QWEN3_235B, 4, 1394), (LLAMA_8B, 2, 1024), (QWEN3_32B, 2, 512)]
+)
 def test_64_mebibytes_hold_as_many_tokens_as_the_reference_says(shape: KvShape, tp: int, tokens: int):
     assert (64 << 20) // shape.token_bytes(tp) == tokens
 

@@ -39,7 +39,9 @@ def arrivals(shape: KvShape, prefill: int, decode: int, rank: int) -> list[tuple
 
 
 @pytest.mark.parametrize(("heads", "prefill", "decode"), ALL)
-def test_every_head_that_a_decode_rank_owns_arrives_in_its_place_as_often_as_it_is_replicated(heads, prefill, decode):
+def test_every_head_that_a_decode_rank_owns_arrives_in_its_place_as_often_as_it_is_replicated(
+    heads, prefill, decode
+):
     shape = gqa(heads)
     for rank in range(decode):
         counts = Counter(arrivals(shape, prefill, decode, rank))
@@ -112,7 +114,7 @@ def test_sizes_that_do_not_divide_one_another_are_refused():
         tp_writers(4, 6, 0)
 
 
-# --- stages, context parallelism, data parallelism ------------------------------------------------------------------
+# --- stages, context parallelism, data parallelism -----------------------------------------------------------------
 
 
 def test_ranks_are_numbered_with_tensor_parallelism_fastest_and_stages_slowest():

@@ -122,7 +122,7 @@ def test_nothing_to_move_is_refused():
         Planner(pool, pool).batch(())
 
 
-# --- contents -------------------------------------------------------------------------------------------------------
+# --- contents ------------------------------------------------------------------------------------------------------
 
 
 def contents(pool: KvLayout, rank: int, pages: list[int]) -> np.ndarray:
@@ -156,7 +156,7 @@ def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(hea
         assert (memory == contents(target, rank, target_pages)).all()
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_ends_where_either_side_does():
@@ -185,7 +185,9 @@ def listed(runs: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 @given(pages, pages, st.data())
-def test_pairing_and_cutting_runs_is_grouping_the_page_lists(first: list[int], second: list[int], data: st.DataObject):
+def test_pairing_and_cutting_runs_is_grouping_the_page_lists(
+    first: list[int], second: list[int], data: st.DataObject
+):
     source, target = allocated(first, 1), allocated([*second, 30], 2)
     runs = pair(source, target)
     ours, theirs = listed(source), listed(target)[: sum(first)]

@@ -71,7 +71,10 @@ def test_a_radix_node_goes_whole_and_parts_where_prompts_do():
 
 def test_an_equal_page_that_was_computed_twice_is_given_back():
     pool = PrefixPagePool(8)
-    assert [serve(pool, owner, [1, 2], 3) if owner == 0 else pool.reuse(owner, 3, [])[1] for owner in (0, 1)] == [0, 0]
+    assert [serve(pool, owner, [1, 2], 3) if owner == 0 else pool.reuse(owner, 3, [])[1] for owner in (0, 1)] == [
+        0,
+        0,
+    ]
     pool.commit(1, [1, 2])
     pool.release(1)
     assert (pool.cached, pool.free) == (2, 5)

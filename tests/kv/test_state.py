@@ -26,7 +26,7 @@ def layout(tp: int = 1, pp: int = 1, stage: int = 0, page_size: int = 4) -> KvLa
     return KvLayout(HYBRID, tp, page_size, 10, 3, pp, stage, state_slots=2, window_pages=10)
 
 
-# --- sizes ----------------------------------------------------------------------------------------------------------
+# --- sizes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_has_the_size_that_the_model_gives_it():
@@ -83,7 +83,7 @@ def test_a_pool_without_room_for_state_is_refused(name: str):
         replace(layout(), **{name: 0})
 
 
-# --- what moving it costs -------------------------------------------------------------------------------------------
+# --- what moving it costs ------------------------------------------------------------------------------------------
 
 
 def test_alike_ranks_move_a_slot_in_a_descriptor_a_tensor_and_layer_and_pages_in_one_a_run_and_plane():
@@ -118,7 +118,7 @@ def test_a_slot_outside_the_pool_is_refused():
         Planner(layout(), layout(), STATE).batch((), state=(((2, 0, 1),), *RUNS[1:]))
 
 
-# --- whose rows -----------------------------------------------------------------------------------------------------
+# --- whose rows ----------------------------------------------------------------------------------------------------
 
 PAGES: Pages = ((4, 3),)
 

@@ -1,7 +1,7 @@
 """Bytes, calls and descriptors of a prefill chunk, as the reference counts them for four models.
 
-8192 tokens are n pages of p tokens in G groups of neighbours, L layers: grouped, 2 L G descriptors (L G of latent rows)
-in one call or in one for each plane; sliced, 2 L n p; page by page, 2 L n.
+8192 tokens are n pages of p tokens in G groups of neighbours, L layers: grouped, 2 L G descriptors (L G of latent
+rows) in one call or in one for each plane; sliced, 2 L n p; page by page, 2 L n.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MOONCAKE, MORI, NIXL = "mooncake", "mori", "nixl"
 
 
 def shape(model: str, **changes: object) -> KvShape:
-    return kv_shape(replace(build(Llm, OmegaConf.to_container(OmegaConf.load(f"conf/model/{model}.yaml"))), **changes))
+    return kv_shape(
+        replace(build(Llm, OmegaConf.to_container(OmegaConf.load(f"conf/model/{model}.yaml"))), **changes)
+    )
 
 
 def policy(backend: str) -> Policy:
@@ -130,7 +132,7 @@ def test_latent_rows_are_whole_on_every_rank(prefill: int, decode: int):
         assert count(found, NIXL, prefill, 64, groups, decode) == (1, 61 * 128, nbytes)
 
 
-# --- sparse attention -----------------------------------------------------------------------------------------------
+# --- sparse attention ----------------------------------------------------------------------------------------------
 
 
 def test_an_index_of_132_bytes_a_token_and_layer_lies_beside_the_latent_rows():

@@ -1,9 +1,9 @@
 """Known defects of KV handoffs, each as a small change of our own code that the trial must catch.
 
 A mutant changes exactly what its line says, for the time of a ``with mutant.applied():``, and names the invariant of
-`pdsim.kv.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all from
-those that need not be run; they count as seeds all the same.  What is too rare among all scenarios has a *setting* of
-its own.
+`pdsim.kv.verify.invariants` that has to find it.  *relevant* tells scenarios in which the change can show at all
+from those that need not be run; they count as seeds all the same.  What is too rare among all scenarios has a
+*setting* of its own.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Mutant:
     def catch(self, seeds: Iterable[int] = range(LIMIT)) -> Caught | None:
         """Explore *seeds* until *invariant* does not hold; return None if it always does.
 
-        Seeds with which the changed code raises are passed over: they show that it is wrong, and not by an invariant.
+        Seeds with which the changed code raises are passed over: they show that it is wrong, and not by an
+        invariant.
         """
         run = 0
         for seed in seeds:
@@ -144,7 +145,9 @@ class Mutant:
                 except LookupError:
                     continue
                 if any(violation.invariant == self.invariant for violation in found):
-                    assert not self.setting or not attempt(scenario).violations, f"seed {seed} is not clean unchanged"
+                    assert not self.setting or not attempt(scenario).violations, (
+                        f"seed {seed} is not clean unchanged"
+                    )
                     invariants = sorted({violation.invariant for violation in found})
                     return Caught(seed + 1, run, invariants)
         return None
@@ -169,7 +172,7 @@ def patched(changes: tuple[Change, ...]) -> Iterator[None]:
         yield
 
 
-# --- which scenarios ------------------------------------------------------------------------------------------------
+# --- which scenarios -----------------------------------------------------------------------------------------------
 
 
 def both_back(scenario: Scenario) -> bool:

@@ -35,7 +35,7 @@ from pdsim.transfer import Transfer
 Change = tuple[Any, str, Any]  # owner, attribute, what it becomes
 
 
-# --- lives ----------------------------------------------------------------------------------------------------------
+# --- lives ---------------------------------------------------------------------------------------------------------
 
 
 def meets_as_another(original: Any, self: EngineProcess, sender: str, message: Any) -> None:
@@ -43,7 +43,7 @@ def meets_as_another(original: Any, self: EngineProcess, sender: str, message: A
     original(self, sender, changed(message, incarnation=self.incarnation))
 
 
-# --- statuses and counting ------------------------------------------------------------------------------------------
+# --- statuses and counting -----------------------------------------------------------------------------------------
 
 
 def maximum(old: Status, new: Status) -> Status:
@@ -91,7 +91,7 @@ def read_twice(original: Any, self: KvSender, delivery: Any, event: Any) -> None
     self._retry(delivery, event, event.value)
 
 
-# --- layout ---------------------------------------------------------------------------------------------------------
+# --- layout --------------------------------------------------------------------------------------------------------
 
 
 def forgets_replicas(shape: Any, prefill_tp: int, decode_tp: int, prefill_rank: int, decode_rank: int) -> Any:
@@ -128,7 +128,7 @@ def counted_in_the_request(original: Any, self: prefill.PrefillScheduler, room: 
     return changed(chunk, runs=cut(room.runs, chunk.first_page, sum(count for _, _, count in chunk.runs)))
 
 
-# --- pulled handoffs ------------------------------------------------------------------------------------------------
+# --- pulled handoffs -----------------------------------------------------------------------------------------------
 
 
 def pulled(job: Any, random: Any, lease: float = 30.0, fixed: bool = False) -> Any:
@@ -171,7 +171,7 @@ def forgets_the_reader(self: PullPrefillScheduler, life: str) -> None:
     prefill.PrefillScheduler.peer_gone(self, life)
 
 
-# --- staging --------------------------------------------------------------------------------------------------------
+# --- staging -------------------------------------------------------------------------------------------------------
 
 
 def quiesced_by_number(self: StagingReceiver, rank: str) -> None:
@@ -240,7 +240,7 @@ def sliced_after_all(original: Any, self: KvSender, delivery: Any, queue: int) -
     yield self._write(delivery, batch, "staged")
 
 
-# --- pages and slots ------------------------------------------------------------------------------------------------
+# --- pages and slots -----------------------------------------------------------------------------------------------
 
 
 def releases_at_once(original: Any, self: Any, room: Any) -> None:
@@ -272,7 +272,7 @@ def settles_at_once(self: KvSender, state: Any) -> None:
         self._report(sender.Settled(state.room))
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------
+# --- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def knows_no_abort(self: Any, sender_: str, message: Any) -> None:

@@ -100,7 +100,13 @@ def test_sessions_statuses_and_failures_have_what_the_adapter_asks_for(wheel):
 def test_both_transports_and_both_kinds_of_memory_can_be_named(wheel):
     assert {"RDMA", "XGMI"} <= set(wheel["backends"])
     assert {"CPU", "GPU"} <= set(wheel["places"])
-    given = {"qp_per_transfer", "num_worker_threads", "enable_notification", "enable_transfer_chunking", "chunk_bytes"}
+    given = {
+        "qp_per_transfer",
+        "num_worker_threads",
+        "enable_notification",
+        "enable_transfer_chunking",
+        "chunk_bytes",
+    }
     assert given <= set(wheel["rdma"])
     assert wheel["xgmi"] == ["num_streams", "num_events"]
 

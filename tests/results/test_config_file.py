@@ -12,7 +12,12 @@ from pdsim.results import config_file
 from pdsim.results.config_file import as_written, canonical, config_yaml
 from pdsim.sweep.points import name_of
 
-WORDS = (["workload=smoke"], ["hw=2xh200", "backend=nixl"], ["workload=smoke", "kv.staging=true"], ["workload=smoke"])
+WORDS = (
+    ["workload=smoke"],
+    ["hw=2xh200", "backend=nixl"],
+    ["workload=smoke", "kv.staging=true"],
+    ["workload=smoke"],
+)
 
 
 def test_what_was_written_before_leaves_no_trace(monkeypatch):

@@ -20,7 +20,11 @@ def test_the_weakest_kind_is_that_of_the_weakest_number(tmp_path):
 
 @pytest.mark.parametrize(
     ("kinds", "weakest"),
-    [(["measured"], "measured"), (["published", "measured"], "published"), (["datasheet", "published"], "datasheet")],
+    [
+        (["measured"], "measured"),
+        (["published", "measured"], "published"),
+        (["datasheet", "published"], "datasheet"),
+    ],
 )
 def test_kinds_are_ordered_from_measured_to_assumed(kinds, weakest):
     assert Evidence({str(n): f"{kind}: x" for n, kind in enumerate(kinds)}).weakest == weakest

@@ -19,7 +19,11 @@ def kept(folder, *records):
 
 def test_stages_of_transfers_are_their_means(tmp_path):
     found = causes(kept(tmp_path, record(), record(start=1.0), record(status="PeerLost")))
-    assert found["transfer"] == {"prep": pytest.approx(1e-6), "post": pytest.approx(2e-6), "tx": pytest.approx(10e-6)}
+    assert found["transfer"] == {
+        "prep": pytest.approx(1e-6),
+        "post": pytest.approx(2e-6),
+        "tx": pytest.approx(10e-6),
+    }
     assert found["size"] == {"nbytes": 65536, "batch_size": 16, "poll": pytest.approx(4e-6)}
     assert "request" not in found
 

@@ -19,7 +19,9 @@ def moved(nbytes=1 << 20, descriptors=16):
 
 def test_a_number_measured_on_this_machine_stays_measured():
     assert (
-        composed("hw=2xh200", "backend=nvlink").backend.sources["intra.rate"].startswith("measured: nvlink on 2xh200")
+        composed("hw=2xh200", "backend=nvlink")
+        .backend.sources["intra.rate"]
+        .startswith("measured: nvlink on 2xh200")
     )
 
 
@@ -44,7 +46,9 @@ def test_a_configuration_that_is_loaded_again_is_not_scaled_again():
 def test_a_borrowed_rate_that_is_the_narrowest_is_a_warning():
     config = composed("hw=8xh20", "backend=mooncake_nvlink")
     (warning,) = extrapolations(config, [moved(1 << 30)])
-    assert warning.startswith("warning: backend.intra.rate=367 GB/s limits large transfers on hw=8xh20, and its share")
+    assert warning.startswith(
+        "warning: backend.intra.rate=367 GB/s limits large transfers on hw=8xh20, and its share"
+    )
     assert not extrapolations(config, [moved(4096, 1)])
 
 
@@ -61,7 +65,9 @@ def test_transfers_beyond_the_samples_are_a_warning_with_the_factor():
     assert "1 to 4096 descriptors: extrapolated to 40960, by a factor of 10" in warning
 
 
-@pytest.mark.parametrize(("factor", "wide"), [(0.5, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.584962500721156), (8.0, 4.0)])
+@pytest.mark.parametrize(
+    ("factor", "wide"), [(0.5, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.584962500721156), (8.0, 4.0)]
+)
 def test_errors_grow_once_more_with_each_doubling(factor, wide):
     assert beyond(factor) == wide
 

@@ -44,7 +44,15 @@ def folders(tmp_path_factory):
 
     swept = ["workload.rate=2,8", "workload=poisson", "executor.workers=1"]
     staged = ["kv.staging=true", "parallel.decode.tp=2"]
-    pulled = ["hw=2xh200", "model=qwen3-8b", "parallel=tp1", "workload=smoke", "engine=vllm", "backend=nixl", "--quiet"]
+    pulled = [
+        "hw=2xh200",
+        "model=qwen3-8b",
+        "parallel=tp1",
+        "workload=smoke",
+        "engine=vllm",
+        "backend=nixl",
+        "--quiet",
+    ]
     return {
         "run": made("run", "run", *SMALL, *staged, "samples=50"),
         "pulled": made("pulled", "run", *pulled),
@@ -166,7 +174,7 @@ class TestInChromium:
         assert browser.evaluate(shown) == light
 
 
-# --- figures as files -----------------------------------------------------------------------------------------------
+# --- figures as files ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("form", "begin"), [("svg", b"<?xml"), ("pdf", b"%PDF-"), ("png", b"\x89PNG")])
@@ -203,7 +211,10 @@ def test_a_page_is_report_html_in_the_folder_unless_told_otherwise(folders):
         (("{run}", "--figure", "latencey"), "has no figure 'latencey'; did you mean latency?"),
         (("{run}", "--format", "svg"), "--format is of a figure; name it"),
         (("{run}", "--figure", "latency", "--format", "gif"), "--format must be one of svg, pdf, png, got 'gif'"),
-        (("{run}", "-o", "/nowhere/at/all.html"), "No such file or directory; name a file that can be written with -o"),
+        (
+            ("{run}", "-o", "/nowhere/at/all.html"),
+            "No such file or directory; name a file that can be written with -o",
+        ),
         (("{run}", "--colour"), "report has no option '--colour'"),
         (("{run}", "--json"), "report writes a page, and has no --json; pdsim show prints"),
     ],
@@ -225,7 +236,7 @@ def test_a_missing_library_is_one_line_that_says_what_to_install(folders, capsys
     assert re.fullmatch(r"pdsim: .*; pip install 'pdsim\[report\]'\n", capsys.readouterr().err)
 
 
-# --- what figures are made of ---------------------------------------------------------------------------------------
+# --- what figures are made of --------------------------------------------------------------------------------------
 
 
 def test_the_share_that_is_not_above_a_value_is_exact():

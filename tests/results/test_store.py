@@ -130,7 +130,9 @@ def test_a_file_that_was_changed_or_is_of_another_version_is_named(config):
     with pytest.raises(ConfigError, match=r"summary\.json is not JSON: .*; it was changed since, so run it again"):
         store.load(folder)
     summary.write_text(text.replace('"schema": 1', '"schema": 99'))
-    with pytest.raises(ConfigError, match=r"summary\.json has schema 99, and pdsim reads 1; run it again, or read it"):
+    with pytest.raises(
+        ConfigError, match=r"summary\.json has schema 99, and pdsim reads 1; run it again, or read it"
+    ):
         store.load(folder)
 
 

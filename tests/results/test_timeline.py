@@ -156,7 +156,10 @@ def test_a_trace_is_compressed_by_its_name_and_the_same_each_time(folders, tmp_p
     [
         ((), "timeline needs the folder of a run"),
         (("{pushed}", "-o", "a.pftrace"), "-o a.pftrace: a trace is a file .json or .json.gz"),
-        (("{pushed}", "-o", "/nowhere/t.json"), "No such file or directory; name a file that can be written with -o"),
+        (
+            ("{pushed}", "-o", "/nowhere/t.json"),
+            "No such file or directory; name a file that can be written with -o",
+        ),
         (("{empty}",), "kept no requests and no transfers that ended, so it has no timeline"),
     ],
 )

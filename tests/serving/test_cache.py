@@ -94,7 +94,11 @@ def test_decode_gets_only_the_pages_that_it_lacks(tmp_path: Path, engine: Servin
     _, result, table = served(tmp_path, SHARED, BOTH, engine=engine)
     assert [row["cached_decode"] for row in table] == [0, 1024, 1280]
     metadata = AUX_BYTES if engine.handoff == "push" else 0
-    assert [row["nbytes"] for row in table] == [1024 * TOKEN + metadata, 320 * TOKEN + metadata, 64 * TOKEN + metadata]
+    assert [row["nbytes"] for row in table] == [
+        1024 * TOKEN + metadata,
+        320 * TOKEN + metadata,
+        64 * TOKEN + metadata,
+    ]
     assert values(result)["prefix_hit_decode"] == pytest.approx((1024 + 1280) / 3624)
     _, _, whole = served(tmp_path, SHARED, PREFILL, engine=engine)
     assert table[2]["transfer"] < whole[2]["transfer"]
@@ -112,8 +116,8 @@ def test_requests_evict_what_was_used_least_recently(tmp_path: Path):
     prompts = [(5.0 * n, 512, 1, [block]) for n, block in enumerate([1, 2, 1, 3, 2, 1])]
     small = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts and four pages
     _, _, table = served(tmp_path, prompts, PREFILL, kv=small)
-    # the third computes its last page again, so the cached one is the oldest of 16: prompt 3 evicts that and three of
-    # 2, which then finds five and evicts three of the seven of 1
+    # the third computes its last page again, so the cached one is the oldest of 16: prompt 3 evicts that and three
+    # of 2, which then finds five and evicts three of the seven of 1
     assert [row["cached_prefill"] for row in table] == [0, 0, 448, 0, 320, 256]
     _, _, none = served(tmp_path, prompts, replace(PREFILL, limit=256), kv=small)
     assert [row["cached_prefill"] for row in none] == [0, 0, 0, 0, 0, 0]
@@ -166,7 +170,7 @@ def test_an_unlimited_cache_has_what_the_trace_repeats():
     assert counted - whole - 0.001 <= simulated <= counted
 
 
-# --- host memory ----------------------------------------------------------------------------------------------------
+# --- host memory ---------------------------------------------------------------------------------------------------
 
 SMALL = Kv(page_size=64, pool=20 * 64 * TOKEN)  # two prompts of eight pages, and four pages
 PCIE = replace(QUIET, gpu=replace(QUIET.gpu, pcie=1e9))

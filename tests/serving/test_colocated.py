@@ -121,14 +121,16 @@ def test_what_colocated_engines_do_not_do_is_refused():
         ServeOptions(deployment="both")
 
 
-# --- growth, preemption, a prefix cache -----------------------------------------------------------------------------
+# --- growth, preemption, a prefix cache ----------------------------------------------------------------------------
 
 
 def tight(preemption: str, pages: int = 8, **changes: Any) -> Any:
     """Serve two requests of 48 tokens that generate 40 within so many pages of 16 tokens."""
     engine = ServingEngine(name="bare", memory="grow", preemption=preemption)
     config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), **changes), engine=engine)
-    what = replace(job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages)
+    what = replace(
+        job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=pages
+    )
     requests = [Request(0.0, 48, 40)] * 2
     outcome = Model(config.hw, config.backend).run(specs(config, what, requests))
     return rows(result(config, what, requests, outcome)), what

@@ -49,7 +49,8 @@ def test_padded_attention_computes_every_sequence_up_to_the_longest():
         forward_time(MODEL, MACHINE, replace(PLAIN, attention_padded=on), Side(tp=1)) for on in (False, True)
     )
     assert padded.prefill([(1000, 4000)]) == plain.prefill([(1000, 4000)])
-    more = (4000 - 1000) * (1000 + 500)  # rows of the second that are none of its tokens, and the keys that they meet
+    # rows of the second that are none of its tokens, and the keys that they meet
+    more = (4000 - 1000) * (1000 + 500)
     expected = plain.prefill([(0, 4000), (500, 1000)]) + 4 * 10 * 10 * 100 * more / 0.5e15
     assert padded.prefill(iter([(0, 4000), (500, 1000)])) == pytest.approx(expected)
 
@@ -92,7 +93,9 @@ def test_tokens_read_the_experts_that_they_hit():
 
 
 def test_the_tokens_of_all_attention_groups_read_the_experts_together():
-    one, four = (forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), Side(tp=4, dp=dp)) for dp in (1, 4))
+    one, four = (
+        forward_time(MOE, MACHINE, replace(PLAIN, allreduce_latency=0.0), Side(tp=4, dp=dp)) for dp in (1, 4)
+    )
     assert one.weight_bytes == four.weight_bytes
     assert one._weights(16) == four._weights(4) == pytest.approx(5e9 * (1 - 0.8**16))
     assert one.token_flops * 16 == four.token_flops * 4
@@ -179,7 +182,8 @@ def test_no_more_than_the_peak_is_reached(name, share):
 def test_a_decode_batch_is_divided_among_pipeline_stages_and_passes_all_of_them():
     plain = replace(PLAIN, allreduce_latency=0.0)
     one, two = (forward_time(MODEL, MACHINE, plain, Side(tp=1, pp=pp)) for pp in (1, 2))
-    # bound by weights, each stage reads its half for both halves of the batch; bound by arithmetic, both GPUs share it
+    # bound by weights, each stage reads its half for both halves of the batch; bound by arithmetic, both GPUs share
+    # it
     assert two.step(2) == pytest.approx(2 * (one.weight_bytes / 2 / 0.5e12 + 1e-3))
     assert two.step(10000) - 2e-3 == pytest.approx((one.step(10000) - 1e-3) / 2)
     assert two.context == pytest.approx(one.context / 2)

@@ -46,7 +46,9 @@ SGLANG = ServingEngine(
 NAMES = ["reserved", "noticed", "started", "prefilled", "arrived", "polled", "joined", "finished", "first", "asked"]
 
 
-def run(engine: ServingEngine, requests: list[Request], **changes: Any) -> tuple[Config, list[dict[str, Any]], Outcome]:
+def run(
+    engine: ServingEngine, requests: list[Request], **changes: Any
+) -> tuple[Config, list[dict[str, Any]], Outcome]:
     """Serve *requests* and return the times of each, from the time at which the first could arrive."""
     config = replace(configured(**({"hw": QUIET} | changes)), engine=engine)
     outcome = Model(config.hw, config.backend).run(specs(config, job(config, ServeOptions()), requests))
@@ -68,7 +70,7 @@ def close(value: float) -> Any:
     return pytest.approx(value, abs=1e-9)
 
 
-# --- one request ----------------------------------------------------------------------------------------------------
+# --- one request ---------------------------------------------------------------------------------------------------
 
 
 def test_a_pulled_request_takes_the_sum_of_its_terms():
@@ -204,7 +206,7 @@ def test_one_seed_gives_one_run_and_another_gives_another(engine: ServingEngine)
     assert run(varied, requests, seed=1)[1] != first
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------------------------
 
 
 def stepped(what: Deployment, rows: list[dict[str, Any]], requests: list[Request]) -> list[float]:
@@ -333,11 +335,21 @@ def pool(pages: int) -> Any:
     return replace(kv, pool=pages * page)
 
 
-# --- the engines of conf/engine -------------------------------------------------------------------------------------
+# --- the engines of conf/engine ------------------------------------------------------------------------------------
 
 FIRST_TOKEN = {
     # tokens of the prompt: ms from prefill's answer to decode's first token, medians of single requests on 2 x H200
-    "vllm": {128: 15.9, 256: 16.0, 512: 15.3, 1024: 17.0, 2048: 18.8, 4096: 24.4, 8192: 29.9, 16384: 40.8, 32768: 64.1},
+    "vllm": {
+        128: 15.9,
+        256: 16.0,
+        512: 15.3,
+        1024: 17.0,
+        2048: 18.8,
+        4096: 24.4,
+        8192: 29.9,
+        16384: 40.8,
+        32768: 64.1,
+    },
     "sglang": {4096: 0.9, 8192: 1.6, 16384: 1.8, 32768: 3.4},
 }
 BACKENDS = {"vllm": "nixl_vllm", "sglang": "mooncake_nvlink"}

@@ -40,7 +40,8 @@ def events(count: int, tp: int, chunks: int, decode_tp: int = 0, fold: bool = Fa
 
 
 # without chunks: an arrival, two submissions, a destination, two steps and more of the schedulers, three reports;
-# on each rank more a report of either side; a chunk: forward and, on each rank, the end of posting and that of the flow
+# on each rank more a report of either side; a chunk: forward and, on each rank, the end of posting and that of the
+# flow
 @pytest.mark.parametrize(
     ("tp", "chunks", "expected"), [(1, 1, 15), (1, 2, 18), (1, 4, 24), (4, 1, 30), (4, 2, 43), (4, 4, 69)]
 )

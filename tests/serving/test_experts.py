@@ -87,7 +87,9 @@ def test_a_forward_waits_for_its_tokens_or_hides_them_behind_the_other_half():
     tokens = 4000
     travelling = apart.exchange.seconds(tokens)
     computing = apart.prefill([(0, tokens)]) - travelling
-    assert computing == pytest.approx(forward_time(MOE, NODES, PLAIN, Side(tp=20, dp=20)).prefill([(0, tokens)]), rel=1)
+    assert computing == pytest.approx(
+        forward_time(MOE, NODES, PLAIN, Side(tp=20, dp=20)).prefill([(0, tokens)]), rel=1
+    )
     assert hidden.prefill([(0, tokens)]) == max(computing, travelling) == pytest.approx(travelling)
     # each half of a batch reads the weights: those of the group, and the experts that half of all tokens hit
     read = 2 * (apart.weight_bytes - apart.expert_bytes * 0.9 ** (2 * 20)) / apart.weight_rate
@@ -168,7 +170,12 @@ def test_a_deployment_with_experts_on_other_nodes_serves_and_its_tokens_are_on_t
         (MODEL, NODES, 20, "parallel.ep=20 spreads experts, and model=m has none"),
         (MOE, NODES, 200, "parallel.ep=200 is more than the 100 experts"),
         (MOE, MACHINE, 16, "parallel.ep=16 needs 2 nodes, and hw=round numbers has no cards"),
-        (MOE, replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh")), 8, "interconnect.kind=mesh"),
+        (
+            MOE,
+            replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh")),
+            8,
+            "interconnect.kind=mesh",
+        ),
     ],
 )
 def test_experts_that_cannot_be_reached_are_refused(model: Any, machine: Any, ranks: int, reason: str):
@@ -177,7 +184,9 @@ def test_experts_that_cannot_be_reached_are_refused(model: Any, machine: Any, ra
 
 
 def test_ep_is_all_ranks_or_none():
-    with pytest.raises(ValueError, match=r"parallel\.ep must be 1 or tp=8, over all of whose ranks experts go, got 4"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.ep must be 1 or tp=8, over all of whose ranks experts go, got 4"
+    ):
         Side(tp=8, ep=4)
     with pytest.raises(ValueError, match=r"parallel\.ep=8 has no stages or context-parallel ranks"):
         Side(tp=8, ep=8, pp=2)
@@ -185,7 +194,11 @@ def test_ep_is_all_ranks_or_none():
 
 def test_followers_send_cached_pages_early():
     config = configured(
-        Side(tp=2), Side(tp=2), GQA, cache=Cache(prefill=True, early=True), kv=Kv(page_size=16, pool=1 << 22, checked=0)
+        Side(tp=2),
+        Side(tp=2),
+        GQA,
+        cache=Cache(prefill=True, early=True),
+        kv=Kv(page_size=16, pool=1 << 22, checked=0),
     )
     trace = replace(config.workload, arrivals="sessions", users=2, turns=3, shared=1024, count=6)
     found = serve(replace(config, workload=trace))

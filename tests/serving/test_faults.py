@@ -76,7 +76,7 @@ def at_rest(outcome: Outcome, *ranks: str) -> bool:
     return all(clean) and all(account(outcome, rank)[1:] == (0, 0) for rank in ranks)
 
 
-# --- instances that are lost ----------------------------------------------------------------------------------------
+# --- instances that are lost ---------------------------------------------------------------------------------------
 
 
 def test_pages_that_a_killed_prefill_rank_was_writing_are_used_again_once_that_is_over():
@@ -145,7 +145,8 @@ def test_a_rank_that_starts_again_at_once_is_noticed_by_its_enrolling():
     assert 0.5 + DETECTION < again[0]["reserved"] < 0.5 + DETECTION + 0.051
 
 
-# the side that is a little behind is there, but has not enrolled, when the router has the other one meet its dead life
+# the side that is a little behind is there, but has not enrolled, when the router has the other one meet its dead
+# life
 @pytest.mark.parametrize("first", ["prefill0", "decode0", ""])
 @pytest.mark.parametrize("deadline", [0.5, 2.0])  # the loss is noticed by silence, or by the enrolling
 @pytest.mark.parametrize("tp", [1, 2])
@@ -161,7 +162,7 @@ def test_both_sides_started_again_at_once_connect_again(first: str, deadline: fl
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-# --- aborts and time limits -----------------------------------------------------------------------------------------
+# --- aborts and time limits ----------------------------------------------------------------------------------------
 
 
 def test_a_user_who_leaves_in_mid_transfer_frees_the_pages_on_both_sides_when_the_write_is_over():
@@ -190,7 +191,7 @@ def test_a_room_without_pages_at_decode_fails_at_its_limit():
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def stranger(rank: Any, receiver: str = "prefill0.0", payload: bytes = b"\x63wha
     return refusal[1:].decode()
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
+# --- the table -----------------------------------------------------------------------------------------------------
 
 
 def enroll(instance: str, index: int, incarnation: int = 0, page_size: int = 16) -> Enroll:

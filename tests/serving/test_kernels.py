@@ -125,7 +125,14 @@ def test_a_shape_that_was_measured_is_corrected():
 
 def test_published_tables_are_rows():
     gemm = {"gemm_dtype": "bfloat16", "m": 16, "n": 512, "k": 1024, "latency": 2.0}
-    moe = {"moe_dtype": "fp8_block", "num_tokens": 4, "topk": 2, "num_experts": 64, "inter_size": 512, "latency": 1.0}
+    moe = {
+        "moe_dtype": "fp8_block",
+        "num_tokens": 4,
+        "topk": 2,
+        "num_experts": 64,
+        "inter_size": 512,
+        "latency": 1.0,
+    }
     moe |= {"moe_tp_size": 8, "moe_ep_size": 1, "hidden_size": 64, "distribution": "balanced"}
     tables = {
         "gemm": {key: np.array([value, value]) for key, value in gemm.items()},

@@ -58,7 +58,7 @@ def lindley(arrivals: list[float], services: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
-# --- the queue is the one that theory knows -------------------------------------------------------------------------
+# --- the queue is the one that theory knows ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cv", [0.0, 1.0])
@@ -127,7 +127,7 @@ def test_the_engines_are_given_what_arrives_and_nothing_else():
         assert sum(row[2] for row in rows) == sum(found.requests[tokens])
 
 
-# --- the closed form ------------------------------------------------------------------------------------------------
+# --- the closed form -----------------------------------------------------------------------------------------------
 
 
 def test_the_prefill_load_is_rate_times_service_over_instances():
@@ -191,7 +191,7 @@ def test_requests_all_at_once_offer_no_rate():
         scaled(Workload(load=0.5), job(config, ServeOptions()), requests, 0)
 
 
-# --- scaled, cut and spread -----------------------------------------------------------------------------------------
+# --- scaled, cut and spread ----------------------------------------------------------------------------------------
 
 
 def test_scaling_by_time_keeps_order_and_proportions():
@@ -277,7 +277,7 @@ def test_warmup_and_cooldown_leave_the_latencies_of_the_middle():
     assert values(found)["requests"] == 40
 
 
-# --- intervals and stationarity -------------------------------------------------------------------------------------
+# --- intervals and stationarity ------------------------------------------------------------------------------------
 
 
 def test_intervals_of_correlated_values_cover_what_they_estimate():

@@ -27,7 +27,9 @@ WHOLE = replace(LAYERS, layerwise=False)
 QUEUE = Policy(queues=1)
 
 
-def run(tokens: int, kv: Kv, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any) -> tuple[list[float], Outcome]:
+def run(
+    tokens: int, kv: Kv, policy: Policy = QUEUE, chunk: int = 8192, **changes: Any
+) -> tuple[list[float], Outcome]:
     """Serve one request and return its times from the start, and the outcome."""
     config = configured(
         changes.pop("prefill", ONE),

@@ -43,7 +43,7 @@ def serve(
     return Model(config.hw, config.backend, memory="tracked", limit=60.0).run(ranks, kill, restarts)
 
 
-# --- contents -------------------------------------------------------------------------------------------------------
+# --- contents ------------------------------------------------------------------------------------------------------
 
 SIDES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]
 
@@ -85,7 +85,7 @@ def test_prefill_keeps_the_pages_until_they_are_read():
     assert two["started"] == pytest.approx(one["arrived"], abs=1e-3)
 
 
-# --- leases ---------------------------------------------------------------------------------------------------------
+# --- leases --------------------------------------------------------------------------------------------------------
 
 
 def test_heartbeats_keep_a_lease_as_long_as_the_read_takes():
@@ -126,7 +126,7 @@ def test_pages_of_an_ended_lease_are_not_handed_out_while_they_are_read(silent: 
     assert started is None or started >= read.seen - 1e-9
 
 
-# --- ends -----------------------------------------------------------------------------------------------------------
+# --- ends ----------------------------------------------------------------------------------------------------------
 
 
 def test_pages_that_a_dead_reader_was_reading_come_back_with_the_proof_of_its_end():

@@ -100,7 +100,7 @@ def test_a_closed_loop_has_no_offered_load_and_none_can_be_asked_for():
         load(replace(SESSIONS, count=None), 0, MODEL.context)
 
 
-# --- priorities, shedding, and what a router knows -------------------------------------------------------------------
+# --- priorities, shedding, and what a router knows -----------------------------------------------------------------
 
 
 def outcome(requests: list[Request], options: dict[str, Any], **changes: Any) -> list[list[Any]]:
@@ -150,5 +150,7 @@ def test_a_router_that_does_not_know_outputs_takes_those_of_others():
 def test_arrivals_of_one_user_follow_each_other():
     requests = load(replace(SESSIONS, users=1, count=6), 0, MODEL.context)
     assert [request.after for request in requests] == [-1, 0, 1, 2, 3, 4]
-    ends = [(row["arrival"], row["arrival"] + row["e2e"]) for row in rows(serve(replace(SESSIONS, users=1, count=6)))]
+    ends = [
+        (row["arrival"], row["arrival"] + row["e2e"]) for row in rows(serve(replace(SESSIONS, users=1, count=6)))
+    ]
     assert all(end <= arrival for (_, end), (arrival, _) in pairwise(ends))

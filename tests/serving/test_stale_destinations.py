@@ -1,7 +1,7 @@
 """Where to write is taken from the first `Destination` of a room that waits for one, and from no other.
 
-What comes for a room that has one, that was given up or that is over must neither turn its writes elsewhere nor bring
-it back to life (the stale-metadata guard of SGLang's MORI backend).
+What comes for a room that has one, that was given up or that is over must neither turn its writes elsewhere nor
+bring it back to life (the stale-metadata guard of SGLang's MORI backend).
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def test_the_boundary_that_notices_something_is_the_first_one_not_before_it(time
     steps=st.integers(1, 5000),
 )
 @example(start=0.0, base=1e-3, cost=0.0, batch=1, context=1, steps=1)
-def test_the_sum_is_that_of_single_steps_and_its_inverse_finds_the_boundary(start, base, cost, batch, context, steps):
+def test_the_sum_is_that_of_single_steps_and_its_inverse_finds_the_boundary(
+    start, base, cost, batch, context, steps
+):
     span = DecodeSpan(start, base, cost, batch, context)
     elapsed = 0.0
     for step in range(steps):
@@ -49,7 +51,9 @@ def test_the_sum_is_that_of_single_steps_and_its_inverse_finds_the_boundary(star
     assert found == 1 or span.end(found - 1) < span.end(steps)
 
 
-def one_by_one(job: Deployment, arrivals: list[tuple[float, int, int, int]]) -> dict[int, tuple[float, float, float]]:
+def one_by_one(
+    job: Deployment, arrivals: list[tuple[float, int, int, int]]
+) -> dict[int, tuple[float, float, float]]:
     """Return polled, joined and finished of each (arrived, request, input, output), stepping token by token."""
     coming, waiting, running = sorted(arrivals), [], []
     times: dict[int, list[float]] = {}

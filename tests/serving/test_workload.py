@@ -31,7 +31,7 @@ def mooncake(time: float, given: int = 10, wanted: int = 5) -> str:
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-# --- traces ---------------------------------------------------------------------------------------------------------
+# --- traces --------------------------------------------------------------------------------------------------------
 
 
 def test_mooncake_timestamps_are_milliseconds_from_the_first_arrival(tmp_path: Path):
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path):
         load(Workload(trace=str(tmp_path / "binary")), 0, CONTEXT)
 
 
-# --- embedded -------------------------------------------------------------------------------------------------------
+# --- embedded ------------------------------------------------------------------------------------------------------
 
 
 def test_the_embedded_trace_is_what_its_script_makes():
@@ -141,12 +141,14 @@ def test_the_embedded_trace_is_small_and_of_a_few_minutes():
     assert max(request.input for request in found) <= 7000
 
 
-# --- generated ------------------------------------------------------------------------------------------------------
+# --- generated -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "gamma", "bursty"])
 def test_generated_arrivals_have_the_mean_rate_and_lengths_asked_for(arrivals: str):
-    workload = Workload(arrivals=arrivals, count=20_000, rate=5.0, input_mean=1000, output_mean=100, burst_length=2.0)
+    workload = Workload(
+        arrivals=arrivals, count=20_000, rate=5.0, input_mean=1000, output_mean=100, burst_length=2.0
+    )
     found = load(workload, 0, CONTEXT)
     assert len(found) / found[-1].arrival == pytest.approx(5.0, rel=0.1)
     assert np.mean([request.input for request in found]) == pytest.approx(1000, rel=0.03)
@@ -197,7 +199,7 @@ def test_streams_are_told_apart_by_name_and_seed():
     assert len(set(drawn)) == 3
 
 
-# --- users who leave ------------------------------------------------------------------------------------------------
+# --- users who leave -----------------------------------------------------------------------------------------------
 
 GENERATED = Workload(arrivals="poisson", count=2000)
 

@@ -84,7 +84,9 @@ class Browser:
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Open *page* and wait until all of its figures are drawn."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page.as_uri())

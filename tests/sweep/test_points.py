@@ -21,7 +21,12 @@ def choices(*words):
 
 
 def test_values_are_combined_the_last_changing_fastest():
-    assert choices("hw=8xh20,8xh200", "seed=1,2") == [("8xh20", "1"), ("8xh20", "2"), ("8xh200", "1"), ("8xh200", "2")]
+    assert choices("hw=8xh20,8xh200", "seed=1,2") == [
+        ("8xh20", "1"),
+        ("8xh20", "2"),
+        ("8xh200", "1"),
+        ("8xh200", "2"),
+    ]
 
 
 def test_the_grammar_of_hydra_is_understood():

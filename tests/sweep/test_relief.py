@@ -44,8 +44,12 @@ def test_every_key_that_a_relief_names_is_one_of_a_configuration():
     chosen = (WORDS, ("hw=link",), ("experiment=allgather", "hw=4xh200"), ("hw=2x8xh20",), calibrated)
     keys = {key for words in chosen for key in _keys(plain(compose(words)), "")}
     costs = ("backend.intra", "backend.inter", "collective.plain", "collective.symmetric")
-    keys |= {f"{other}{key.removeprefix(at)}" for at in costs for key in keys if key.startswith(at) for other in costs}
-    assert [name for each in RELIEFS for name in each.factors if not any(fnmatchcase(key, name) for key in keys)] == []
+    keys |= {
+        f"{other}{key.removeprefix(at)}" for at in costs for key in keys if key.startswith(at) for other in costs
+    }
+    assert [
+        name for each in RELIEFS for name in each.factors if not any(fnmatchcase(key, name) for key in keys)
+    ] == []
 
 
 def _keys(value, at):
@@ -69,7 +73,10 @@ def test_a_relief_is_simulated_as_a_run_of_those_numbers(config, tmp_path, monke
         e2e = pdsim.simulate(*words).requests["e2e"].to_pylist()
         assert found[name].e2e == pytest.approx(sum(e2e) / len(e2e), rel=1e-12)
     one = try_reliefs(config, [], silent, request=3)[""]
-    assert (one.requests, one.e2e) == (1, pytest.approx(pdsim.simulate(*WORDS).requests["e2e"][3].as_py(), rel=1e-12))
+    assert (one.requests, one.e2e) == (
+        1,
+        pytest.approx(pdsim.simulate(*WORDS).requests["e2e"][3].as_py(), rel=1e-12),
+    )
 
 
 def test_exchanging_the_only_difference_makes_all_of_it(config):

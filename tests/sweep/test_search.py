@@ -71,10 +71,16 @@ def test_points_that_are_kept_are_told_and_not_run(tmp_path, in_this_process):
         (("seed=1,2", "--trials", "4"), "--trials needs --search optuna"),
         (("--search", "optuna"), "--search has nothing to choose; write KEY=A,B or KEY=interval(LOW,HIGH)"),
         (("seed=1,2", "--search", "optuna", "--trials", "0"), "--trials 0: must be a whole number >= 1"),
-        (("hw=8xh20,8xh200", "--search", "optuna", "--seeds", "2"), "--seeds with --search would search for a lucky"),
+        (
+            ("hw=8xh20,8xh200", "--search", "optuna", "--seeds", "2"),
+            "--seeds with --search would search for a lucky",
+        ),
         (("seed=1,2", "--search", "optuna", "--maximize", "a", "--minimize", "b"), "name one metric together"),
         (("compute.scale=interval(1,2)",), "compute.scale=interval(...) has no list of values; add --search optuna"),
-        (("hw=8xh20,9xh20", "--search", "optuna", "--trials", "4"), "hw=9xh20 does not exist; did you mean hw=8xh20?"),
+        (
+            ("hw=8xh20,9xh20", "--search", "optuna", "--trials", "4"),
+            "hw=9xh20 does not exist; did you mean hw=8xh20?",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(words, said, capfd, tmp_path):

@@ -73,7 +73,7 @@ def _make(folder: Path) -> None:
                 raise
 
 
-# --- packages -------------------------------------------------------------------------------------------------------
+# --- packages ------------------------------------------------------------------------------------------------------
 
 
 def _newest_kernel() -> str:
@@ -105,7 +105,7 @@ def command(*words: str, cwd: Path | None = None, about: str = "the guest's file
     return done.stdout
 
 
-# --- the initial files ----------------------------------------------------------------------------------------------
+# --- the initial files ---------------------------------------------------------------------------------------------
 
 
 def _archive(kernel: Path, busybox: Path) -> bytes:
@@ -119,7 +119,8 @@ def _archive(kernel: Path, busybox: Path) -> bytes:
     files["modules/order"] = "".join(f"{name}\n" for name in modules).encode()
     entries = [(name, stat.S_IFDIR | 0o755, b"") for name in FOLDERS]
     entries += [(name, stat.S_IFREG | 0o755, data) for name, data in files.items()]
-    return lzma.compress(b"".join(_cpio(entries)), check=lzma.CHECK_CRC32, preset=1)  # the kernel knows no other check
+    # the kernel knows no other check
+    return lzma.compress(b"".join(_cpio(entries)), check=lzma.CHECK_CRC32, preset=1)
 
 
 def _plain(module: str) -> str:

@@ -1,6 +1,7 @@
 """The guest's side of `backends.emulation.guest.server`: it runs jobs, and forks their ranks, with everything imported.
 
-To import what a rank needs takes an emulated processor ten seconds; a fork takes none.  No engine is started before the
+To import what a rank needs takes an emulated processor ten seconds; a fork takes none.  No engine is started before
+the
 fork: they do not survive one.
 
 ``python -m backends.emulation.guest.jobs FOLDER ENGINE MODULE`` loads the endpoint of ENGINE and imports MODULE, its

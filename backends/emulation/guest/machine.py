@@ -8,8 +8,8 @@ nothing about speed: emulated processors move tens of MB/s, and `PATIENCE` times
     with boot() as guest:
         done = guest.run("ibv_devinfo", timeout=60)  # Completed(status=0, output="hca_id: rxe0 ...")
 
-Nothing outlives the `with` block: not the emulator, which the kernel ends also when this process is killed, and not the
-folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
+Nothing outlives the `with` block: not the emulator, which the kernel ends also when this process is killed, and not
+the folder, which in that case the next `boot` removes.  Nothing is mounted on the host.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Completed:
 class Guest:
     """A running guest; `boot` makes one.
 
-    Commands go over a socket that the guest sees as its second serial port, one at a time: `run` and `ask` block until
-    the answer is there.  Raise `GuestFailed` if the guest ends or does not answer 30 s after the command's own limit.
+    Commands go over a socket that the guest sees as its second serial port, one at a time: `run` and `ask` block
+    until the answer is there.  Raise `GuestFailed` if the guest ends or does not answer 30 s after the command's own
+    limit.
     """
 
     def __init__(self, folder: Path, control: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """A known link between the nodes of a job on one machine: what ``hw.link`` describes, made real.
 
-Every node is a network namespace, and all that ranks of different nodes say to each other, engines and control channel
-alike, passes `backends.emulation.link.packet_forwarder`, at the rate and with the delay that were asked for.
+Every node is a network namespace, and all that ranks of different nodes say to each other, engines and control
+channel alike, passes `backends.emulation.link.packet_forwarder`, at the rate and with the delay that were asked for.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class EmulatedLink:
             said = self._control.recv(256)
         if not said:
             self._forwarder.kill()
-            raise TransferError(f"the packet forwarder ended with exit code {self._forwarder.wait()}, or said nothing")
+            raise TransferError(
+                f"the packet forwarder ended with exit code {self._forwarder.wait()}, or said nothing"
+            )
         return Lateness(*json.loads(said))
 
 

@@ -1,7 +1,7 @@
 """Network namespaces that have no name, each with a TUN device: what lives in them meets nothing else of the machine.
 
-A namespace is there as long as a process or a descriptor is in it, so that nothing is left behind however all of them
-end.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN, as root has them, and ``/dev/net/tun``.
+A namespace is there as long as a process or a descriptor is in it, so that nothing is left behind however all of
+them end.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN, as root has them, and ``/dev/net/tun``.
 
 Not pyroute2: its namespaces are files with names, which outlive a process that is killed; the rest is a few ioctls.
 """
@@ -55,7 +55,8 @@ class Node(NamedTuple):
 def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
     """Return a new namespace whose device has *address* in a network of 24 bits.
 
-    *settings* are its ``/proc/sys/net`` files, by path from there.  Raise `BackendUnavailable` if this process may not.
+    *settings* are its ``/proc/sys/net`` files, by path from there.  Raise `BackendUnavailable` if this process may
+    not.
 
     A namespace belongs to a thread, so one is started to make it.  *mtu* is in bytes.
     """

@@ -1,9 +1,9 @@
 """Forward packets between namespaces: ``python packet_forwarder.py ORDER``, started by the emulated link only.
 
-Nodes stand in a chain, and between two neighbours there is a hop for each direction.  A packet of *n* bytes that comes
-to a hop at time *t* starts when those before it have left, leaves after ``n / rate`` and arrives *delay* later, at a
-node or at the next hop.  None is dropped: at *backlog* bytes under way the devices that feed a hop are left unread, so
-memory is bounded.  What a device itself holds is bounded by TCP's windows.
+Nodes stand in a chain, and between two neighbours there is a hop for each direction.  A packet of *n* bytes that
+comes to a hop at time *t* starts when those before it have left, leaves after ``n / rate`` and arrives *delay*
+later, at a node or at the next hop.  None is dropped: at *backlog* bytes under way the devices that feed a hop are
+left unread, so memory is bounded.  What a device itself holds is bounded by TCP's windows.
 
 A hop is *slow* for a while (it carries a share), *stalled* (it carries nothing, and goes on where it was) or *cut*
 (what is on the wire then is lost, as is what is sent; what recovers it is TCP).

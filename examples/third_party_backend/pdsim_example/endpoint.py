@@ -2,8 +2,8 @@
 
 What there is to know of it:
 
-- A copy is a system call of whoever posts it, which returns when it is done.  The target's process has no part in it,
-  and a peer that is stopped does not keep a copy from ending.
+- A copy is a system call of whoever posts it, which returns when it is done.  The target's process has no part in
+  it, and a peer that is stopped does not keep a copy from ending.
 - A process that is dead copies nothing more, so what it wrote is over with it.
 - The kernel takes at most 1024 descriptors a call and may stop early; then the rest is asked for again.
 - Any process of the same user may be written to unless Yama forbids it; ours allow it (``PR_SET_PTRACER``).
@@ -65,12 +65,14 @@ class ExampleEndpoint(RealEndpoint):
         """Return True: a copy ends with the process that makes it."""
         return True
 
-    # --- memory and peers -------------------------------------------------------------------------------------------
+    # --- memory and peers ------------------------------------------------------------------------------------------
 
     def pin(self, buffer: RealBuffer) -> None:
         """Take host memory; see `EngineHooks.pin`."""
         if not isinstance(buffer, HostBuffer):
-            raise RegistrationError(f"backend=example moves host memory only, got {buffer!r}; place ranks on the host")
+            raise RegistrationError(
+                f"backend=example moves host memory only, got {buffer!r}; place ranks on the host"
+            )
 
     def unpin(self, entry: Entry) -> None:
         """Do nothing: the kernel knows no registration."""
@@ -85,7 +87,7 @@ class ExampleEndpoint(RealEndpoint):
             raise TransferFailed(f"{description!r} is no number of a process")
         return int(description)
 
-    # --- transfers --------------------------------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
         """Copy; all is over when this returns."""
@@ -100,7 +102,9 @@ class ExampleEndpoint(RealEndpoint):
         else:
             self.complete(transfer)
 
-    def _copy(self, operation: str, process: int, here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64]) -> int:
+    def _copy(
+        self, operation: str, process: int, here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64]
+    ) -> int:
         """Copy between *here* and *there*, a row of address and size each; return 0 or an ``errno``."""
         done = 0
         while done < len(here):

@@ -1,10 +1,10 @@
 """Flows whose begins and ends are known beforehand, so that no event is spent on them while nobody meets them.
 
-A *plan* is a series of equal flows over one path, one after the other.  It is kept apart from the network's flows for
-as long as each of its flows has its links to itself, or shares them with those of plans in *lockstep*: plans that began
-at the same instant with the same steps.  Then all rates are the same from flow to flow, and so are the times, bit for
-bit.  Whatever else is about to change on a link of a plan *cuts* it first: the flow that is under way is put into the
-network as of its begin, and the rest of the series is its owner's business again.
+A *plan* is a series of equal flows over one path, one after the other.  It is kept apart from the network's flows
+for as long as each of its flows has its links to itself, or shares them with those of plans in *lockstep*: plans
+that began at the same instant with the same steps.  Then all rates are the same from flow to flow, and so are the
+times, bit for bit.  Whatever else is about to change on a link of a plan *cuts* it first: the flow that is under way
+is put into the network as of its begin, and the rest of the series is its owner's business again.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Plan:
 class Foreseen:
     """All plans of a network.
 
-    Invariant: no flow of a plan is under way at the same time, on the same link, as a flow of the network or of a plan
-    that is not in lockstep with it.
+    Invariant: no flow of a plan is under way at the same time, on the same link, as a flow of the network or of a
+    plan that is not in lockstep with it.
     """
 
     def __init__(self, network: Flows) -> None:
@@ -139,7 +139,8 @@ class Foreseen:
     def _join(self, plan: Plan, group: list[Plan]) -> bool:
         """Have *plan* go on in lockstep with *group*; return whether that is possible."""
         alike = all(
-            other.start == plan.start and other.size == plan.size and other.steps.alike(plan.steps) for other in group
+            other.start == plan.start and other.size == plan.size and other.steps.alike(plan.steps)
+            for other in group
         )
         members = [*group, plan]
         level = _level(members)
@@ -247,6 +248,7 @@ def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
 
 def _meet(plan: Plan, other: Plan) -> bool:
     """Return whether a flow of one is under way, its begin and its end included, when one of the other is."""
-    after = np.searchsorted(other.ends, plan.begins, side="left")  # the first of the other's that does not end before
+    # the first of the other's that does not end before
+    after = np.searchsorted(other.ends, plan.begins, side="left")
     inside = after < len(other.begins)
     return bool((other.begins[after[inside]] <= plan.ends[inside]).any())

@@ -7,8 +7,8 @@ Most links of a real machine can never limit anybody, because other links let to
 memory behind a NIC, a leaf switch that is not oversubscribed).  Those are *implied* by the others; they are left out
 of the solution, until a new path or another capacity makes them count and they are *live*.
 
-Rates are found in `pdsim.fabric.flows.waterfill`, flows start and end in `pdsim.fabric.flows.network`, which also has
-the public names; users make links and paths there.
+Rates are found in `pdsim.fabric.flows.waterfill`, flows start and end in `pdsim.fabric.flows.network`, which also
+has the public names; users make links and paths there.
 """
 
 from __future__ import annotations

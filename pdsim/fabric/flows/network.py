@@ -1,8 +1,8 @@
 """Links that flows share max-min fairly, on the virtual clock.
 
 A *flow* carries a number of bytes over a *path* of links, as a fluid: at every instant each flow has a rate, and the
-rates are max-min fair.  Nothing ticks: between two changes all rates are constant, so the end of a flow is known, and
-one wake-up at the earliest end serves the whole network.
+rates are max-min fair.  Nothing ticks: between two changes all rates are constant, so the end of a flow is known,
+and one wake-up at the earliest end serves the whole network.
 
 ::
 
@@ -14,8 +14,8 @@ one wake-up at the earliest end serves the whole network.
     network.start(path, 200.0, print, "b")  # at t=3: the port for itself since t=2
     clock.run()
 
-All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its links
-gets its rate at once, which gives the same times, bit for bit.  Latency, posting and queues are
+All changes of one instant are solved together, after the last event of the instant.  A flow that is alone on its
+links gets its rate at once, which gives the same times, bit for bit.  Latency, posting and queues are
 not known here: see `pdsim.fabric.engine`.  How rates are found: `pdsim.fabric.flows.waterfill`.
 """
 

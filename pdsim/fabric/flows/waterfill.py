@@ -1,9 +1,10 @@
 """Max-min fair rates, solved again only where a change reaches.
 
-An allocation is max-min fair if and only if every flow has a *bottleneck*: a full link (or its own cap) where no flow
-is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  So the state is, for each link that is a
+An allocation is max-min fair if and only if every flow has a *bottleneck*: a full link (or its own cap) where no
+flow is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  So the state is, for each link that is a
 bottleneck, the *level* that it allows its flows, and for each path, the link that limits it.  After a change only
-levels that no longer hold are found anew.  `Waterfill` meets them on the way, because it fills in the order of rising
+levels that no longer hold are found anew.  `Waterfill` meets them on the way, because it fills in the order of
+rising
 level: a link is looked at when it lost or gained load, and a path whose limit still holds is never looked at.
 
 Flows of one path are alike, so a path is solved once, whatever their number.

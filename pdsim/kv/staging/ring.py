@@ -9,16 +9,16 @@ ended it gathers the block into a buffer of its own, writes it with one descript
 pages and frees the slot.
 
 **Safety.**  A slot is granted when its bytes are free, not before, so a writer that has it may write: there is no
-watermark that could be stale.  It is freed by the reader after the scatter, or by the writer's `Return` once nothing of
-the room moves; a write that failed and never settled keeps it, and the ring allocates around it.  Which way a chunk
-goes between two ranks is decided once, by the answer to its question: no chunk is both staged and sliced.
+watermark that could be stale.  It is freed by the reader after the scatter, or by the writer's `Return` once nothing
+of the room moves; a write that failed and never settled keeps it, and the ring allocates around it.  Which way a
+chunk goes between two ranks is decided once, by the answer to its question: no chunk is both staged and sliced.
 
 **Liveness.**  Slots are granted first come, first served.  A chunk that holds a slot needs nothing but its forward,
 which has begun, and its place in a queue of chunks that need no slot any more (those that wait for one stand aside),
-each of which ends or fails within the engine's deadline.  So every slot is freed unless it is in quarantine.  The first
-in line fits at the latest when the ring is empty, for what exceeds the ring was refused at once; what waits longer than
-`Staging.wait`, because of quarantine or load, is refused and goes in slices.  So every question is answered, and no
-two chunks wait for each other.
+each of which ends or fails within the engine's deadline.  So every slot is freed unless it is in quarantine.  The
+first in line fits at the latest when the ring is empty, for what exceeds the ring was refused at once; what waits
+longer than `Staging.wait`, because of quarantine or load, is refused and goes in slices.  So every question is
+answered, and no two chunks wait for each other.
 
 Unknown here: time, rooms, and what a refusal leads to.
 """
@@ -46,7 +46,7 @@ Int64s = npt.NDArray[np.int64]
 K = TypeVar("K", bound=Hashable)
 
 
-# --- the ring -------------------------------------------------------------------------------------------------------
+# --- the ring ------------------------------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):
@@ -110,7 +110,8 @@ class Ring(Generic[K]):
     def request(self, key: K, size: int) -> Slot | None:
         """Return a slot of *size* bytes for *key*, or None: then it stands in line until `advance` yields it.
 
-        Raise `OutOfMemory` if the ring could never hold it, a `ValueError` if *size* is not positive or *key* is taken.
+        Raise `OutOfMemory` if the ring could never hold it, a `ValueError` if *size* is not positive or *key* is
+        taken.
         """
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
@@ -177,15 +178,16 @@ class Ring(Generic[K]):
         return low if low + size <= self.size else None
 
 
-# --- blocks ---------------------------------------------------------------------------------------------------------
+# --- blocks --------------------------------------------------------------------------------------------------------
 
 
 class BlockPlan:
     """The part of a rank's pool that makes up the blocks between it and one other rank.
 
-    These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both have.
-    A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So it is too
-    on memory without contents (*exact* false), of the size of its share, and stands for its tokens (`Batch.pieces`).
+    These are *heads* heads from the *first* of its own on, of the *planes* (numbers in the whole model) that both
+    have. A token is a descriptor in each plane or, if the block has all heads of this rank, a run of pages is.  So
+    it is too on memory without contents (*exact* false), of the size of its share, and stands for its tokens
+    (`Batch.pieces`).
 
     One for each side of a pair; `block_plans` makes both.  The order of bytes in a block is the same for both.
     """
@@ -283,8 +285,8 @@ def block_plans(source: KvLayout, target: KvLayout, heads: HeadSlice, exact: boo
 class GatherBuffers:
     """The buffers of *rank* in which *count* queues gather, one of *size* bytes each.
 
-    A buffer is filled again once its last write has settled, not before.  Should a write fail and stay in quarantine,
-    its queue gets a fresh buffer, and the old one is given back if the write ever settles.
+    A buffer is filled again once its last write has settled, not before.  Should a write fail and stay in
+    quarantine, its queue gets a fresh buffer, and the old one is given back if the write ever settles.
     """
 
     def __init__(self, rank: Rank, count: int, size: int) -> None:

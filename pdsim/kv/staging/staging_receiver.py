@@ -35,13 +35,13 @@ class _Question:
 class StagingReceiver:
     """The staging ring of decode rank *index*, whose pool is the region *pool*, laid out as *layout*.
 
-    A room that is forgotten keeps its slots until its writers return them, for only they know when nothing moves.  What
-    arrives there meanwhile is not scattered.  *quiet* is called once for each room to `forget`, as soon as nothing of
-    it is being scattered.
+    A room that is forgotten keeps its slots until its writers return them, for only they know when nothing moves.
+    What arrives there meanwhile is not scattered.  *quiet* is called once for each room to `forget`, as soon as
+    nothing of it is being scattered.
 
-    Life of a question: `ask`; then a refusal, or a slot at once or later; `scatter` when the block has arrived, after
-    which the slot is free.  A writer that gives its room up sends `Return`, and one that is proven dead is taken care
-    of by `sever`.
+    Life of a question: `ask`; then a refusal, or a slot at once or later; `scatter` when the block has arrived,
+    after which the slot is free.  A writer that gives its room up sends `Return`, and one that is proven dead is
+    taken care of by `sever`.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """What was computed, where and when: the part of `pdsim.kv.verify.invariants` that knows of forwards.
 
-The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages.  From that, and
-from the ends of the forwards on each rank, it is known which tokens a rank has computed at any instant.
+The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages.  From that,
+and from the ends of the forwards on each rank, it is known which tokens a rank has computed at any instant.
 
-* What is read of a room on a prefill rank must be computed there: every token in a page, and all of them where state or
-  metadata is read.  So a page that is sent before its forward has ended is found, and one that is sent incomplete.
+* What is read of a room on a prefill rank must be computed there: every token in a page, and all of them where state
+  or metadata is read.  So a page that is sent before its forward has ended is found, and one that is sent
+  incomplete.
 * Contents are honest: only computed tokens are written into memory, each marked with the number of the chunk, and so
   of the forward, that computed it.  So what was sent once and never completed, or never computed, is not there.
 
@@ -87,7 +88,9 @@ class ComputedChecker:
         spans = self._spans.setdefault(room, [])
         before = spans[-1].end if spans else span.start  # where a prefix was cached, the first begins after it
         if span.start != before:
-            self._found("I10", f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}")
+            self._found(
+                "I10", f"chunk {span.chunk} of room {room} is computed from token {span.start}, not {before}"
+            )
         spans.append(span)
 
     def _ended(self, rank: str, message: Any) -> None:

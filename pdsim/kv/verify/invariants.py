@@ -1,10 +1,11 @@
 """Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
 
 They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.fabric.faults.Observer`.  The model tells it of messages and
-transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the instant
-at which bytes land (`pdsim.kv.verify.ownership`), what has been computed (`pdsim.kv.verify.computed`), and what is left
-at the end (`pdsim.kv.verify.leaks`).  All of it holds for every life of a rank that is started again.  It changes
-nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job has to send.
+transfers, and shows it every rank's program object (`joined`).  These objects are asked whose a page is at the
+instant at which bytes land (`pdsim.kv.verify.ownership`), what has been computed (`pdsim.kv.verify.computed`), and
+what is left at the end (`pdsim.kv.verify.leaks`).  All of it holds for every life of a rank that is started again.
+It changes nothing, and costs nothing where there is none.  I9 takes requests of its own, which the router of the job
+has to send.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class Violation(NamedTuple):
 class InvariantChecker:
     """Watches one job.
 
-    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms of
-    which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as failed.
+    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms
+    of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as
+    failed.
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
@@ -175,8 +177,8 @@ class InvariantChecker:
     ) -> list[Violation]:
         """Return what was found, also that of the requests whose *statuses* the router kept.
 
-        *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered* tells
-        of pairs that did not serve when they should have (I9).
+        *explained* says whether the request of a number may have ended with a status other than ok; *unrecovered*
+        tells of pairs that did not serve when they should have (I9).
         """
         for number, status in enumerate(statuses):
             if not status:
@@ -251,7 +253,9 @@ class InvariantChecker:
             room = incoming.request.room
             slot = leader.slots.owners.get(room)
             if slot is None:
-                self._found("I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more")
+                self._found(
+                    "I6", f"{leader.rank.name} reads the metadata of room {room}, which has no slot any more"
+                )
             elif not incoming.reason:
                 for name, member in _in_life(self._members, incoming.request.decode):
                     contents: Contents = member.receiver.contents
@@ -271,7 +275,8 @@ class InvariantChecker:
     def _ordered(self, order: list[tuple[Any, ...]], part: Any, action: str) -> None:
         """Have *order* tell in which order *part* is asked to do *action*, with whatever names the room.
 
-        To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may ask.
+        To forget a room that it never took up changes nothing; a leader of an earlier life, that was paused, may
+        ask.
         """
         original: Callable[[Any], None] = getattr(part, action)
 

@@ -135,7 +135,9 @@ class LawChecker:
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
             if context != before:
-                self._found("tokens", f"room {chunk.room} is computed from token {context} on, before it were {before}")
+                self._found(
+                    "tokens", f"room {chunk.room} is computed from token {context} on, before it were {before}"
+                )
             self._computed[chunk.room] = context + tokens
         return forward
 
@@ -153,7 +155,9 @@ class LawChecker:
             return
         computed = self._computed.get(message.room, 0)
         if computed != request.input:
-            self._found("tokens", f"room {message.room} is decoded with {computed} of {request.input} tokens computed")
+            self._found(
+                "tokens", f"room {message.room} is decoded with {computed} of {request.input} tokens computed"
+            )
         times = [(name, getattr(message, name)) for name in _PHASES]
         for (first, one), (then, other) in pairwise(times):
             if one > other:
@@ -182,7 +186,8 @@ def broken(
 ) -> Iterator[str]:
     """Yield a line for each law that the results of a run break.
 
-    *requests* are columns of `pdsim.results.schema.REQUESTS`; *landed* is how many bytes have landed, if it is known.
+    *requests* are columns of `pdsim.results.schema.REQUESTS`; *landed* is how many bytes have landed, if it is
+    known.
     """
     for name, share in {**outcome.links, **outcome.pools}.items() if outcome is not None else ():
         if share > 1 + _ROUNDING:

@@ -1,13 +1,13 @@
 """What is left when all is over: the part of `pdsim.kv.verify.invariants` that counts.
 
 Every dict, list, set and deque that a rank's program and the protocol's objects in it hold is counted when the first
-request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is no
-other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
+request is submitted (of a rank that is started again: when it starts) and when the router stops the ranks.  There is
+no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
 
 * Nothing may be left of a room, and nothing may have grown,
-* but tables of peers, whose keys are names: once a rank was lost they may hold what they did not before.  They may name
-  only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no more of each
-  than an instance has ranks.
+* but tables of peers, whose keys are names: once a rank was lost they may hold what they did not before.  They may
+  name only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no more
+  of each than an instance has ranks.
 * No more memory may be registered than at the start.
 * No tokens may be outstanding at an instance, by the router's account.
 """

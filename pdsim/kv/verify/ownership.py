@@ -1,8 +1,8 @@
 """Whose memory is touched: watches pages, state rows, metadata and staging slots for the invariant checker.
 
-At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own life is asked
-whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for nobody hands that memory
-out any more, until the last rank of its life has ended.
+At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own life is
+asked whose they are.  A leader that is gone is asked too: what it owned at its end stays owned, for nobody hands
+that memory out any more, until the last rank of its life has ended.
 """
 
 from __future__ import annotations

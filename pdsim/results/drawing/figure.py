@@ -64,8 +64,8 @@ class Marks:
     """Marks of one meaning: values *x* and *y*, of one length, with *texts* that a pointer shows beside them.
 
     *kind* is one of `KINDS`: ``steps`` keep their value until the next x, ``bars`` are stacked along x at every y,
-    ``stack`` is an area upon those before it, ``band`` fills between *y* and *top*.  *colour* counts from 0.  A series
-    without *name* has no entry in the legend.
+    ``stack`` is an area upon those before it, ``band`` fills between *y* and *top*.  *colour* counts from 0.  A
+    series without *name* has no entry in the legend.
     """
 
     kind: str

@@ -29,8 +29,8 @@ def library() -> str:
 def drawn(panel: Panel) -> dict[str, Any]:
     """Return ``{"data": ..., "layout": ...}`` of *panel* for ``Plotly.newPlot``.
 
-    Numbers are rounded to six digits. Colours are names such as ``@ink`` and ``@c0``, which the page replaces by those
-    of its theme, so that it can change from light to dark without drawing anew.
+    Numbers are rounded to six digits. Colours are names such as ``@ink`` and ``@c0``, which the page replaces by
+    those of its theme, so that it can change from light to dark without drawing anew.
     """
     stacked = any(series.kind == "bars" for series in panel.series)
     layout: dict[str, Any] = {
@@ -125,7 +125,12 @@ def _traces(series: Marks, panel: Panel) -> list[dict[str, Any]]:
         symbol = MARKERS[(series.colour if series.marker is None else series.marker) % 8]
         marker: Mapping[str, Any] = {"color": colour, "size": 7, "symbol": symbol, "line": {"width": 0}}
         if series.hollow:
-            marker = {"color": colour, "size": 8, "symbol": f"{symbol}-open", "line": {"width": 1.6, "color": colour}}
+            marker = {
+                "color": colour,
+                "size": 8,
+                "symbol": f"{symbol}-open",
+                "line": {"width": 1.6, "color": colour},
+            }
         return [trace | {"type": "scatter", "mode": "markers", "marker": marker, "opacity": 0.85}]
     line: dict[str, Any] = {"color": colour, "width": 1.2 if series.plain else 1.5 if series.solid else 2}
     line["dash"] = "dot" if series.plain else "solid" if series.solid else DASHES[series.colour % 8]

@@ -36,8 +36,8 @@ _STYLE = {
 def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True) -> bytes:
     """Return *figure* as a file of *form*, one of `FORMATS`, *width* inches wide, with its title if *titled*.
 
-    The file has no date and no random names, so that the same figure is the same bytes. Text stays text in SVG and PDF.
-    Raise a `ConfigError` for another form, and one that says what to install if matplotlib is missing.
+    The file has no date and no random names, so that the same figure is the same bytes. Text stays text in SVG and
+    PDF. Raise a `ConfigError` for another form, and one that says what to install if matplotlib is missing.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {form!r}")
@@ -101,7 +101,9 @@ def _series(axis: Any, series: Marks, lefts: dict[float, float], below: Any) -> 
     elif series.kind == "points":
         mark = _MARKERS[(series.colour if series.marker is None else series.marker) % 8]
         face = "white" if series.hollow else colour
-        axis.scatter(series.x, series.y, s=20, marker=mark, edgecolors=colour, facecolors=face, zorder=3, label=label)
+        axis.scatter(
+            series.x, series.y, s=20, marker=mark, edgecolors=colour, facecolors=face, zorder=3, label=label
+        )
     else:
         style = ":" if series.plain else "-" if series.solid else _DASHES[series.colour % 8]
         width = 0.9 if series.plain else 1.1 if series.solid else 1.6

@@ -50,8 +50,8 @@ def group(name: str) -> str:
 def _transfers(run: KeptRun) -> Figure:
     """Latency and bandwidth by size, and the stages of a transfer.
 
-    Only transfers that succeeded count. Each engine and operation has its own points, thinned to 1,500; stages below a
-    nanosecond are left out, for their scale is logarithmic.
+    Only transfers that succeeded count. Each engine and operation has its own points, thinned to 1,500; stages below
+    a nanosecond are left out, for their scale is logarithmic.
     """
     import pyarrow.compute as pc
 
@@ -204,6 +204,6 @@ def _use(run: KeptRun) -> Figure:
         )
         found.append(Panel(Scale(of, "%", low=0), Scale("", labels=names), [bars], head, 90 + 28 * len(rows)))
     reading = (
-        "The longest bar is the first to become a limit; in brackets, how many are alike, of which it is the busiest."
+        "The longest bar is the first to become a limit; in brackets, of how many alike ones it is the busiest."
     )
     return Figure("use", "Links and memory, whole run", reading, found)

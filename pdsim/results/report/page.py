@@ -40,8 +40,8 @@ class Tile:
 class Content:
     """What a report says, from top to bottom.
 
-    *facts* stand under the title, by name; *lines* are what a reader must know first, the verdict first; *tables* are
-    folded; *evidence* has rows of kind, what, source; *provenance* and *configuration* say how to get it
+    *facts* stand under the title, by name; *lines* are what a reader must know first, the verdict first; *tables*
+    are folded; *evidence* has rows of kind, what, source; *provenance* and *configuration* say how to get it
     again.
     """
 
@@ -62,8 +62,9 @@ class Content:
 def page(content: Content) -> str:
     """Return the page that says *content*, HTML with everything in it.
 
-    The same content gives the same text. Figures are data that the page draws when it is opened, so they can be zoomed
-    and saved as SVG; all text is escaped. Raise a `ConfigError` that says what to install if plotly is missing.
+    The same content gives the same text. Figures are data that the page draws when it is opened, so they can be
+    zoomed and saved as SVG; all text is escaped. Raise a `ConfigError` that says what to install if plotly is
+    missing.
     """
     library = interactive.library()
     panels: list[dict[str, Any]] = []
@@ -128,7 +129,9 @@ def _figure(figure: Figure, panels: list[dict[str, Any]]) -> str:
     places = []
     for panel in figure.panels:
         height = panel.height or interactive.HEIGHT
-        save = f'<button class="save" type="button" data-of="{len(panels)}" data-name="{figure.name}">save SVG</button>'
+        save = (
+            f'<button class="save" type="button" data-of="{len(panels)}" data-name="{figure.name}">save SVG</button>'
+        )
         title = f'<div class="head"><h3>{_text(panel.title)}</h3>{save}</div>'
         label = html.escape(f"{figure.title}: {panel.title or panel.y.title}")
         plot = f'class="plot" data-panel="{len(panels)}" style="height:{height}px" role="img" aria-label="{label}"'

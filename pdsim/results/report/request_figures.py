@@ -68,8 +68,8 @@ def _finite(values: Floats) -> Floats:
 def _latency(run: KeptRun, columns: Columns) -> Figure:
     """One panel a latency: the share of requests that are not slower, with its percentiles and its limit.
 
-    A percentile that too few requests determine is left out. The scale is logarithmic where the slowest took more than
-    three times as long as the fastest.
+    A percentile that too few requests determine is left out. The scale is logarithmic where the slowest took more
+    than three times as long as the fastest.
     """
     panels = []
     for name, (title, what) in _LATENCIES.items():
@@ -77,7 +77,9 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
         if not len(values):
             continue
         x, y = cumulative(values)
-        series = [Marks("steps", x, [100 * share for share in y], title if name != "e2e" else "end to end", colour=0)]
+        series = [
+            Marks("steps", x, [100 * share for share in y], title if name != "e2e" else "end to end", colour=0)
+        ]
         at = [(q, percentile(values, q)) for q in (50.0, 90.0, 99.0)]
         known = [(q, value) for q, value in at if value is not None]
         texts = [f"p{q:g}: {format_time(value)}" for q, value in known]
@@ -232,7 +234,9 @@ def _occupancy(columns: Columns) -> Figure:
         Panel(time, Scale("requests", low=0), first, "Before decode"),
         Panel(time, Scale("requests", low=0), second, "At decode"),
     ]
-    reading = "A curve is the mean number of requests in a state; one that keeps rising is a queue that cannot drain."
+    reading = (
+        "A curve is the mean number of requests in a state; one that keeps rising is a queue that cannot drain."
+    )
     return Figure("queues", "Queues and batches over time", reading, panels)
 
 
@@ -241,8 +245,8 @@ def mean_level(
 ) -> tuple[list[float], list[float]]:
     """Return the left edges of *bins* equal spans from 0 to *until*, and the mean of what is under way in each.
 
-    Something is under way from *begins* to *ends*, and counts as its weight, by default 1. The mean is exact, whatever
-    is shorter than a span: an integral over each, in n log n of the number of intervals.
+    Something is under way from *begins* to *ends*, and counts as its weight, by default 1. The mean is exact,
+    whatever is shorter than a span: an integral over each, in n log n of the number of intervals.
 
     >>> mean_level(np.array([0.0]), np.array([1.5]), until=4.0, bins=4)
     ([0.0, 1.0, 2.0, 3.0], [1.0, 0.5, 0.0, 0.0])

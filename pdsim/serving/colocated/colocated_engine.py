@@ -1,8 +1,8 @@
 """An engine with chunked prefill: each step decodes all running requests and fills up with pieces of prompts.
 
-A step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order of
-`engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode longer.
-Steps without prompts are in closed form, as in `pdsim.serving.decode.steps`.
+A step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order
+of `engine.scheduler`.  So decode never waits for a whole prompt, and each chunk of a prompt makes a step of decode
+longer. Steps without prompts are in closed form, as in `pdsim.serving.decode.steps`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ColocatedEngine:
     """One engine of *job*, whose ranks compute alike; ``finished(request)`` is called at the end of each.
 
     A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
-    output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its own
+    output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its
+    own
     up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
@@ -79,7 +80,9 @@ class ColocatedEngine:
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
         """Take *request*, which the next step may begin; *blocks* are the hashes of its prompt's, where it has some."""
         keys = page_keys(blocks, request.input, self.job.page_size)
-        self._queue.append(ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority))
+        self._queue.append(
+            ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority)
+        )
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 

@@ -40,7 +40,8 @@ def program(
 
     *blocks*, *after* and *priorities* are as there.
 
-    *job* is `Deployment.plain`.  Fields of a row that belong to a handoff repeat the times beside them, and bytes are
+    *job* is `Deployment.plain`.  Fields of a row that belong to a handoff repeat the times beside them, and bytes
+    are
     0.
     """
     service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities)

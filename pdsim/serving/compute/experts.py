@@ -1,15 +1,16 @@
 """Experts spread over ranks: what a rank's tokens send to experts elsewhere, and how long that takes.
 
-With expert parallelism each rank of an engine holds whole experts.  In every layer that has experts a rank dispatches
-its tokens to the ranks whose experts they are routed to, and combines what comes back.  Two ways of it are modelled,
-those of DeepEP (https://github.com/deepseek-ai/DeepEP):
+With expert parallelism each rank of an engine holds whole experts.  In every layer that has experts a rank
+dispatches its tokens to the ranks whose experts they are routed to, and combines what comes back.  Two ways of it
+are modelled, those of DeepEP (https://github.com/deepseek-ai/DeepEP):
 
-* *by node*, as prefill does: a token crosses the network once for each other node with an expert of it, and is passed
-  on there over the interconnect to each rank that has one;
+* *by node*, as prefill does: a token crosses the network once for each other node with an expert of it, and is
+  passed on there over the interconnect to each rank that has one;
 * *direct*, as decode does: a token goes to each of its experts by itself, over the network to those on other nodes.
 
 Routing is taken to be even and independent.  Dispatched tokens are of one byte an element with a scale of four bytes
-for 128 of them where weights are of 8 bits, and of the type of the weights otherwise; what is combined has two bytes.
+for 128 of them where weights are of 8 bits, and of the type of the weights otherwise; what is combined has two
+bytes.
 """
 
 from __future__ import annotations
@@ -71,11 +72,15 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
     if not model.experts:
         raise ConfigError(f"parallel.ep={ranks} spreads experts, and model={model.name} has none; leave ep at 1")
     if ranks > model.experts:
-        raise ConfigError(f"parallel.ep={ranks} is more than the {model.experts} experts of a layer; lower tp and ep")
+        raise ConfigError(
+            f"parallel.ep={ranks} is more than the {model.experts} experts of a layer; lower tp and ep"
+        )
     near = min(ranks, machine.gpus)
     nodes = -(-ranks // near) if near else ranks
     if nodes > 1 and not machine.nic.count:
-        raise ConfigError(f"parallel.ep={ranks} needs {nodes} nodes, and hw={machine.name} has no cards between them")
+        raise ConfigError(
+            f"parallel.ep={ranks} needs {nodes} nodes, and hw={machine.name} has no cards between them"
+        )
     if near > 1 and machine.interconnect.kind != "switch":
         raise ConfigError(
             f"parallel.ep={ranks}: experts are modelled over a switch between GPUs, and hw={machine.name} has "
@@ -92,7 +97,9 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
     return Exchange(
         network=layers * share * network * width,
         port=layers * share * port * width,
-        network_rate=machine.nic.rate * machine.nic.count / machine.gpus * compute.exchange_share if nodes > 1 else 1.0,
+        network_rate=machine.nic.rate * machine.nic.count / machine.gpus * compute.exchange_share
+        if nodes > 1
+        else 1.0,
         port_rate=machine.interconnect.rate if near > 1 else 1.0,
         latency=2 * layers * compute.exchange_latency,
         overlap=compute.exchange_overlap,
@@ -102,9 +109,9 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
 def nodes_hit(model: Llm, nodes: int) -> float:
     """Return on how many of *nodes*, in the mean, a token has an expert.
 
-    A router that is limited to g of G groups of experts (DeepSeek-V3: 4 of 8) chooses those first.  A node that holds
-    whole groups is missed if none of them is chosen; one of several that share a group, if its group is not chosen or
-    has none of the token's experts there.
+    A router that is limited to g of G groups of experts (DeepSeek-V3: 4 of 8) chooses those first.  A node that
+    holds whole groups is missed if none of them is chosen; one of several that share a group, if its group is not
+    chosen or has none of the token's experts there.
     """
     total, limit, chosen = model.expert_groups, model.groups_per_token, model.experts_per_token
     if not total:

@@ -1,7 +1,8 @@
 """A rank's forward: what serving asks for, and the sum of operators that answers it where they were measured.
 
 `forward` chooses: a configuration with `Compute.kernels` adds up operators, another has the roofline of
-`pdsim.serving.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute alike.
+`pdsim.serving.compute.roofline`.  All quantities are of one tensor-parallel rank; those of an instance compute
+alike.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
     if compute.kernels is None:
         return forward_time(model, machine, compute, side, direct)
     if side.ep > 1:
-        raise ValueError(f"parallel.ep={side.ep}: profiles have no tokens that travel; use compute=roofline, or ep=1")
+        raise ValueError(
+            f"parallel.ep={side.ep}: profiles have no tokens that travel; use compute=roofline, or ep=1"
+        )
     return OperatorForward(
         model=model,
         kernels=compute.kernels,
@@ -105,7 +108,7 @@ class OperatorForward:
         self.step(1)  # refuses a model with operators that nobody measured
         self.prefill([(0, 1)])
 
-    # --- what serving asks for ----------------------------------------------------------------------------------------
+    # --- what serving asks for -------------------------------------------------------------------------------------
 
     def prefill(self, pieces: Iterable[tuple[int, int]]) -> float:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new."""
@@ -140,7 +143,7 @@ class OperatorForward:
         """What tokens send to experts of other ranks: nothing."""
         return Exchange()
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- parts -----------------------------------------------------------------------------------------------------
 
     def _layers(self) -> int:
         pattern = self.model.hybrid.pattern

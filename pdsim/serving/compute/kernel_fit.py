@@ -21,7 +21,20 @@ __all__ = ["Errors", "KernelFit", "Row", "fit", "forward_of", "layer_launch", "r
 
 Row = Mapping[str, Any]
 _NUMBERS = (
-    *("tp", "layers", "tokens", "n", "k", "batch", "context", "heads", "kv_heads", "head_dim", "value_dim", "experts"),
+    *(
+        "tp",
+        "layers",
+        "tokens",
+        "n",
+        "k",
+        "batch",
+        "context",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "value_dim",
+        "experts",
+    ),
     *("hit", "per_token", "width", "gpus", "round", "repeats"),
 )
 _SIZES = {"decode": ("batch", "context"), "mla_decode": ("batch", "context"), "mla_absorb": ("batch",)}
@@ -62,7 +75,9 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
             row |= {name: int(text.get(name) or 0) for name in _NUMBERS}
             row |= {name: float(text[name]) for name in ("seconds", "low", "high")}
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"row {number} of the profile: {error}; name a file that pdsim profile wrote") from error
+            raise ConfigError(
+                f"row {number} of the profile: {error}; name a file that pdsim profile wrote"
+            ) from error
         if not row.get("operator") or not row["seconds"] > 0:
             raise ConfigError(f"row {number} of the profile has no operator or no time; correct or delete the row")
         found.append(row)
@@ -140,7 +155,7 @@ def _filled(kernels: Kernels, other: Kernels) -> Kernels:
     return replace(kernels, **lacking)
 
 
-# --- fitting --------------------------------------------------------------------------------------------------------
+# --- fitting -------------------------------------------------------------------------------------------------------
 
 _PARTS = {
     "gemm": "fm",
@@ -290,7 +305,7 @@ def work(row: Row, tile: int = 0) -> tuple[float, float]:
     return 0.0, 2.0 * tokens * moved[name]
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 
 def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
@@ -349,7 +364,9 @@ def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
 
 def layer_launch(rows: Sequence[Row]) -> float:
     """Return the least seconds a layer of a prefill launched kernel by kernel; 0 if none was measured."""
-    found = [row["seconds"] / row["layers"] for row in rows if row["operator"] == "forward" and row["mode"] == "eager"]
+    found = [
+        row["seconds"] / row["layers"] for row in rows if row["operator"] == "forward" and row["mode"] == "eager"
+    ]
     return float(f"{min(found, default=0.0):.4g}")
 
 

@@ -1,8 +1,8 @@
 """How long the operators of a forward take on a GPU: what ``pdsim profile`` found, as a configuration has it.
 
-Each operator has a `Roof`: a constant, and the norm of two times, that of its arithmetic and that of its bytes.  Rates
-are shares of the hardware's own, so that numbers of one GPU say something of another.  `kernel_fit` beside this module
-finds them; their errors are in the file that it writes, and `forward` adds them up.
+Each operator has a `Roof`: a constant, and the norm of two times, that of its arithmetic and that of its bytes.
+Rates are shares of the hardware's own, so that numbers of one GPU say something of another.  `kernel_fit` beside
+this module finds them; their errors are in the file that it writes, and `forward` adds them up.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Kernels:
     def ring(self, gpus: int) -> AllReduce:
         """Return the all-reduce among *gpus*: as measured, or taken from that among most.
 
-        A ring moves 2 (n - 1) / n of the activations through each port; steps grow with the GPUs.  Raise a `ValueError`
-        if none was measured.
+        A ring moves 2 (n - 1) / n of the activations through each port; steps grow with the GPUs.  Raise a
+        `ValueError` if none was measured.
         """
         if str(gpus) in self.allreduce:
             return self.allreduce[str(gpus)]

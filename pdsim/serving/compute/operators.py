@@ -1,9 +1,9 @@
 """Times of operators that others measured: aiconfigurator's tables, and what a whole forward of a model takes by them.
 
-`aiconfigurator <https://github.com/ai-dynamo/aiconfigurator>`_ (Apache-2.0) ships Parquet tables of GEMMs, attention,
-latent attention, experts and all-reduces, for a GPU, an engine and a version of it, in
-``systems/data/GPU/OPERATOR/ENGINE/VERSION``.  They are read from there, by path; nothing of them is in this repository.
-Latencies in them are milliseconds.  Evidence: *published*.
+`aiconfigurator <https://github.com/ai-dynamo/aiconfigurator>`_ (Apache-2.0) ships Parquet tables of GEMMs,
+attention, latent attention, experts and all-reduces, for a GPU, an engine and a version of it, in
+``systems/data/GPU/OPERATOR/ENGINE/VERSION``.  They are read from there, by path; nothing of them is in this
+repository. Latencies in them are milliseconds.  Evidence: *published*.
 
 A forward is the sum of the operators of its layers.  What no table has, as norms, rotary embeddings, routing and the
 expansion of latent rows, is left out, so a sum is a little short.
@@ -62,9 +62,9 @@ def read(folder: Path, engine: str = "sglang", version: str = "0.5.10") -> Opera
 class Operators:
     """Tables of operators; times are seconds, interpolated between sizes that were measured, in logarithms of both.
 
-    Below the smallest size its time is taken, beyond the largest the time grows in proportion. Sizes that were measured
-    several times count with their median. Other dimensions must be those of a row, but for products, which take the
-    nearest shape.
+    Below the smallest size its time is taken, beyond the largest the time grows in proportion. Sizes that were
+    measured several times count with their median. Other dimensions must be those of a row, but for products, which
+    take the nearest shape.
 
     Each method raises a `ConfigError` if its table was not read or has no such row.
     """
@@ -134,8 +134,8 @@ class Operators:
     def _layers(self, model: Llm, shape: LayerShape, tokens: int, tp: int, attention: float) -> float:
         """Return the seconds of all layers, the same *attention* in each.
 
-        A dense layer is its attention, the products before and after it, two all-reduces and its MLP; one with experts
-        has these in place of the MLP.
+        A dense layer is its attention, the products before and after it, two all-reduces and its MLP; one with
+        experts has these in place of the MLP.
         """
         dtype = "fp8_block" if model.dtype_bytes == 1 else "bfloat16"
 

@@ -80,8 +80,8 @@ def _decode(row: dict[str, Any]) -> dict[str, Any] | None:
 def _latent_prefill(row: dict[str, Any]) -> dict[str, Any] | None:
     """Return a row of absorbed attention.
 
-    The tables do not say which they have, but counted as expanded they reach 185 TFLOPS and as absorbed 620, as other
-    attention does.
+    The tables do not say which they have, but counted as expanded they reach 185 TFLOPS and as absorbed 620, as
+    other attention does.
     """
     if not _plain(row) or row["batch_size"] != 1 or row["isl"] < 128:
         return None

@@ -38,8 +38,8 @@ def kv_shape(model: Llm) -> KvShape:
 class ForwardTime:
     """The coefficients of a rank's forward.
 
-    They are made by `forward_time`. Times are affine in what a decode batch has of context, so that many steps have a
-    closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
+    They are made by `forward_time`. Times are affine in what a decode batch has of context, so that many steps have
+    a closed form: ``step(batch) + context * tokens`` (and `sequence` for the longest).
     """
 
     token_flops: float  # linear layers, a token
@@ -70,7 +70,8 @@ class ForwardTime:
         """Return the seconds of an iteration over *pieces*, each with so many tokens of context and so many new.
 
         Rows that pad a sequence to the longest of the batch meet all of its keys, new ones and those of the context.
-        Of one stage: the next iteration may begin then, and the first has passed the last one *stages* times as late.
+        Of one stage: the next iteration may begin then, and the first has passed the last one *stages* times as
+        late.
         """
         longest = 0
         if self.padded:
@@ -144,8 +145,8 @@ class ForwardTime:
     def _weights(self, tokens: float) -> float:
         """Return the bytes of weights that an iteration of *tokens* a group reads.
 
-        Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean: each
-        token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of them.
+        Of E experts, n tokens that each go to k, independently and evenly, hit E (1 - (1 - k / E)^n) in the mean:
+        each token misses one with probability 1 - k / E.  All groups run at once, so n is the tokens of all of them.
         """
         if not self.expert_bytes:
             return min(self.weight_bytes, tokens * self.token_weight_bytes)
@@ -174,8 +175,8 @@ def forward_time(model: Llm, machine: Machine, compute: Compute, side: Side, dir
 
     Weights of 8 bits are multiplied at the peak of FP8, where the GPU has one; attention is not.
 
-    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce after
-    the experts.  Raise a `ConfigError` where they cannot.
+    With expert parallelism tokens travel to their experts, *direct* or by way of nodes, instead of the all-reduce
+    after the experts.  Raise a `ConfigError` where they cannot.
     """
     shape, share, tp, group = kv_shape(model), side.pp * side.cp, side.tp, side.attention_tp
     peak = machine.gpu.compute if machine.gpu else HOST_FLOPS
@@ -223,9 +224,9 @@ def _mla_pairs(model: Llm) -> tuple[int, int]:
     """Return the FLOPs of a head for a query and a key, in prefill and in decode.
 
     Prefill expands the latent row to a key of ``head_dim + rope_dim`` and a value of *head_dim* elements.  Decode
-    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of values
-    is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and 2,176
-    with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
+    absorbs the expansion into the query and multiplies it with the row itself, of *latent_dim*, and the sum of
+    values is of the row without its positions (DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and appendix C): 640 and
+    2,176 with DeepSeek-V3's 128, 64 and 576, where a head of grouped-query attention of that size takes 512.
     """
     prefill = 2 * (model.head_dim + model.rope_dim + model.head_dim)
     return prefill, 2 * (model.latent_dim + model.latent_dim - model.rope_dim)

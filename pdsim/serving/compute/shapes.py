@@ -70,8 +70,8 @@ def _mlp(model: Llm, vocabulary: int) -> float:
 def products(model: Llm, tp: int, attention_tp: int = 0, absorbed: bool = False) -> Iterator[Product]:
     """Yield the products of a forward on one of *tp* ranks, but for those of routed experts.
 
-    Attention is divided among *attention_tp* ranks, by default all.  With latent attention, *absorbed* leaves out the
-    expansion of keys and values, as decode does.  The last, ``"head"``, is of the last tokens of sequences only.
+    Attention is divided among *attention_tp* ranks, by default all.  With latent attention, *absorbed* leaves out
+    the expansion of keys and values, as decode does.  The last, ``"head"``, is of the last tokens of sequences only.
     """
     shape, parts = layer_shape(model), attention_tp or tp
     heads, layers = max(1, model.heads // parts), model.layers

@@ -39,8 +39,8 @@ class DecodeRequest:
     """A request that has pages at the decode leader.
 
     Life: made when it gets pages (*reserved*); *arrived* when all ranks have all of it; *polled* when the scheduler
-    notices that; *joined* when it enters the batch; removed when it has all its tokens, or when a failed one is quiet
-    on every rank. Times are seconds on the clock.
+    notices that; *joined* when it enters the batch; removed when it has all its tokens, or when a failed one is
+    quiet on every rank. Times are seconds on the clock.
     """
 
     request: Submit
@@ -148,7 +148,9 @@ class BlockManager(DecodeWorker, ABC):
         rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
         for number in rooms:
             if self._rooms[number].consensus.fail():
-                self.send(ROUTER, Failed(number, f"PeerLost: {life} is gone before all of its KV was known to be here"))
+                self.send(
+                    ROUTER, Failed(number, f"PeerLost: {life} is gone before all of its KV was known to be here")
+                )
             self._timers.drop(number)
         self._begin_fence(life, rooms)
 
@@ -262,8 +264,8 @@ class BlockManager(DecodeWorker, ABC):
     def _allocate(self, request: Submit, held: int) -> tuple[Pages, tuple[Pages, ...]] | None:
         """Return the pages and the rows of state that *request* gets; None if there are too few.
 
-        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no pages
-        for the first *held*.
+        They are for its input and, unless `ServingEngine.memory` has them grow, all of its output.  There are no
+        pages for the first *held*.
         """
         tokens = request.input + (request.output if self.job.engine.memory == "reserve" else 0)
         pages: Pages | None

@@ -49,12 +49,14 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
 class DecodeScheduler(BlockManager):
     """The rank that also schedules.
 
-    Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are done.
-    So what happens within a step waits for its end, as in a real scheduler, and a step without news needs no event.
+    Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are
+    done. So what happens within a step waits for its end, as in a real scheduler, and a step without news needs no
+    event.
 
     With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output: nothing
     that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each other.  With
-    ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's victim gives its own
+    ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's victim gives its
+    own
     up: its KV is computed again in the steps of the others, or moved to host memory and back.
 
     Life of a request: `Submit`; queued; admitted (pages, and a `Destination` to prefill); complete; noticed between
@@ -280,8 +282,8 @@ class DecodeScheduler(BlockManager):
     def _route(self, end: float, again: int) -> None:
         """Put the tokens of the steps until *end*, and those computed *again*, on the links to their experts.
 
-        They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group that
-        do not schedule put nothing there.
+        They take from what KV gets there; the steps have the length that they have without KV.  Ranks of a group
+        that do not schedule put nothing there.
         """
         device: Any = self.rank.device  # of the model: `experiments.serve` refuses others
         exchange = self.job.decode_time.exchange

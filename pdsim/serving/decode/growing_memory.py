@@ -17,8 +17,8 @@ class GrowingMemory:
     Pages are given between steps: as many as the next step stores into.  How far the batch can go without looking
     again is known in closed form.
 
-    Used with ``ServingEngine.memory=grow``.  The scheduler asks `short` between steps, preempts until it is false, and
-    then lets all `grow`.
+    Used with ``ServingEngine.memory=grow``.  The scheduler asks `short` between steps, preempts until it is false,
+    and then lets all `grow`.
     """
 
     def __init__(self, job: Deployment, pool: Pool, batch: RunningBatch) -> None:

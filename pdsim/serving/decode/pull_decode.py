@@ -86,8 +86,8 @@ class PullDecodeWorker(DecodeWorker):
     def _register(self, sender: str, message: Register) -> None:
         """Connect to a prefill rank that makes itself known.
 
-        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone is
-        reported to the router; one that says nonsense is refused.
+        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone
+        is reported to the router; one that says nonsense is refused.
         """
         if message.peer != self.life or message.instance not in self.receiver:
             self._early[sender] = message  # the newest of each rank, and of no life that is over for long
@@ -115,10 +115,12 @@ class PullDecodeWorker(DecodeWorker):
 class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     """The rank that also schedules: it hears of a request when prefill has answered, and has the ranks read it.
 
-    Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes there.
+    Pages are this side's own to give back: once no rank's read of a failed room moves any more, nothing writes
+    there.
 
-    Life of a room: `PullRequest` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent` from
-    every rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by heartbeats.
+    Life of a room: `PullRequest` from the router (prefill has answered); pages, and a `Fetch` to all ranks; `Sent`
+    from every rank; `Collected` to prefill, which may then reuse its pages.  Until then its lease is renewed by
+    heartbeats.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -140,7 +142,9 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     def report(self) -> dict[str, Any]:
         """As `DecodeScheduler.report`, with the rooms whose KV prefill still keeps for this side."""
         found = super().report()
-        return found | {"open_rooms": found["open_rooms"] + len(self._sources) + len(self._asked) + len(self._nbytes)}
+        return found | {
+            "open_rooms": found["open_rooms"] + len(self._sources) + len(self._asked) + len(self._nbytes)
+        }
 
     def ready(self, message: Ready) -> None:
         """Count this rank."""

@@ -24,11 +24,11 @@ PATIENCE = 15.0
 class RoomLookup:
     """Requests whose prefill instance is not known yet.
 
-    *ask* is called with all rooms that have come since the last question, once that is answered; *found* with a request
-    that names its instance, *lost* with one that the service has not known for `PATIENCE` seconds.
+    *ask* is called with all rooms that have come since the last question, once that is answered; *found* with a
+    request that names its instance, *lost* with one that the service has not known for `PATIENCE` seconds.
 
-    One question is under way at a time; rooms that come meanwhile are in the next.  Used where ``query_dp`` leaves the
-    choice of a prefill group to the engine.
+    One question is under way at a time; rooms that come meanwhile are in the next.  Used where ``query_dp`` leaves
+    the choice of a prefill group to the engine.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Many decode steps in closed form.
 
 While the members of a batch stay the same, a step takes ``base + cost * context`` seconds, where *context* is the
-number of tokens whose keys and values it reads and grows by the batch with every step.  So *n* steps take ``n * base +
-cost * (n * context + batch * n * (n - 1) / 2)``, and no event is needed before somebody joins or leaves.
+number of tokens whose keys and values it reads and grows by the batch with every step.  So *n* steps take ``n * base
++ cost * (n * context + batch * n * (n - 1) / 2)``, and no event is needed before somebody joins or leaves.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class RunningBatch:
     Members change between steps only: `advance` to such a boundary, take out and put in, then `begin` the next step.
     A host of *costs* adds its own to each step and, with *overlap*, only what exceeds the forward without context.
 
-    Life: between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.  The
-    scheduler calls, in this order, `advance`, `finished`, `join` and `leave` as often as need be, and `begin` or
+    Life: between two boundaries nothing changes but the number of steps that have ended, which `advance` counts.
+    The scheduler calls, in this order, `advance`, `finished`, `join` and `leave` as often as need be, and `begin` or
     `begin_mixed`.
     """
 
@@ -119,7 +119,8 @@ class RunningBatch:
         self._bases = [0.0] + [self._iteration(time.step(batch)) for batch in range(1, limit + 1)]
         self._cost = time.context
         self._sequence = time.sequence
-        self._members: list[tuple[int, int, int]] = []  # a heap: step after which it is done, number, tokens at the end
+        # a heap: step after which it is done, number, tokens at the end
+        self._members: list[tuple[int, int, int]] = []
         self._context = 0  # tokens that the next step reads
         self._step = 0  # steps since the start
         self._span: DecodeSpan | None = None  # since `begin`
@@ -217,8 +218,9 @@ class RunningBatch:
     def held(self, start: float, until: float) -> float:
         """Return when the step that could begin at *start* does if the host is busy *until* then.
 
-        With *overlap*, and while steps are under way, the device has it already and its tokens wait for the host: what
-        follows is late by what the host takes longer.  A device that waits for work begins when the host is done.
+        With *overlap*, and while steps are under way, the device has it already and its tokens wait for the host:
+        what follows is late by what the host takes longer.  A device that waits for work begins when the host is
+        done.
         """
         if not self._overlap or not self._members or self._span is None:
             return max(start, until)
@@ -234,7 +236,8 @@ class RunningBatch:
     def _spanned(self, start: float, base: float) -> DecodeSpan:
         """Return the steps from *start* on, as the members are.
 
-        Attention reads the context of all, or waits for the longest alone: which of both is known when members change.
+        Attention reads the context of all, or waits for the longest alone: which of both is known when members
+        change.
         """
         cost, batch, context = self._cost, len(self._members), self._context
         if self._sequence:

@@ -8,8 +8,8 @@
 `Revoked`              prefill leader to decode leader: the lease is over, or the request; `Collected` follows
 =====================  =====================================================================================
 
-Pages that may still be read are never handed out again: a room that ends early is in quarantine until `Collected` or,
-if the reader is gone, until every prefill rank has proof that nothing of it moves.
+Pages that may still be read are never handed out again: a room that ends early is in quarantine until `Collected`
+or, if the reader is gone, until every prefill rank has proof that nothing of it moves.
 """
 
 from __future__ import annotations

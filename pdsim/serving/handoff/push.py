@@ -16,8 +16,8 @@ __all__ = ["Push"]
 class Push:
     """Both sides hear of a request at once; decode says where to write, and first-token metadata goes with the KV.
 
-    Rooms meet by their number, whichever side hears first. The first rank of an instance schedules, the others do what
-    it says.
+    Rooms meet by their number, whichever side hears first. The first rank of an instance schedules, the others do
+    what it says.
     """
 
     serial = False

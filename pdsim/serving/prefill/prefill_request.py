@@ -17,12 +17,12 @@ __all__ = ["PrefillRequest"]
 class PrefillRequest:
     """A request at the prefill leader, from its `Submit` until every rank says that nothing of it moves.
 
-    It waits for its *destination*, takes pages (*runs*) when its first forward begins, goes through forwards that cover
-    *done* of its tokens, each of which sends a chunk of pages, and is *ended* with the last of them.
+    It waits for its *destination*, takes pages (*runs*) when its first forward begins, goes through forwards that
+    cover *done* of its tokens, each of which sends a chunk of pages, and is *ended* with the last of them.
 
     Life: made with `Submit`; waits for its `Destination` (*noticed*); gets pages and a slot with its first forward
-    (*started*); its chunks are computed and written; removed when all ranks have written all, or when a failed one has
-    settled on every rank.  Times are seconds on the clock.
+    (*started*); its chunks are computed and written; removed when all ranks have written all, or when a failed one
+    has settled on every rank.  Times are seconds on the clock.
     """
 
     request: Submit

@@ -57,11 +57,11 @@ class PrefillScheduler(PrefillWorker):
     """The rank that also schedules.
 
     A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
-    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A request
-    takes pages for its whole input when its first forward begins, and keeps them until all ranks have written it.
+    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A
+    request has pages for its whole input from its first forward until all ranks have written it.
 
-    Invariant: pages are free, cached, or of rooms in ``_rooms``, and a failed room keeps its own until `Settled` has
-    come from every rank, because writes from them may still be under way.
+    Invariant: pages are free, cached, or of rooms in ``_rooms``; a failed room keeps its own until `Settled` has come
+    from every rank, because writes from them may still be under way.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -74,7 +74,7 @@ class PrefillScheduler(PrefillWorker):
         self.slots = SlotPool(job.slots)
         self.state = job.state_pool(self.sender.layout)
         self._rooms: dict[int, PrefillRequest] = {}
-        self._destinations: ExpiringMap[Destination] = ExpiringMap(rank.clock, OVER)  # that came before their `Submit`
+        self._destinations: ExpiringMap[Destination] = ExpiringMap(rank.clock, OVER)  # before their `Submit`
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that failed
         self._details: ExpiringMap[Details] = ExpiringMap(rank.clock, OVER)
         self.hits: dict[int, int] = {}  # by room: tokens that were cached
@@ -82,7 +82,7 @@ class PrefillScheduler(PrefillWorker):
         self._offloading = 0, 0  # pages to host memory, and back, before the next forward
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
-        self._ready: dict[tuple[str, str], set[int]] = {}  # by own life and that of a decode instance: connected ranks
+        self._ready: dict[tuple[str, str], set[int]] = {}  # by own and a decode instance's life: connected ranks
         self._last_lost: dict[str, int] = {}  # by decode instance: the last epoch that is known to be over
         self._timers = Timers(rank.clock, job.bootstrap_timeout, self._expire)
         self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
@@ -405,8 +405,8 @@ class PrefillScheduler(PrefillWorker):
     def launching(self, forward: float) -> float:
         """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
 
-        With an overlap loop it begins to if a request waits when it has launched this one, and looks at results after.
-        So where forwards are bound by their launch a result is late by another launch.
+        With an overlap loop it begins to if a request waits when it has launched this one, and looks at results
+        after. So where forwards are bound by their launch a result is late by another launch.
         """
         if not self.job.engine.overlap or not self._queue:
             return 0.0

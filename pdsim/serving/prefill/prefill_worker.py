@@ -216,8 +216,8 @@ class PrefillWorker(EngineProcess):
     def _register(self, sender: str, message: Register) -> None:
         """Connect to a decode rank that makes itself known.
 
-        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone is
-        reported to the router; one that says nonsense is refused.
+        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone
+        is reported to the router; one that says nonsense is refused.
         """
         if message.peer != self.life or message.instance not in self._met:
             self._early[sender] = message  # the newest of each rank, and of no life that is over for long

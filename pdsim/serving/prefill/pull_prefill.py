@@ -35,8 +35,8 @@ __all__ = ["PullPrefillScheduler", "PullPrefillWorker"]
 class PullPrefillWorker(PrefillWorker):
     """A rank that computes what its leader says and makes its pool known to the decode ranks that read from it.
 
-    It does so to a new life of a decode instance only once it is proven that no earlier one reads here any more.  So a
-    `Fence` about a life is never held up by the reads of the next.
+    It does so to a new life of a decode instance only once it is proven that no earlier one reads here any more.  So
+    a `Fence` about a life is never held up by the reads of the next.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -47,7 +47,13 @@ class PullPrefillWorker(PrefillWorker):
         """Return a `KvLender`."""
         job = self.job
         return KvLender(
-            self.rank, job.prefill_layout(self.index), job.prefill, self.index, self.conclude, job.handoff, job.checked
+            self.rank,
+            job.prefill_layout(self.index),
+            job.prefill,
+            self.index,
+            self.conclude,
+            job.handoff,
+            job.checked,
         )
 
     def peer_gone(self, life: str) -> None:
@@ -69,12 +75,12 @@ class PullPrefillWorker(PrefillWorker):
 class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
     """The rank that also schedules: a request runs as soon as it has pages, whatever decode does.
 
-    When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease` seconds
-    since the answer or the last `Renew`; then the request fails.
+    When all ranks have computed it, the router is answered, and the room's pages stay for `ServingEngine.lease`
+    seconds since the answer or the last `Renew`; then the request fails.
 
-    Life of a room: computed by all ranks; lent (the router hears of it, the lease begins); collected by decode, which
-    frees its pages.  One that is revoked, by the router or by the end of its lease, is in quarantine until decode
-    collects it or a fence proves that it reads nothing.
+    Life of a room: computed by all ranks; lent (the router hears of it, the lease begins); collected by decode,
+    which frees its pages.  One that is revoked, by the router or by the end of its lease, is in quarantine until
+    decode collects it or a fence proves that it reads nothing.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:

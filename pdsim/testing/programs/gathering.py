@@ -63,7 +63,9 @@ def gather_pieces(rank: Rank, group: Group, sizes: list[int], room: int) -> Step
         record = yield event
         pieces = [pattern(10 * index + number, size) for index in range(ranks)]
         expected = np.concatenate([*pieces, np.full(room, GUARD, np.uint8)])
-        found.append([wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]])
+        found.append(
+            [wrong(rank, target, expected), record.nbytes, record.operation, record.engine.rpartition(":")[2]]
+        )
         rank.device.free(source)
         rank.device.free(target)
     return found

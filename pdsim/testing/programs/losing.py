@@ -21,8 +21,8 @@ from pdsim.transfer import Program, Transfer
 def write_until_lost(rank: Rank, to: str, size: int, operation: str) -> Program:
     """Move *size* bytes again and again until it fails; return the error and how long the last one took.
 
-    *error* names the class, *done* counts the transfers before, *took* is seconds of an idle machine from the call to
-    the failure, *at* the time on the clock.  The deadline of each transfer is 20 s.
+    *error* names the class, *done* counts the transfers before, *took* is seconds of an idle machine from the call
+    to the failure, *at* the time on the clock.  The deadline of each transfer is 20 s.
     """
     mail = Mail(rank)
     mine = rank.endpoint.register(rank.device.allocate(size), "mine")
@@ -219,7 +219,8 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
     """Wait for the proof that *writer* is quiesced; then look whether bytes still change.
 
     The proof about a rank that has never connected must come at once.  *early* says whether it came while *writer*
-    lived, *proven* whether it came *within* so many seconds of an idle machine, *changed* how many bytes did after it.
+    lived, *proven* whether it came *within* so many seconds of an idle machine, *changed* how many bytes did after
+    it.
     """
     mail = Mail(rank)
     buffer = filled(rank, size, None)

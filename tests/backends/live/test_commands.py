@@ -30,7 +30,9 @@ def test_every_server_sees_all_gpus_its_own_first():
 
 
 def test_sides_may_share_gpus():
-    config = compose([*PAIR, "parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]", "backend=nixl"])
+    config = compose(
+        [*PAIR, "parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]", "backend=nixl"]
+    )
     prefill, decode = launches(config, "vllm", Path("m"))
     assert (prefill.gpus, decode.gpus) == ((0,), (0, 1))
     assert gpus_needed(config) == 2
@@ -69,13 +71,18 @@ def test_sglang_gets_the_transport_of_the_backend(backend, transport, variable):
     config = compose([*PAIR, "parallel.decode.tp=1", f"backend={backend}"])
     prefill, decode = launches(config, "sglang", Path("m"))
     assert option(prefill, "--disaggregation-transfer-backend") == transport
-    assert (option(prefill, "--disaggregation-mode"), option(decode, "--disaggregation-mode")) == ("prefill", "decode")
+    assert (option(prefill, "--disaggregation-mode"), option(decode, "--disaggregation-mode")) == (
+        "prefill",
+        "decode",
+    )
     assert variable is None or prefill.environment[variable] == "1"
 
 
 def test_a_backend_without_a_connector_is_refused():
     config = compose([*PAIR, "parallel.decode.tp=1", "backend=nvlink"])
-    with pytest.raises(ConfigError, match="backend=nvlink has no KV connector in this engine; use one of backend=nixl"):
+    with pytest.raises(
+        ConfigError, match="backend=nvlink has no KV connector in this engine; use one of backend=nixl"
+    ):
         launches(config, "vllm", Path("m"))
 
 

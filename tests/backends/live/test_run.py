@@ -59,9 +59,21 @@ def test_requests_that_fail_are_named_and_make_the_run_partial(llama: Llama, tmp
 @pytest.mark.timeout(600)
 def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
     words = [
-        *("target=live", "hw=loopback", "backend=nixl_tcp", "live.engine=vllm", "live.launch=true", "kv.page_size=32"),
+        *(
+            "target=live",
+            "hw=loopback",
+            "backend=nixl_tcp",
+            "live.engine=vllm",
+            "live.launch=true",
+            "kv.page_size=32",
+        ),
         f"live.python={os.environ['PDSIM_VLLM_PYTHON']}",
-        *("scheduler.chunk=2048", "scheduler.decode_batch=16", "kv.pool=512MiB", "live.arguments=['--enforce-eager']"),
+        *(
+            "scheduler.chunk=2048",
+            "scheduler.decode_batch=16",
+            "kv.pool=512MiB",
+            "live.arguments=['--enforce-eager']",
+        ),
         *("live.environment={VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: '1'}", f"output={tmp_path}"),
     ]
     assert main(["run", "-q", *words]) == 0
@@ -77,5 +89,7 @@ def test_a_pair_of_vllm_is_launched_hands_over_and_ends(tmp_path):
 def test_other_experiments_do_not_run_live(tmp_path, capfd):
     words = ["target=live", "experiment=transfer", "live.url=http://127.0.0.1:9", f"output={tmp_path / 'none'}"]
     assert main(["run", *words]) == 2
-    assert "experiment=transfer does not run on target=live; use target=model or target=real" in capfd.readouterr().err
+    assert (
+        "experiment=transfer does not run on target=live; use target=model or target=real" in capfd.readouterr().err
+    )
     assert not (tmp_path / "none").exists()

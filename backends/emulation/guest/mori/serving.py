@@ -21,7 +21,8 @@ ln -s "/run/cards/$card/{DEVICE}" /sys/class/infiniband/{DEVICE}
 _ENVIRONMENT = {
     "PYTHONPATH": str(space.REPOSITORY),
     "MORI_IO_CP_TIMEOUT_MS": "60000",  # emulated processors are slow to make queue pairs
-    "MORI_IO_POLL_CQ_MODE": "event",  # the other's thread keeps those that connect from a lock, if processors are few
+    # the other's thread keeps those that connect from a lock, if processors are few
+    "MORI_IO_POLL_CQ_MODE": "event",
     "MORI_IO_QP_PER_TRANSFER": "1",
     "MORI_IO_NUM_WORKER_THREADS": "1",
 }

@@ -1,8 +1,9 @@
 """A Python in which amd-mori's wheel loads on Debian 12 and without ROCm, made from packages and kept in the cache.
 
-The wheel wants a newer C library than Debian 12 has, and ROCm.  So `python` starts a Python 3.12 of this machine with
-Debian 13's dynamic linker and C and C++ libraries, with the other libraries that the wheel was linked against, and with
-`shims` for ROCm.  Nothing is installed, mounted or changed outside the cache, and no library leaks into other programs.
+The wheel wants a newer C library than Debian 12 has, and ROCm.  So `python` starts a Python 3.12 of this machine
+with Debian 13's dynamic linker and C and C++ libraries, with the other libraries that the wheel was linked against,
+and with `shims` for ROCm.  Nothing is installed, mounted or changed outside the cache, and no library leaks into
+other programs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ FROM_HERE = (
 )  # fmt: skip
 ALIASES = {"libre2.so.10": "libre2.so.9"}  # Ubuntu's name of the same library
 LINKER = "ld-linux-x86-64.so.2"
-TORCH = "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
+TORCH = (
+    "class Tensor: pass  # not PyTorch: all that mori.io takes from it at import is this name, for an annotation\n"
+)
 COMPILED = ("pdsim", "backends", "experiments")
 REPOSITORY = Path(__file__).parents[4]
 
@@ -58,7 +61,9 @@ def python() -> tuple[Path, Path]:
 def missing_requirements() -> str:
     """Return what to install for MORI in the guest, or nothing if all is there."""
     if not (REPOSITORY / "pyproject.toml").exists():
-        return f"MORI in the guest needs a checkout of pdsim, and {REPOSITORY} is none: git clone, and pip install -e ."
+        return (
+            f"MORI in the guest needs a checkout of pdsim, and {REPOSITORY} is none: git clone, and pip install -e ."
+        )
     if (_folder() / "complete").exists():
         return ""
     problems = [] if _base() else ["a Python 3.12, for which it has wheels: uv python install 3.12"]
@@ -89,7 +94,7 @@ def _make(folder: Path) -> None:
     (folder / "complete").touch()
 
 
-# --- libraries ------------------------------------------------------------------------------------------------------
+# --- libraries -----------------------------------------------------------------------------------------------------
 
 
 def _libraries(folder: Path) -> None:
@@ -125,7 +130,7 @@ def _apt(folder: Path) -> tuple[str, ...]:
     return options
 
 
-# --- Python ---------------------------------------------------------------------------------------------------------
+# --- Python --------------------------------------------------------------------------------------------------------
 
 
 def _environment(folder: Path, libraries: Path) -> Path:
