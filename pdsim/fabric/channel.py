@@ -86,9 +86,9 @@ class SimChannel:
         self._delay = delay
         self._host_latency = host_latency or HostLatency()
         self._arrivals: dict[str, float] = {}  # by receiver, of the last message, where messages are held up
-        self._dropped: set[SimChannel] = set()  # those of senders that were refused
+        self.dropped: set[SimChannel] = set()  # those of senders that were refused
         self.refused = 0
-        self._closed = False
+        self.closed = False
         self._column: Container[str] = ()
         self.copies: tuple[str, ...] = ()
         self.last_told: tuple[SimChannel, bytes] | None = None  # the last message from outside the column
@@ -116,7 +116,7 @@ class SimChannel:
         if channel.copies and receiver not in self._column:
             channel.last_told = self, payload
             channel.times_told += 1
-        if self._closed or channel._closed or self in channel._dropped:
+        if self.closed or channel.closed or self in channel.dropped:
             return
         if self._watch is not None:
             self._watch(self.name, receiver, payload)
@@ -143,7 +143,7 @@ class SimChannel:
         self.refused += 1
         channel = self._ranks[sender]
         if isinstance(channel, SimChannel):
-            self._dropped.add(channel)
+            self.dropped.add(channel)
 
     def subscribe(self, handler: Callable[[Message], None]) -> None:
         """Call *handler* with every `Message` from now on, instead of `receive`."""
@@ -151,7 +151,7 @@ class SimChannel:
 
     def close(self) -> None:
         """Close the sockets: what has been sent still arrives at others, what arrives here is lost."""
-        self._closed = True
+        self.closed = True
 
     def _arrival(self, receiver: str, at: float) -> float:
         """Return when a message arrives that would at *at*.
@@ -168,13 +168,13 @@ class SimChannel:
         """Take *message*, which arrives now."""
         if self._host_latency.instant:
             self._deliver(message)
-        elif not self._closed:
+        elif not self.closed:
             self._job.call_at(self._host_latency.acts(self._job.now), self._deliver, message)
 
     def arrive_together(self, messages: tuple[Message, ...]) -> None:
         """Take messages that arrive at one instant, all but the last of which change nothing by themselves."""
         at = self._job.now
-        if not self._host_latency.instant and not self._closed:
+        if not self._host_latency.instant and not self.closed:
             for _ in messages:
                 at = self._host_latency.acts(self._job.now)
             self._job.call_at(at, self._deliver_together, messages)
@@ -188,7 +188,7 @@ class SimChannel:
 
     def _deliver(self, message: Message) -> None:
         """Give *message* to whoever receives it, unless the channel is closed by now; later if the rank is paused."""
-        if self._closed:
+        if self.closed:
             return
         if self._clock.paused:
             self._clock.put_off(Call(self._clock, self._deliver, message))

@@ -143,7 +143,7 @@ class Posting:
     """One transfer in the hands of the engine.  Made by `SendQueue.post`."""
 
     __slots__ = (
-        *("_done", "_flow", "_held", "_least", "_wire"),
+        *("done", "flow", "held", "least", "wire"),
         *("aborted", "at_once", "carried", "descriptors", "nbytes", "posted", "tag"),
     )
 
@@ -156,11 +156,11 @@ class Posting:
         self.aborted = False
         self.at_once = False  # done in the call that posts it
         self.tag = tag
-        self._wire = wire
-        self._done = done
-        self._held = held
-        self._least = 0.0  # when its bytes are there at the earliest
-        self._flow: Flow | None = None
+        self.wire = wire
+        self.done = done
+        self.held = held
+        self.least = 0.0  # when its bytes are there at the earliest
+        self.flow: Flow | None = None
         self.carried = False  # by the wire, while a thread is still posting it
 
 
@@ -202,9 +202,9 @@ class SeriesSteps:
 
     def alike(self, other: Steps) -> bool:
         """Return whether the transfers of *other* take as long in every respect."""
-        return isinstance(other, SeriesSteps) and self._key() == other._key()
+        return isinstance(other, SeriesSteps) and self.key() == other.key()
 
-    def _key(self) -> tuple[float, ...]:
+    def key(self) -> tuple[float, ...]:
         """Everything that the times depend on beside the start and the flow's length."""
         return self.count, self._posting, self._overlap, self._latency
 
@@ -335,7 +335,7 @@ class SendQueue:
         self._poster.under_way += 1
         now = self._clock.now
         if flow is not None:
-            posting._flow = flow
+            posting.flow = flow
             self._network.on_end(flow, self._on_carried, posting)
         elif begin > now:
             self._clock.call_at(begin, self._begin, posting)
@@ -361,12 +361,12 @@ class SendQueue:
     def seconds(self, posting: Posting) -> float:
         """Return about how long *posting*, which has just been admitted, takes if nothing is in its way."""
         assert posting.posted is not None
-        wire = posting._wire
+        wire = posting.wire
         narrowest = max(1.0, min((link.capacity for link in wire.path.links), default=inf))
         posted = (
             posting.posted - self._clock.now if posting.posted < inf else self.model.posting(posting.descriptors)
         )
-        return posted + posting.nbytes / narrowest + wire.latency + posting._held
+        return posted + posting.nbytes / narrowest + wire.latency + posting.held
 
     def abort(self, posting: Posting) -> None:
         """Stop *posting* where it is: none of its bytes moves any more, and it is never reported done."""
@@ -376,8 +376,8 @@ class SendQueue:
         if posting.posted is None:
             self._waiting.remove(posting)
             return
-        if posting._flow is not None:
-            self._network.abort(posting._flow)
+        if posting.flow is not None:
+            self._network.abort(posting.flow)
         if self._copier is not None:
             self._copier.leave(posting, self._poster)
         if self._poster.threads is not None:
@@ -418,7 +418,7 @@ class SendQueue:
             return 0.0
         posting.at_once = True
         early, late = self.model.saved(posting.descriptors, posting.nbytes)
-        posting._held -= late
+        posting.held -= late
         return early
 
     def _on_taken(self, posting: Posting) -> None:
@@ -445,26 +445,26 @@ class SendQueue:
     def _carry(self, posting: Posting) -> None:
         if posting.aborted:  # while the copy engine woke for it
             return
-        wire = posting._wire
+        wire = posting.wire
         size = posting.nbytes + posting.descriptors * wire.occupancy
         if wire.streams is not None:
             least, growing = wire.streams.start(self._clock.now, posting.descriptors, size)
-            posting._least = self._clock.now + least
-            posting._held += growing
-        posting._flow = self._network.start(wire.path, size, self._on_carried, posting)
+            posting.least = self._clock.now + least
+            posting.held += growing
+        posting.flow = self._network.start(wire.path, size, self._on_carried, posting)
 
     def _on_carried(self, posting: Posting) -> None:
-        posting._flow = None
+        posting.flow = None
         assert posting.posted is not None
         if posting.posted == inf:
             posting.carried = True
             return
-        wire = posting._wire
+        wire = posting.wire
         ready = posting.posted + wire.tail(posting) if self.model.pipelined else posting.posted
         now = self._clock.now
-        ended = max(now, ready, posting._least)
+        ended = max(now, ready, posting.least)
         # rounded, what is saved may be more than the latency
-        over = max(ended, ended + wire.latency + posting._held)
+        over = max(ended, ended + wire.latency + posting.held)
         if over > now:
             self._clock.call_at(over, self._complete, posting)
         if self._copier is not None:
@@ -482,7 +482,7 @@ class SendQueue:
     def _complete(self, posting: Posting) -> None:
         if not posting.aborted:
             self._leave(posting)
-            posting._done(posting)
+            posting.done(posting)
 
     def _leave(self, posting: Posting) -> None:
         self.outstanding -= posting.descriptors

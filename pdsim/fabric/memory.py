@@ -127,6 +127,10 @@ class SimBuffer:
         if not self._held:
             self._memory.reclaim(self)
 
+    def forget(self) -> None:
+        """Let go of the contents; for the memory that it is a piece of, once nobody holds it."""
+        self._contents = None
+
     def _slice(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         if self._freed:
             raise ValueError(f"{self!r} has been freed; read and write a buffer before that")
@@ -183,7 +187,7 @@ class DeviceMemory:
     def reclaim(self, buffer: SimBuffer) -> None:
         """Make the addresses of *buffer* free, and one gap with the free ones beside them."""
         del self._buffers[buffer.address]
-        buffer._contents = None
+        buffer.forget()
         self.used -= buffer.size
         self._pool_used[buffer.pool] -= buffer.size
         insort(self._gaps, (buffer.address, buffer.size))

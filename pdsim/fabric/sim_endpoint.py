@@ -80,11 +80,11 @@ class SimEndpoint:
         self._regions: dict[str, Registration] = {}
         self._connections: dict[str, Connection] = {}
         # lives of a rank that connected and whose end is not noticed
-        self._visitors: dict[str, list[SimEndpoint]] = {}
+        self.visitors: dict[str, list[SimEndpoint]] = {}
         self._quiesced: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
         self._posted = PostedTransfers(fabric.clock, self._engine, recorder, self._time_out)
         self._payload = Payload(fabric.clock, device, fabric.observer, self._posted.moving)
-        self._series: SimSeries | None = None  # writes that are foreseen
+        self.series: SimSeries | None = None  # writes that are foreseen
         fabric.endpoints[name] = self
 
     @property
@@ -175,7 +175,7 @@ class SimEndpoint:
         connection = self._connections.get(there.rank)
         if connection is None or connection.remote is not remote:
             connection = self._connections[there.rank] = Connection(self, remote, self._send_queue(remote))
-            remote._visitors.setdefault(self.name, []).append(self)
+            remote.visitors.setdefault(self.name, []).append(self)
         # the peer's own objects where they are equal: then comparing them later is one look
         known = [(remote.registration(region), region) for region in there.regions]
         regions = {region.name: region if mine is None else mine.region for mine, region in known}
@@ -203,7 +203,7 @@ class SimEndpoint:
         local, there = self._check_local(batch.source), connection.remote
         watched = fabric.chance is not None or fabric.observer is not None or fabric.draws is not None
         watched = watched or self._device.holds_bytes
-        if watched or self._posted.moving or self._series or there.ended is not None:
+        if watched or self._posted.moving or self.series or there.ended is not None:
             return None
         way = connection.send_queue.foresee(batch.nbytes, len(batch), count)
         if way is None:
@@ -215,7 +215,7 @@ class SimEndpoint:
         if not series.begin(path, size, fabric.engine.timeout):
             flight.release()
             return None
-        self._series = series
+        self.series = series
         if notify and not there.host_latency.instant:
             there.host_latency.expect(series)
         return series
@@ -254,8 +254,8 @@ class SimEndpoint:
         A peer that has ended is not noticed before `DETECTION`; a full send queue that refuses is an error of the
         transfer.
         """
-        if self._series is not None:
-            self._series.cut()
+        if self.series is not None:
+            self.series.cut()
         source, target = batch.source, batch.target
         local = self._check_local(source if write else target)
         remote = target if write else source
@@ -283,7 +283,7 @@ class SimEndpoint:
         self, flight: SimTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
     ) -> None:
         """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
-        series, self._series = self._series, None
+        series, self.series = self.series, None
         assert series is not None
         count, there, now = (
             self._posted.record_series(flight, submitted, posted, complete),
@@ -416,7 +416,7 @@ class SimEndpoint:
                 flight.connection.send_queue.abort(flight.posting)
             flight.release()
         for other in self._fabric.endpoints.values():
-            other._disconnect(self)
+            other.disconnect(self)
         for registration in self._regions.values():
             registration.buffer.registered = ""
         self._regions.clear()
@@ -426,23 +426,23 @@ class SimEndpoint:
     def _cut_series(self) -> None:
         """Cut the series to and from this endpoint."""
         for other in self._fabric.endpoints.values():
-            series = other._series
+            series = other.series
             if series is not None and (other is self or series.peer == self.name):
                 series.cut()
 
     def _part(self, peer: str) -> None:
         """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""
         now = self._fabric.clock.now
-        lives = [life for life in self._visitors.pop(peer, ()) if life.ended is None or now < life.ended + DETECTION]
+        lives = [life for life in self.visitors.pop(peer, ()) if life.ended is None or now < life.ended + DETECTION]
         if lives:
-            self._visitors[peer] = lives
+            self.visitors[peer] = lives
             return
         for event in self._quiesced.pop(peer, ()):
             event.succeed()
 
-    def _disconnect(self, remote: SimEndpoint) -> None:
+    def disconnect(self, remote: SimEndpoint) -> None:
         """Stop what goes to *remote*, which has ended; its loss is noticed later."""
-        if remote.name in self._visitors and remote.ended is not None:
+        if remote.name in self.visitors and remote.ended is not None:
             self._fabric.clock.call_at(remote.ended + DETECTION, self._part, remote.name)
         for number, flight in self._posted.moving.items():
             if flight.connection.remote is remote and flight.posting is not None:

@@ -79,8 +79,8 @@ class Plan:
         self.begins: Times = np.empty(0)
         self.ends: Times = np.empty(0)
         self.group: list[Plan] = [self]
-        self._changed = changed
-        self._cut = cut
+        self.changed = changed
+        self.cut = cut
 
     def set(self, level: float) -> None:
         """Let each flow have the rate *level*."""
@@ -90,7 +90,7 @@ class Plan:
     def forget(self) -> None:
         """Let go of the owner and of the plans in lockstep: the series is over, and must not be garbage in a circle."""
         self.group = []
-        self._changed = self._cut = _nothing
+        self.changed = self.cut = _nothing
 
 
 class Foreseen:
@@ -155,7 +155,7 @@ class Foreseen:
             member.group = members
             member.set(level)
         for member in group:
-            member._changed()
+            member.changed()
         return True
 
     def drop(self, plan: Plan, flows: int) -> None:
@@ -169,7 +169,7 @@ class Foreseen:
             if not plans:
                 del self._plans[link]
         for _ in range(flows):  # one by one: the sum of floats depends on the order
-            plan.path._ended += plan.size
+            plan.path.ended += plan.size
 
     def carried(self) -> dict[Link, float]:
         """Return the bytes that plans have carried over each link until now, which the paths do not count yet."""
@@ -219,7 +219,7 @@ class Foreseen:
                 sizes = [(member.path, member.size) for member in group]
                 flows = [*self._network.resume(sizes, float(plan.begins[first]))]
             for member, flow in zip(group, flows, strict=True):
-                member._cut(flow)
+                member.cut(flow)
 
 
 def _nothing(*_: Any) -> None:
@@ -237,7 +237,7 @@ def _level(plans: list[Plan]) -> float:
 
 
 def _free(path: Path, link: Link) -> float:
-    return path.cap if link is path.own else link._capacity
+    return path.cap if link is path.own else link.capacity
 
 
 def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:

@@ -41,14 +41,14 @@ class Flow:
     reported with.  *size* is in bytes.
     """
 
-    __slots__ = ("_begin", "_done", "path", "size", "tag")
+    __slots__ = ("begin", "done", "path", "size", "tag")
 
     def __init__(self, path: Path, size: float, done: Callable[[Any], None], tag: Any) -> None:
         self.path = path
         self.size = size
         self.tag = tag
-        self._done: Callable[[Any], None] | None = done  # None: called or aborted
-        self._begin = 0.0
+        self.done: Callable[[Any], None] | None = done  # None: called or aborted
+        self.begin = 0.0
 
     def __repr__(self) -> str:
         return f"<Flow of {self.size:g} bytes over {self.path!r}>"
@@ -62,15 +62,15 @@ class Link:
     """
 
     __slots__ = (
-        "_age",
-        "_capacity",
         "_cover",
-        "_covers",
-        "_next",
         "_paths",
         "active",
+        "age",
         "bound",
+        "capacity",
+        "covers",
         "eta",
+        "first_end",
         "free",
         "index",
         "key",
@@ -91,10 +91,11 @@ class Link:
         """Position among the links of the network, in order of creation."""
         self.nominal = capacity
         """Bytes/s that it was made with, whatever `Network.set_capacity` has made of it since."""
-        self._capacity = capacity
+        self.capacity = capacity
+        """Bytes/s.  Set with `Network.set_capacity`."""
         self._paths: dict[Path, int] = {}  # how many times each passes here
         self._cover: dict[Link, int] = {}  # the links that imply this one, and how often what they carry passes here
-        self._covers: dict[Link, None] = {}  # the links that this one helps to imply
+        self.covers: dict[Link, None] = {}  # the links that this one helps to imply
         self.live = False  # not implied
         self.active: dict[Path, None] = {}  # the paths with flows, if live
         self.bound: dict[Path, None] = {}  # those that this link limits
@@ -103,20 +104,15 @@ class Link:
         self.level = OPEN
         self.key = inf  # the level with which it waits to be settled
         self.was = 0.0  # the level before the solution under way
-        self.service = 0.0  # bytes that each flow limited here has received at the time `_since`
+        self.service = 0.0  # bytes that each flow limited here has received at the time `since`
         self.since = 0.0
-        self._age = 0  # flows ended since `_service` was 0
-        self._next = inf  # the service at which the next flow ends
+        self.age = 0  # flows ended since `service` was 0
+        self.first_end = inf  # the service at which the next flow ends
         self.eta = inf  # and its time
         self.queued = inf  # the time for which the network was told
 
     def __repr__(self) -> str:
-        return f"<Link {self.name!r} {self._capacity:g} bytes/s>"
-
-    @property
-    def capacity(self) -> float:
-        """Bytes/s.  Set with `Network.set_capacity`."""
-        return self._capacity
+        return f"<Link {self.name!r} {self.capacity:g} bytes/s>"
 
     @property
     def carried(self) -> float:
@@ -128,7 +124,7 @@ class Link:
         """Bytes/s that flow now (after all events of this instant)."""
         return sum(times * path.flows * path.rate for path, times in self._paths.items() if path.flows)
 
-    def _implied(self) -> bool:
+    def is_implied(self) -> bool:
         """Whether the links of the cover cannot let more through than this link can carry.
 
         Each link of a cover is smaller than what it covers, in the order of capacity and index, so that links never
@@ -136,12 +132,12 @@ class Link:
         """
         total = 0.0
         for link, times in self._cover.items():
-            total += link._capacity * times
-            if link._capacity == self._capacity and link.index > self.index:
+            total += link.capacity * times
+            if link.capacity == self.capacity and link.index > self.index:
                 return False
-        return total <= self._capacity
+        return total <= self.capacity
 
-    def _pass(self, path: Path, times: int) -> bool:
+    def let_pass(self, path: Path, times: int) -> bool:
         """Let *path* pass *times* times.  Return whether this link is implied still."""
         self._paths[path] = times
         if self.live:
@@ -149,64 +145,64 @@ class Link:
         position = path.links.index(self)
         best: tuple[float, float, int, int] | None = None
         for at, link in enumerate(path.links):
-            if link is self or link._capacity > self._capacity:
+            if link is self or link.capacity > self.capacity:
                 continue
             ratio = -(-times // path.links.count(link))
             if self._cover.get(link, 0) >= ratio:
                 return True
-            rank = (abs(at - position), link._capacity, at, ratio)
+            rank = (abs(at - position), link.capacity, at, ratio)
             if best is None or rank < best:
                 best = rank
         if best is None:
             return False
         chosen = path.links[best[2]]
         self._cover[chosen] = best[3]
-        chosen._covers[self] = None
-        return self._implied()
+        chosen.covers[self] = None
+        return self.is_implied()
 
-    def _promote(self) -> None:
+    def promote(self) -> None:
         """Take part in the solution from now on.  Until now the link was implied, so the rates of now suit it."""
         self.live = True
         for link in self._cover:
-            del link._covers[self]
+            del link.covers[self]
         self._cover.clear()
-        self.free = self._capacity
+        self.free = self.capacity
         for path, times in self._paths.items():
-            path._see()
+            path.find_live()
             if path.count:
                 self.active[path] = None
                 self.free -= times * path.count * path.limit.level
 
-    def _resize(self, capacity: float) -> None:
+    def resize(self, capacity: float) -> None:
         """Have another *capacity*, and take part in the solution those that may limit others because of it."""
-        self._capacity = capacity
-        for link in (self, *self._covers):
-            if not link.live and not link._implied():
-                link._promote()
+        self.capacity = capacity
+        for link in (self, *self.covers):
+            if not link.live and not link.is_implied():
+                link.promote()
 
-    def _finish(self, now: float) -> list[tuple[int, Flow]]:
+    def finish(self, now: float) -> list[tuple[int, Flow]]:
         """Take the flows that end now off their paths."""
-        self.service = self._next
+        self.service = self.first_end
         self.since = now
         limit = self.service * ENDED
         ended = []
         for path in self.bound:
-            flows = path._flows
+            flows = path.ahead
             while flows[0][0] - path.offset <= limit:
                 _, order, flow = heappop(flows)
-                path._drop(flow, flow.size)
+                path.drop(flow, flow.size)
                 ended.append((order, flow))
-        self._age += len(ended)
-        if self._age > REBASE and self._age > sum(path.flows for path in self.bound):
-            self._rebase()
+        self.age += len(ended)
+        if self.age > REBASE and self.age > sum(path.flows for path in self.bound):
+            self.rebase()
         return ended
 
-    def _rebase(self) -> None:
+    def rebase(self) -> None:
         """Count service from zero again: where flows never cease it would grow until small flows drown in it."""
         for path in self.bound:
-            path._rebase(self.service + path.offset)
+            path.rebase(self.service + path.offset)
         self.service = 0.0
-        self._age = 0
+        self.age = 0
 
 
 NOBODY = Link("nobody", -1, 0.0)
@@ -224,12 +220,12 @@ class Path:
     """
 
     __slots__ = (
-        "_begun",
         "_clock",
-        "_ended",
-        "_flows",
+        "ahead",
+        "begun",
         "cap",
         "count",
+        "ended",
         "flows",
         "index",
         "limit",
@@ -258,14 +254,14 @@ class Path:
         self.rest: tuple[Link, ...] = ()
         self.limit = NOBODY
         self.offset = 0.0
-        self._flows: list[tuple[float, int, Any]] = [NEVER]  # the last has no flow
-        self._begun = 0.0  # the sum of the service at the start of each flow
-        self._ended = 0.0  # bytes of flows that are no more
-        crowded = [link for link in dict.fromkeys(links) if not link._pass(self, links.count(link))]
+        self.ahead: list[tuple[float, int, Any]] = [NEVER]  # the last has no flow
+        self.begun = 0.0  # the sum of the service at the start of each flow
+        self.ended = 0.0  # bytes of flows that are no more
+        crowded = [link for link in dict.fromkeys(links) if not link.let_pass(self, links.count(link))]
         for link in crowded:
             if not link.live:
-                link._promote()
-        self._see()
+                link.promote()
+        self.find_live()
 
     def __repr__(self) -> str:
         return f"<Path {'-'.join(link.name for link in self.links)}>"
@@ -279,23 +275,23 @@ class Path:
     def carried(self) -> float:
         """Bytes carried until now, by all flows."""
         if not self.flows:
-            return self._ended
-        return self._ended + self.flows * self._served(self._clock.now) - self._begun
+            return self.ended
+        return self.ended + self.flows * self.served(self._clock.now) - self.begun
 
-    def _see(self) -> None:
+    def find_live(self) -> None:
         """Find the links that can limit this path."""
         own = () if self.own is None else (self.own,)
         self.live = (*(link for link in self.links if link.live), *own)
-        self._aside()
+        self.find_rest()
 
-    def _aside(self) -> None:
+    def find_rest(self) -> None:
         """Find the links that can limit this path but do not, counting a link that it passes twice once less."""
         rest = list(self.live)
         if self.limit in rest:
             rest.remove(self.limit)
         self.rest = tuple(rest)
 
-    def _served(self, now: float) -> float:
+    def served(self, now: float) -> float:
         """Return the bytes that each flow of the path would have received by *now*.
 
         They are counted from the path's own zero, whichever link limits it.
@@ -303,37 +299,37 @@ class Path:
         limit = self.limit
         return limit.service + max(limit.level, 0.0) * (now - limit.since) + self.offset
 
-    def _drop(self, flow: Flow, carried: float) -> None:
+    def drop(self, flow: Flow, carried: float) -> None:
         """Count *flow* out, which has carried *carried* bytes."""
         self.flows -= 1
-        self._ended += carried
-        self._begun = self._begun - flow._begin if self.flows else 0.0
+        self.ended += carried
+        self.begun = self.begun - flow.begin if self.flows else 0.0
 
-    def _rebase(self, base: float) -> None:
+    def rebase(self, base: float) -> None:
         """Count service from *base* on, so that its digits do not run out."""
-        self._flows = [(end - base, order, flow) for end, order, flow in self._flows if end < inf]
-        heapify(self._flows)
-        self._begun = 0.0
-        for _, _, flow in self._flows:
-            flow._begin -= base
-            self._begun += flow._begin
-        self._flows.append(NEVER)
+        self.ahead = [(end - base, order, flow) for end, order, flow in self.ahead if end < inf]
+        heapify(self.ahead)
+        self.begun = 0.0
+        for _, _, flow in self.ahead:
+            flow.begin -= base
+            self.begun += flow.begin
+        self.ahead.append(NEVER)
         self.offset = 0.0
 
-    def _bind(self, link: Link, now: float) -> None:
+    def bind(self, link: Link, now: float) -> None:
         """Let *link* be the limit from now on."""
         limit = self.limit
         self.offset += limit.service + limit.was * (now - limit.since) - link.service
-        self._unbind()
+        self.unbind()
         self.limit = link
         link.bound[self] = None
-        self._aside()
+        self.find_rest()
 
-    def _unbind(self) -> None:
+    def unbind(self) -> None:
         """Take the path off the link that limits it; a link that limits nobody any more forgets its service."""
         limit = self.limit
         limit.bound.pop(self, None)
         if not limit.bound:
             limit.service = limit.was = 0.0
-            limit._age = 0
+            limit.age = 0
             limit.eta = inf

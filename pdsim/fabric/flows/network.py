@@ -117,7 +117,7 @@ class Network:
         if self.foreseen:
             self.foreseen.cut()
         self._take_back(list(self._alone))
-        link._resize(float(capacity))
+        link.resize(float(capacity))
         self._resized[link] = None
         self._wait()
 
@@ -139,10 +139,10 @@ class Network:
             self._instant.append((self._flows, flow))
             self._wait()
             return flow
-        flow._begin = begin = path._served(self.clock.now)
+        flow.begin = begin = path.served(self.clock.now)
         path.flows += 1
-        path._begun += begin
-        heappush(path._flows, (begin + size, self._flows, flow))
+        path.begun += begin
+        heappush(path.ahead, (begin + size, self._flows, flow))
         if path.count or self._changed or self._resized or not self._waterfill.enter_alone(path, self.clock.now):
             self._change(path)
         else:
@@ -155,13 +155,13 @@ class Network:
         Return 0.0 if it has ended or was aborted before.
         """
         path = flow.path
-        flow._done = None
-        for entry in path._flows:
+        flow.done = None
+        for entry in path.ahead:
             if entry[2] is flow:
-                left: float = max(flow.size - (path._served(self.clock.now) - flow._begin), 0.0)
-                path._flows.remove(entry)
-                heapify(path._flows)
-                path._drop(flow, flow.size - left)
+                left: float = max(flow.size - (path.served(self.clock.now) - flow.begin), 0.0)
+                path.ahead.remove(entry)
+                heapify(path.ahead)
+                path.drop(flow, flow.size - left)
                 self._change(path)
                 return left
         for instant in self._instant:
@@ -200,7 +200,7 @@ class Network:
             flow = Flow(path, size, _nobody, None)
             self._flows += 1
             path.flows += 1
-            heappush(path._flows, (size, self._flows, flow))
+            heappush(path.ahead, (size, self._flows, flow))
             found.append(flow)
         self._waterfill.solve([path for path, _ in flows], (), begin)
         self._arm()
@@ -208,7 +208,7 @@ class Network:
 
     def on_end(self, flow: Flow, done: Callable[[Any], None], tag: Any) -> None:
         """Have ``done(tag)`` called at the end of *flow*."""
-        flow._done, flow.tag = done, tag
+        flow.done, flow.tag = done, tag
 
     def _new_path(self, links: tuple[Link, ...], cap: float) -> Path:
         """Return the path over *links*, made anew; raise a `ValueError` if one of them is of another network."""
@@ -301,18 +301,18 @@ class Network:
         """End the flows that are due."""
         due, self._instant = self._instant, []
         for _, flow in due:
-            flow.path._ended += flow.size
+            flow.path.ended += flow.size
         while self._next_end() <= now * NOW:
             link = heappop(self._ends)[2]
             link.queued = link.eta = inf
-            for order, flow in link._finish(now):
+            for order, flow in link.finish(now):
                 due.append((order, flow))
                 self._changed[flow.path] = None
         due.sort()
         for _, flow in due:
-            done = flow._done
+            done = flow.done
             if done is not None:
-                flow._done = None
+                flow.done = None
                 done(flow.tag)
 
     def _solve(self, now: float) -> None:

@@ -85,19 +85,19 @@ class Waterfill:
         if tightest is None or lowest <= 0.0:
             return False
         if own is not None:
-            own.free = own._capacity = path.cap
+            own.free = own.capacity = path.cap
         for link in live:
             link.active[path] = None
             link.free -= lowest
         path.count = 1.0
         path.limit = tightest
         path.offset = 0.0
-        path._aside()
+        path.find_rest()
         tightest.bound[path] = None
         tightest.free = tightest.service = 0.0
         tightest.since = now
         tightest.level = tightest.was = lowest
-        tightest._next = first = path._flows[0][0]
+        tightest.first_end = first = path.ahead[0][0]
         self.touched += 1
         tightest.eta = eta = now + first / lowest
         if eta < tightest.queued:
@@ -117,20 +117,20 @@ class Waterfill:
     def leave_alone(self, path: Path) -> None:
         """Take *path*, which `is_alone`, off its links, as `solve` would after the end of its flow."""
         if path.own is not None:
-            path.own._capacity = 0.0
+            path.own.capacity = 0.0
         for link in path.live:
             link.active.clear()
-            link.free = link._capacity
+            link.free = link.capacity
         path.limit.level = OPEN
         path.count = 0.0
-        path._unbind()
+        path.unbind()
         path.limit = NOBODY
         path.offset = 0.0
 
     def expect(self, link: Link, now: float) -> None:
         """Find the next end of a flow that *link* limits, without new rates."""
         self._now = now
-        link._next = min((path._flows[0][0] - path.offset for path in link.bound), default=inf)
+        link.first_end = min((path.ahead[0][0] - path.offset for path in link.bound), default=inf)
         self._announce(link)
 
     def _refit(self, link: Link) -> None:
@@ -138,7 +138,7 @@ class Waterfill:
         for path in link.active:
             if path.limit.level >= 0.0:
                 self._open(path.limit)
-        link.free = link._capacity  # as none of them has a rate: a sum would lose digits
+        link.free = link.capacity  # as none of them has a rate: a sum would lose digits
 
     def _recount(self, path: Path) -> None:
         """Let the links of *path* know how many flows it has now."""
@@ -148,7 +148,7 @@ class Waterfill:
         gained = flows - path.count
         if path.own is not None:
             path.own.free += path.cap * gained
-            path.own._capacity = path.cap * path.flows
+            path.own.capacity = path.cap * path.flows
         for link in path.live:
             if link.level >= 0.0:
                 self._open(link)
@@ -166,13 +166,13 @@ class Waterfill:
     def _retire(self, path: Path) -> None:
         """Take *path*, which has no flows any more, off its links."""
         self._rising -= 1
-        path._unbind()
+        path.unbind()
         path.limit = NOBODY
         path.offset = 0.0
         for link in path.live:
             link.active.pop(path, None)  # where it passes twice, it is gone already
             if not link.active:
-                link.free = link._capacity
+                link.free = link.capacity
 
     def _open(self, link: Link) -> None:
         """Take back the rates of all paths that *link* limits."""
@@ -279,8 +279,8 @@ class Waterfill:
             limit = path.limit
             slower = limit.was > above
             if limit is not link:
-                path._bind(link, now)
-            end = path._flows[0][0] - path.offset
+                path.bind(link, now)
+            end = path.ahead[0][0] - path.offset
             if end < first:
                 first = end
             flows = path.count
@@ -291,7 +291,7 @@ class Waterfill:
                     self._open(other)
         link.free = link.unset = 0.0
         link.level = link.was = level
-        link._next = first
+        link.first_end = first
         count = len(limited)
         self._rising -= count
         self.touched += count
@@ -305,7 +305,7 @@ class Waterfill:
 
     def _announce(self, link: Link) -> None:
         """Say when the next flow that *link* limits ends, unless an earlier time is queued, to be corrected then."""
-        ahead = link._next - link.service
+        ahead = link.first_end - link.service
         level = link.level
         if ahead <= 0.0:
             eta = self._now
