@@ -21,6 +21,7 @@ __all__ = [
     "format_rate",
     "format_size",
     "format_time",
+    "is_number",
     "parse_count",
     "parse_flops",
     "parse_rate",
@@ -152,6 +153,19 @@ def format_time(seconds: float) -> str:
     ('1.5 us', '250 ms', '2 h')
     """
     return _scaled(seconds, ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def is_number(text: str) -> bool:
+    """Return whether *text* alone is a number to Python, infinities and NaN included; one with a unit is none.
+
+    >>> is_number("1e3"), is_number("inf"), is_number("1kB")
+    (True, True, False)
+    """
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 # Types of configuration fields: `pdsim.config` finds the parser in the annotation.

@@ -18,38 +18,28 @@ The rules:
 from __future__ import annotations
 
 import os
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import msgspec
 from simpy.events import Event
 
 from backends.base.authentication import Keys
-from backends.base.control import Control, PeerLine, fields
+from backends.base.connected_peers import ConnectedPeers
+from backends.base.control import Control, PeerLine
 from backends.base.device import RealBuffer, RealDevice
 from backends.base.endpoint_state import FORMAT, Address, Entry, PeerState, PostedTransfer
 from backends.base.hooks import EngineHooks
-from backends.base.process_identity import is_dead, when_dead
+from backends.base.process_identity import when_dead
 from backends.base.tcp_drain import half_open
-from backends.base.transfer_deadlines import TransferDeadlines
-from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal, return_regions, withdrawn
+from backends.base.transfer_account import TransferAccount
+from backends.base.withdrawal import MEET, RETURN, WELCOME, WITHDRAW, Withdrawal
 from pdsim.clock import Mailbox, WallClock
 from pdsim.costs import Engine
-from pdsim.errors import (
-    InvalidBatch,
-    MessageError,
-    PeerLost,
-    RegistrationError,
-    TransferError,
-    TransferFailed,
-    TransferTimeout,
-)
-from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer, TransferRecord
+from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed
+from pdsim.transfer import Batch, Buffer, Notification, Peer, Recorder, Region, Series, Transfer
 
 __all__ = ["RealEndpoint"]
-
-CONNECT_TIMEOUT = 10.0
-"""Seconds that `connect` waits for an answer.  On one host it comes in milliseconds or not at all."""
 
 _ABANDONED: list[RealEndpoint] = []
 """Endpoints closed while bytes were moving: their engines must not be destroyed before the process ends."""
@@ -106,17 +96,18 @@ class RealEndpoint(EngineHooks):
         self.bind = bind
         self.notifications = Mailbox(clock)
         self.entries: dict[str, Entry] = {}
-        self.peers: dict[bytes, PeerState] = {}  # by token
-        self._transfers: dict[PostedTransfer, None] = {}  # neither complete nor failed
-        self._quarantine: dict[PostedTransfer, None] = {}  # failed and moving
-        self._deadlines = TransferDeadlines(clock, self._transfers, self._time_out)
+        self._transfers = TransferAccount(clock, recorder, lambda peer: self._connected.return_regions(peer))
         self._epoch = 0
         self._withdrawal = Withdrawal(device)
         self.closed = False
         self._pid = os.getpid()
-        self.control = Control(clock, keys, bind, self.handlers(), self.on_lost)
+        handlers: dict[bytes, Any] = {}  # filled below, before the first note is taken in
+        self.control = Control(clock, keys, bind, handlers, self.on_lost)
+        self._connected = ConnectedPeers(self, self.control, self._dispatch)
+        self.peers = self._connected.by_token
+        handlers.update(self.handlers())
         try:
-            self.engine = self.start_engine()
+            self.engine = self._transfers.engine = self.start_engine()
         except BaseException:
             self.control.close(clean=True)
             raise
@@ -131,9 +122,9 @@ class RealEndpoint(EngineHooks):
         """Return what is called with notes of peers, by their kind; an engine may add its own."""
         return {
             _NOTIFY: self._on_notify,
-            MEET: self._on_meet,
-            WELCOME: self._on_welcome,
-            WITHDRAW: self._on_withdraw,
+            MEET: partial(self._withdrawal.on_meet, self.control),
+            WELCOME: self._connected.on_welcome,
+            WITHDRAW: self._connected.on_withdraw,
             RETURN: self._withdrawal.on_return,
         }
 
@@ -142,7 +133,7 @@ class RealEndpoint(EngineHooks):
     @property
     def quarantined(self) -> int:
         """Transfers that failed and may still move bytes."""
-        return len(self._quarantine)
+        return len(self._transfers.quarantine)
 
     def register(self, buffer: Buffer, name: str) -> Region:
         """Make *buffer* known to the engine; see `pdsim.transfer.Endpoint.register`."""
@@ -203,32 +194,7 @@ class RealEndpoint(EngineHooks):
     def connect(self, address: bytes) -> Peer:
         """Return the peer at *address*; see `pdsim.transfer.Endpoint.connect`."""
         self._check_open()
-        try:
-            where = msgspec.msgpack.decode(address, type=Address)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise TransferFailed(f"{len(address)} bytes that are not the address of an endpoint: {error}") from None
-        if (where.format, where.kind) != (FORMAT, self.kind):
-            raise TransferFailed(
-                f"the address is of a {where.format} {where.kind} endpoint; this one is {FORMAT} {self.kind}"
-            )
-        line = self.control.reach(where.card, CONNECT_TIMEOUT)
-        state = self.peers.get(where.card.token)
-        if state is None:
-            state = PeerState(line, self._handle(where.engine), where.epoch)
-            self.peers[where.card.token] = state
-            self.control.send(line, MEET, str(where.epoch).encode())
-        elif where.epoch > state.epoch:
-            state.handle, state.epoch = self._handle(where.engine), where.epoch
-            state.withdrawn.difference_update(name for name, *_ in where.regions)
-        regions = {name: Region(state.name, name, size, at, device) for name, size, at, device in where.regions}
-        return Peer(state.name, MappingProxyType(regions), state)
-
-    def _handle(self, description: bytes) -> Any:
-        """Do as `connect_engine` does, with one error for a description that the engine cannot read."""
-        try:
-            return self.connect_engine(description)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise TransferFailed(f"no description of a {self.kind} endpoint: {error}") from None
+        return self._connected.connect(address)
 
     # --- Endpoint: transfers ---------------------------------------------------------------------------------------
 
@@ -258,19 +224,16 @@ class RealEndpoint(EngineHooks):
         label: str,
     ) -> PostedTransfer:
         self._check_open()
-        state, entry = self._checked(operation, peer, local, remote), self._own(local)
+        state, entry = self._connected.checked(operation, peer, local, remote), self._own(local)
         seconds = self.settings.timeout if timeout is None else timeout
         if seconds <= 0:
             raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
         transfer = PostedTransfer(self.clock, batch, label, operation, state, entry, remote, notify, seconds)
-        self._transfers[transfer] = None
-        transfer.local.moving += 1
-        state.moving[remote.name] += 1
-        state.waiting.append(transfer)
+        self._transfers.open(transfer)
         self.control.poll()  # a withdrawal or a loss that is known already must not be missed
         self._dispatch(state)
         if not transfer.triggered:
-            self._deadlines.watch(transfer)  # last, for the engine is at work by now
+            self._transfers.watch(transfer)  # last, for the engine is at work by now
         return transfer
 
     def _dispatch(self, state: PeerState) -> None:
@@ -288,21 +251,6 @@ class RealEndpoint(EngineHooks):
             except TransferError as error:
                 self.fail(transfer, error, moving=False)
 
-    def _checked(self, operation: str, peer: Peer, local: Region, remote: Region) -> PeerState:
-        state = peer.handle
-        if not isinstance(state, PeerState) or self.peers.get(state.line.card.token) is not state:
-            raise InvalidBatch(f"{peer.name} was not connected by this endpoint of {self.rank}")
-        if local.owner != self.rank:
-            side = "source" if operation == "write" else "target"
-            raise InvalidBatch(f"a {operation}'s {side} must be a region of {self.rank}, got one of {local.owner}")
-        known = peer.regions.get(remote.name)
-        if known is not remote and known != remote:
-            raise InvalidBatch(
-                f"region {remote.owner}/{remote.name} is not one of peer {peer.name}, which has "
-                f"{', '.join(sorted(peer.regions)) or 'none'}; a region registered later needs a newer address"
-            )
-        return state
-
     def quiesced(self, peer: str) -> Event:
         """Return an event that succeeds once *peer* cannot write here; see `pdsim.transfer.Endpoint.quiesced`.
 
@@ -310,48 +258,30 @@ class RealEndpoint(EngineHooks):
         connections has a dead end.
         """
         event = Event(self.clock)
-        self._look(peer, event)
+
+        def look(_: Event) -> None:
+            if self.closed:
+                return
+            if self._connected.is_quiesced(peer, self.inbound_drained):
+                event.succeed()
+            else:
+                self.call_at(self.clock.now + WATCH, look)
+
+        look(event)
         return event
-
-    def _look(self, peer: str, event: Event) -> None:
-        if self.closed:
-            return
-        if self._is_quiesced(peer):
-            event.succeed()
-        else:
-            self.call_at(self.clock.now + WATCH, lambda _: self._look(peer, event))
-
-    def _is_quiesced(self, peer: str) -> bool:
-        self.control.poll()
-        unclean = [line for line in self.control.known(peer) if not line.closed]
-        return not unclean or (
-            all(line.lost and is_dead(line.card.process) for line in unclean) and self.inbound_drained()
-        )
 
     # --- how transfers end -----------------------------------------------------------------------------------------
 
     def complete(self, transfer: PostedTransfer, at: float | None = None) -> None:
         """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now."""
-        seen = self.clock.now
-        at = seen if at is None else at
-        if transfer.triggered:
-            self.quiesce(transfer)
-        elif at > transfer.deadline:
-            self.fail(transfer, self._too_late(transfer), moving=False, at=at)
-        else:
-            self._conclude(transfer, "ok", at, seen)
+        if self._transfers.complete(transfer, at):
             if transfer.notify:
                 self.notify(transfer)
-            self._let_go(transfer)
+            self._transfers.let_go(transfer)
 
-    def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool, at: float | None = None) -> None:
+    def fail(self, transfer: PostedTransfer, error: TransferError, *, moving: bool) -> None:
         """Fail *transfer* with *error*, unless it has failed already; *moving* says whether bytes may still move."""
-        if not transfer.triggered:
-            seen = self.clock.now
-            self._conclude(transfer, error, seen if at is None else at, seen)
-            self._quarantine[transfer] = None
-        if not moving:
-            self.quiesce(transfer)
+        self._transfers.fail(transfer, error, moving=moving)
 
     def engine_failed(self, transfer: PostedTransfer, text: str, *, moving: bool = True) -> None:
         """Fail *transfer*, which the engine has let go of with *text*; *moving* says whether bytes may still move."""
@@ -370,64 +300,11 @@ class RealEndpoint(EngineHooks):
 
     def quiesce(self, transfer: PostedTransfer) -> None:
         """Note that no byte of a failed *transfer* moves any more."""
-        if transfer in self._quarantine:
-            del self._quarantine[transfer]
-            self._let_go(transfer)
-
-    def _conclude(self, transfer: PostedTransfer, result: str | TransferError, at: float, seen: float) -> None:
-        del self._transfers[transfer]
-        status = result if isinstance(result, str) else type(result).__name__
-        batch = transfer.batch
-        record = TransferRecord(  # by position: by name it takes three times as long
-            self.engine,
-            transfer.operation,
-            batch.source.owner,
-            batch.target.owner,
-            batch.nbytes,
-            len(batch.size),
-            transfer.submitted,
-            transfer.prepared,
-            transfer.posted,
-            max(at, transfer.posted),  # completed
-            max(seen, at),
-            status,
-            transfer.label,
-        )
-        self.recorder.transfer(record)
-        if isinstance(result, str):
-            transfer.succeed(record)
-        else:
-            transfer.fail(result)
-
-    def _let_go(self, transfer: PostedTransfer) -> None:
-        transfer.settle()
-        transfer.local.moving -= 1
-        peer = transfer.peer
-        peer.moving[transfer.remote.name] -= 1
-        if peer.owed:
-            return_regions(self.control, peer, self.forget_region)
+        self._transfers.quiesce(transfer)
 
     def notify(self, transfer: PostedTransfer) -> None:
         """Deliver the notification of a complete transfer; engines with notifications of their own override this."""
         self.control.send(transfer.peer.line, _NOTIFY, transfer.notify)
-
-    # --- deadlines -------------------------------------------------------------------------------------------------
-
-    def _time_out(self, transfer: PostedTransfer) -> None:
-        self.fail(transfer, self._too_late(transfer), moving=not self._take_from_queue(transfer))
-
-    def _take_from_queue(self, transfer: PostedTransfer) -> bool:
-        """Return whether *transfer* was still waiting, and take it out of the queue."""
-        if transfer not in transfer.peer.waiting:
-            return False
-        transfer.peer.waiting.remove(transfer)
-        return True
-
-    def _too_late(self, transfer: PostedTransfer) -> TransferTimeout:
-        return TransferTimeout(
-            f"{transfer.operation} of {transfer.batch.nbytes} bytes with {transfer.peer.name}: not complete after "
-            f"{transfer.timeout:g} s; bytes may still move until Transfer.settled"
-        )
 
     def call_at(self, at: float, function: Any) -> None:
         """Call *function* with an event at the time *at*."""
@@ -442,34 +319,12 @@ class RealEndpoint(EngineHooks):
             raise MessageError(f"{len(body)} fields in a notification, need one")
         self.notifications.put(Notification(line.name, body[0]))
 
-    def _on_meet(self, line: PeerLine, body: list[bytes]) -> None:
-        self.control.send(line, WELCOME, *self._withdrawal.since(*fields(body, int)))
-
-    def _on_welcome(self, line: PeerLine, body: list[bytes]) -> None:
-        state = self.peers.get(line.card.token)
-        if state is None:
-            raise MessageError("a welcome that nobody asked for")
-        state.welcome = True
-        state.withdrawn.update(fields(body, *[str] * len(body)))
-        self._dispatch(state)
-
-    def _on_withdraw(self, line: PeerLine, body: list[bytes]) -> None:
-        name, epoch = withdrawn(body)
-        state = self.peers.get(line.card.token)
-        if state is None:
-            self.control.send(line, RETURN, *body)
-            return
-        if epoch > state.epoch:
-            state.withdrawn.add(name)
-        state.owed.append((name, epoch))
-        return_regions(self.control, state, self.forget_region)
-
     def on_lost(self, line: PeerLine) -> None:
         """Fail what is under way with the peer of *line*, which is gone; an engine may do more."""
         self._withdrawal.on_lost(line)
-        for transfer in tuple(self._transfers):
+        for transfer in tuple(self._transfers.under_way):
             if transfer.peer.line is line:
-                self.fail(transfer, PeerLost(f"{line.name} {line.lost}"), moving=not self._take_from_queue(transfer))
+                self._transfers.give_up(transfer, PeerLost(f"{line.name} {line.lost}"))
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -480,10 +335,9 @@ class RealEndpoint(EngineHooks):
         """
         if self.closed:
             return
-        for transfer in tuple(self._transfers):
-            error = TransferFailed(f"the endpoint of {self.rank} was closed")
-            self.fail(transfer, error, moving=not self._take_from_queue(transfer))
-        idle = not self._quarantine
+        for transfer in tuple(self._transfers.under_way):
+            self._transfers.give_up(transfer, TransferFailed(f"the endpoint of {self.rank} was closed"))
+        idle = not self._transfers.quarantine
         for entry in self.entries.values():
             if entry.moving:
                 self.device.hold(entry.buffer)

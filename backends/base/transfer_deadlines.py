@@ -1,4 +1,8 @@
-"""One wake-up for the deadlines of many transfers, instead of a scheduled event for each."""
+"""One wake-up for the deadlines of many transfers, instead of a scheduled event for each.
+
+Nearly all transfers end long before their deadline, so an event for each would be made and
+scheduled in vain, on the path on which real transfers are timed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ class TransferDeadlines:
         self._next = math.inf  # the earliest time for which a check is scheduled
 
     def watch(self, transfer: PostedTransfer) -> None:
-        """Look at *transfer* when its timeout has passed."""
+        """Look at *transfer* when its timeout has passed; free if an earlier check is scheduled already."""
         if transfer.deadline < self._next:
             self._schedule(transfer.deadline)
 

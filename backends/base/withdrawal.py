@@ -35,7 +35,8 @@ class Withdrawal:
     def withdraw(self, control: Control, name: str, epoch: int, buffer: RealBuffer) -> None:
         """Tell all who know it that region *name* is gone since *epoch*, and hold its memory until they return it.
 
-        With nobody connected there is nothing to hold, and endpoints that connect later learn of it through `since`.
+        With nobody connected there is nothing to hold; endpoints that connect later learn of it from the answer to
+        `MEET`.
         """
         self._withdrawn[name] = epoch
         lines = control.lines
@@ -46,9 +47,11 @@ class Withdrawal:
         for line in lines:
             control.send(line, WITHDRAW, name.encode(), str(epoch).encode())
 
-    def since(self, epoch: int) -> list[bytes]:
-        """Return the names of the regions that were withdrawn after *epoch*."""
-        return [name.encode() for name, when in self._withdrawn.items() if when > epoch]
+    def on_meet(self, control: Control, line: PeerLine, body: list[bytes]) -> None:
+        """Answer an endpoint that has connected with an address of some epoch: what was withdrawn after it."""
+        (epoch,) = fields(body, int)
+        names = [name.encode() for name, when in self._withdrawn.items() if when > epoch]
+        control.send(line, WELCOME, *names)
 
     def on_return(self, line: PeerLine, body: list[bytes]) -> None:
         """Note that *line* returns a region."""

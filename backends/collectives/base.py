@@ -1,11 +1,16 @@
-"""What groups of real ranks are made of: the libraries that move their bytes, and what ranks say to each other."""
+"""What groups of real ranks are made of: the libraries that move their bytes, and what ranks say to each other.
+
+A library (`Library`) knows how to gather; `backends.collectives.real_group.RealGroup` decides when,
+and what becomes of calls that cannot be.  Messages between ranks are msgpack of `Hello`, `Intent`
+and `Bye`, under the topic `TOPIC` of the control channel.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +20,7 @@ from simpy.events import Event
 from pdsim.clock import WallClock
 from pdsim.errors import InvalidBatch, MessageError, OutOfMemory, RegistrationError, TransferError, TransferFailed
 from pdsim.group import is_symmetric
+from pdsim.transfer import TransferRecord
 
 __all__ = [
     "TOPIC",
@@ -34,7 +40,18 @@ TOPIC = b"group"
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a rank needs to know of `pdsim.costs.Collective`."""
+    """What a rank needs to know of `pdsim.costs.Collective`.
+
+    Attributes:
+        name: Of the collective in the configuration.
+        implementation: The entry point of its `Library`.
+        grow: Whether the symmetric pool may grow after the first reservation.
+        check: Whether ranks compare kind and size of each call before it starts, at the cost of a
+            message round.
+        timeout: Seconds that a call may take if it does not say so itself.
+        timing: "caller", from the call to its end as this rank sees it, or "device", as long as the
+            device says.
+    """
 
     name: str
     implementation: str
@@ -81,7 +98,11 @@ class Library(ABC):
 
     @abstractmethod
     def poll(self, work: Any) -> float | None:
-        """Return None while *work* goes on, then the seconds that it took on the device, 0 if nobody knows."""
+        """Return None while *work* goes on, then the seconds that it took on the device, 0 if nobody knows.
+
+        Raise a `TransferError` if the work has failed; the group is broken then, and `abort`
+        follows.
+        """
 
     @abstractmethod
     def reserve(self, size: int) -> Callable[[], None]:
@@ -92,11 +113,21 @@ class Library(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Have nothing move any more.  Called on a thread of its own, and may block."""
+        """Have nothing move any more.  Called on a thread of its own, and may block.
+
+        When it returns the buffers of the call are released; when it raises they stay held until
+        the process ends.
+        """
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A rank is in the group: what proves its death, and, from the first, where the store is."""
+    """A rank is in the group: what proves its death, and, from the first, where the store is.
+
+    Attributes:
+        group: The names of all members, which tell groups apart.
+        identity: Of the rank's process (`backends.base.process_identity`).
+        port: On which the first rank's store listens; 0 from the others.
+    """
 
     group: list[str]
     identity: str
@@ -119,7 +150,13 @@ class Intent(msgspec.Struct, tag=True):
 
 
 class Bye(msgspec.Struct, tag=True):
-    """A rank has left."""
+    """A rank has left the group, in order or because something failed there.
+
+    Attributes:
+        group: The names of all members.
+        calls: That were over when it left: those after them can never be.
+        why: In a few words, for the errors of the others.
+    """
 
     group: list[str]
     calls: int  # that were over when it left
@@ -141,10 +178,25 @@ def decode(payload: bytes) -> Hello | Intent | Bye:
 
 @dataclass(eq=False)
 class GatherCall:
-    """One collective of this rank.
+    """One collective of this rank, from the call until it is over.
 
-    Times are seconds on the rank's clock.  *announced* says that the others were told what this rank is about to do,
-    *started* that the library has it.
+    Times are seconds on the rank's clock.
+
+    Attributes:
+        number: Of the call in its group, from 0; the same on all ranks, which call in the same
+            order.
+        size: Bytes of each rank's piece, or of the reservation.
+        event: What the caller waits for; its value is a `TransferRecord`.
+        submitted: When it was called.
+        timeout: Seconds that it may take.
+        label: Of the record.
+        buffers: Source and target, held until the call is over; None: it reserves.
+        announced: Whether the others were told what this rank is about to do.
+        prepared: When its turn came and all ranks agreed.
+        posted: When the library had it.
+        started: Whether the library has it.
+        work: The library's handle while it goes on.
+        add: Adds reserved memory to the pool, once all ranks have theirs.
     """
 
     number: int
@@ -167,6 +219,22 @@ class GatherCall:
         if self.buffers is None:
             return "reserve"
         return "symmetric" if is_symmetric(*self.buffers) else "plain"
+
+    def record(
+        self, engine: str, names: Sequence[str], rank: str, status: str, completed: float, seen: float
+    ) -> TransferRecord:
+        """Return the record of this call, which ended with *status* on *rank*, in the group of *names*.
+
+        Its bytes are those of all ranks, or of this one for a reservation; its descriptors are the ranks.  *completed*
+        is when the library was done, *seen* when this rank noticed.
+        """
+        ranks, title = len(names), "+".join(names)
+        nbytes = self.size * (1 if self.buffers is None else ranks)
+        operation = "reserve" if self.buffers is None else "all_gather"
+        times = self.submitted, self.prepared, self.posted, completed, seen
+        return TransferRecord(
+            f"{engine}:{self.kind}", operation, title, rank, nbytes, ranks, *times, status, self.label
+        )
 
 
 Then = Callable[[Any, BaseException | None], None]
@@ -194,7 +262,8 @@ _ERRORS: dict[str, type[TransferError]] = {"OutOfMemory": OutOfMemory, "Registra
 def background(clock: WallClock, function: Callable[[], Any], then: Then) -> None:
     """Run *function* on a thread of its own, and ``then(result, error)`` on the clock's.
 
-    The thread is a daemon: a library that never returns does not keep the process.
+    One of the two is None.  The thread is a daemon: a library that never returns does not keep the
+    process.
     """
 
     def work() -> None:

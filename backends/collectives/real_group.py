@@ -14,12 +14,11 @@ from __future__ import annotations
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from simpy.events import Event
 
-from backends.base.process_identity import is_dead, myself
+from backends.base.process_identity import myself
 from backends.base.zmq_channel import ZmqChannel
 from backends.collectives.base import (
     TOPIC,
@@ -32,8 +31,8 @@ from backends.collectives.base import (
     background,
     decode,
     disagreement,
-    encode,
 )
+from backends.collectives.members import Members
 from pdsim.clock import WallClock
 from pdsim.errors import MessageError, PeerLost, RegistrationError, TransferError, TransferFailed, TransferTimeout
 from pdsim.group import SYMMETRIC, check_gather, is_symmetric
@@ -92,6 +91,31 @@ class RealGroups:
         for group in self._groups.values():
             group.close()
 
+    def refusal(self, call: GatherCall, group: RealGroup) -> str:
+        """Return why this rank cannot do *call* of *group*, as the class of an error and its message; or nothing.
+
+        Only a reservation can be refused: the symmetric pool is of one group, grows only with ``collective.grow``,
+        and has to fit into the device's memory.  All ranks hear of a refusal before any of them reserves.
+        """
+        if call.kind != "reserve":
+            return ""
+        device = self.device
+        pool = device.symmetric
+        if pool.owner not in (None, group):
+            return f"RegistrationError: the symmetric pool of {self.rank} belongs to another group"
+        if pool.reserved and not self.settings.grow:
+            return (
+                f"OutOfMemory: the symmetric pool has {format_size(pool.reserved)} and may not grow by "
+                f"{format_size(call.size)} (collective.grow=false); reserve more at the start with collective.pool"
+            )
+        room = device.capacity - device.used
+        if call.size > room:
+            return (
+                f"OutOfMemory: {format_size(call.size)} do not fit on {device.name} of {self.rank}, "
+                f"which has {format_size(room)} left"
+            )
+        return ""
+
     def _deliver(self, message: Any) -> None:
         """Give *message* to its group, or keep it; raise a `MessageError` if its sender is not a member."""
         found = decode(message.payload)
@@ -104,25 +128,22 @@ class RealGroups:
             self._early[names].append((message.sender, found))
 
 
-@dataclass
-class _Others:
-    """What the other ranks have said."""
-
-    hello: dict[str, Hello] = field(default_factory=dict)
-    intents: dict[int, dict[str, Intent]] = field(default_factory=lambda: defaultdict(dict))
-    done: dict[int, dict[str, Intent]] = field(default_factory=lambda: defaultdict(dict))
-    gone: dict[str, Bye] = field(default_factory=dict)
-
-
 class RealGroup:
     """One rank's membership; a source of the wall clock while a call is under way.
 
-    Life of a call: `_add` queues it, `_advance` begins the first of the queue once the library is connected and,
-    where sizes are compared, all ranks have announced the same; `poll` or `_settle` finds its end; `_finish` ends it
-    and begins the next. Whatever goes wrong leads to `_break`, after which every call fails.
+    Life of a call: `_add` queues it, `_advance` begins the first of the queue once the library is
+    connected and, where sizes are compared, all ranks have announced the same; `poll` or `_settle`
+    finds its end; `_finish` ends it and begins the next.  Whatever goes wrong leads to `_break`,
+    after which every call fails.
 
-    With ``collective.timing=device`` the record of a gather lasts as long as the device says, and ends when it is
-    seen.
+    With ``collective.timing=device`` the record of a gather lasts as long as the device says, and
+    ends when it is seen.
+
+    Attributes:
+        names: All members, in the order of their pieces.
+        index: This rank's place among them.
+        growths: How often the symmetric pool has grown after the first reservation.
+        growth_seconds: What that took, from the calls to their ends.
     """
 
     def __init__(self, groups: RealGroups, names: tuple[str, ...], library: Library) -> None:
@@ -135,8 +156,7 @@ class RealGroup:
         self._device = groups.device
         self._settings = groups.settings
         self._library = library
-        self._others = _Others()
-        self._expected = [name for name in names if name != groups.rank]
+        self._members = Members(names, groups.rank, groups.channel)
         self._calls: deque[GatherCall] = deque()  # that are not over
         self._number = 0
         self._over = 0
@@ -145,7 +165,7 @@ class RealGroup:
         self._watching = False
         self._listener = socket.create_server((groups.bind, 0)) if self.index == 0 else None
         self._port = self._listener.getsockname()[1] if self._listener else 0
-        self._tell(Hello(list(names), myself(), self._port))
+        self._members.tell(Hello(list(names), myself(), self._port))
         self._meet()
 
     @property
@@ -166,7 +186,9 @@ class RealGroup:
         size = source.size if size is None else size
         check_gather(len(self.names), source, target, size)
         if is_symmetric(source, target) and self._device.symmetric.owner is not self:
-            raise RegistrationError(f"symmetric memory here was reserved by another group than {self._name}")
+            raise RegistrationError(
+                f"symmetric memory here was reserved by another group than {self._members.title}"
+            )
         return self._add(size, timeout, label, (source, target))
 
     def reserve(self, size: int, *, timeout: float | None = None) -> Event:
@@ -213,11 +235,10 @@ class RealGroup:
         if self._settings.check or call.kind == "reserve":
             if not call.announced:
                 call.announced = True
-                refusal = self._refusal(call)
+                refusal = self._groups.refusal(call, self)
                 intent = Intent(list(self.names), call.number, call.kind, call.size, refusal)
-                self._others.intents[call.number][self._groups.rank] = intent
-                self._tell(intent)
-            said = self._others.intents[call.number]
+                self._members.tell_intent(intent)
+            said = self._members.intents[call.number]
             if len(said) < len(self.names):
                 return
             if error := disagreement(said):
@@ -270,14 +291,16 @@ class RealGroup:
         return bool(self._calls) and self._calls[0].work is not None
 
     def _finish(self, call: GatherCall, error: TransferError | None, took: float = 0.0) -> None:
-        """End the first call."""
+        """End the first call, with *error* or after *took* seconds on the device, and begin the next.
+
+        *took* is 0 where nobody knows.  Buffers are released before the caller hears of the end.
+        """
         assert self._calls[0] is call
         self._calls.popleft()
         call.work = None  # it may keep the memory of the buffers
         self._over += 1
         self._clock.unwatch(self)
-        self._others.intents.pop(call.number, None)
-        self._others.done.pop(call.number, None)
+        self._members.forget(call)
         for buffer in call.buffers or ():
             self._device.release(buffer)
         if error is not None:
@@ -293,28 +316,11 @@ class RealGroup:
 
     # --- the symmetric pool ---
 
-    def _refusal(self, call: GatherCall) -> str:
-        """Return why this rank cannot do what all are about to do, as the class of an error and its message."""
-        if call.kind != "reserve":
-            return ""
-        pool = self._device.symmetric
-        if pool.owner not in (None, self):
-            return f"RegistrationError: the symmetric pool of {self._groups.rank} belongs to another group"
-        if pool.reserved and not self._settings.grow:
-            return (
-                f"OutOfMemory: the symmetric pool has {format_size(pool.reserved)} and may not grow by "
-                f"{format_size(call.size)} (collective.grow=false); reserve more at the start with collective.pool"
-            )
-        room = self._device.capacity - self._device.used
-        if call.size > room:
-            return (
-                f"OutOfMemory: {format_size(call.size)} do not fit on {self._device.name} of {self._groups.rank}, "
-                f"which has {format_size(room)} left"
-            )
-        return ""
-
     def _reserved(self, call: GatherCall, add: Callable[[], None] | None, error: BaseException | None) -> None:
-        """Tell the others that this rank has its memory, or not."""
+        """Tell the others that this rank has its memory, or why it has not.
+
+        *add* brings the memory into the pool; it is called once all ranks have theirs (`_settle`).
+        """
         if not self._calls or self._calls[0] is not call:
             return
         refusal = f"{type(error).__name__}: {error}" if error is not None else ""
@@ -322,13 +328,12 @@ class RealGroup:
             self._device.account(-call.size, SYMMETRIC)
         call.add = add
         done = Intent(list(self.names), call.number, call.kind, call.size, refusal, done=True)
-        self._others.done[call.number][self._groups.rank] = done
-        self._tell(done)
+        self._members.tell_intent(done)
         self._settle(call)
 
     def _settle(self, call: GatherCall) -> None:
         """End the reservation *call* if all ranks have their memory."""
-        said = self._others.done[call.number]
+        said = self._members.done[call.number]
         if len(said) < len(self.names):
             return
         if error := disagreement(said):
@@ -346,37 +351,34 @@ class RealGroup:
     # --- the others ---
 
     def hear(self, sender: str, message: Any) -> None:
-        """Take a message of another member."""
+        """Take a message of another member: its hello, its intent, that it has reserved, or that it leaves."""
         if self._lost:
             return
         if isinstance(message, Hello):
-            self._others.hello[sender] = message
+            self._members.hello[sender] = message
             self._meet()
         elif isinstance(message, Bye):
-            self._others.gone[sender] = message
+            self._members.gone[sender] = message
             self._leave_if_alone()
         elif message.done:
-            self._others.done[message.number][sender] = message
+            self._members.done[message.number][sender] = message
             if self._calls and self._calls[0].number == message.number:
                 self._settle(self._calls[0])
         else:
-            self._others.intents[message.number][sender] = message
+            self._members.intents[message.number][sender] = message
             self._advance()
 
     def _leave_if_alone(self) -> None:
         """Break the group if a rank has left that a call still needs."""
-        for name, bye in self._others.gone.items():
-            if self._calls and self._calls[0].number >= bye.calls:
-                self._break(f"{name} has left the group {self._name}: {bye.why}", None)
-                return
+        if why := self._members.missing_from(self._calls[0] if self._calls else None):
+            self._break(why, None)
 
     def _meet(self) -> None:
         """Connect once everyone has said hello."""
-        hello = self._others.hello
-        if self._connecting or self._lost or len(hello) < len(self._expected):
+        if self._connecting or self._lost or not self._members.complete:
             return
         self._connecting = True
-        port = self._port or hello[self.names[0]].port
+        port = self._port or self._members.hello[self.names[0]].port
         where = self.index, len(self.names), self._groups.bind, port, self._listener
         background(self._clock, lambda: self._library.connect(*where), self._met)
 
@@ -386,7 +388,7 @@ class RealGroup:
             return
         if error is not None:
             found = error if isinstance(error, TransferError) else TransferFailed(f"{type(error).__name__}: {error}")
-            self._break(f"no group {self._name}: {found}", found)
+            self._break(f"no group {self._members.title}: {found}", found)
             return
         self._connected = True
         self._advance()
@@ -402,16 +404,10 @@ class RealGroup:
         self._watching = False
         if self._lost or not self._calls:
             return
-        for name, hello in self._others.hello.items():
-            if name not in self._others.gone and is_dead(hello.identity):
-                self._break(f"{name} of the group {self._name} is gone", None)
-                return
+        if name := self._members.dead():
+            self._break(f"{name} of the group {self._members.title} is gone", None)
+            return
         self._watch()
-
-    def _tell(self, message: Any) -> None:
-        """Send *message* to all other members, in the order of all that is sent to them."""
-        for name in self._expected:
-            self._groups.channel.tell(name, TOPIC, encode(message))
 
     # --- ends ---
 
@@ -419,10 +415,11 @@ class RealGroup:
         """Fail *call* if it is not over, with the names of the ranks that it waited for, and break the group."""
         if call.event.triggered or self._lost:
             return
-        late = [name for name in self._expected if name not in self._others.hello]
-        late = late or [n for n in self._expected if call.announced and n not in self._others.intents[call.number]]
+        late = self._members.late_for(call)
         waiting = f"; {', '.join(late)} had not called" if late else ""
-        error = TransferTimeout(f"a collective of {self._name} is not over after {call.timeout:g} s{waiting}")
+        error = TransferTimeout(
+            f"a collective of {self._members.title} is not over after {call.timeout:g} s{waiting}"
+        )
         self._fail(call, error)
         self._break(f"{self._groups.rank} has given up: {error}", None)
 
@@ -432,27 +429,26 @@ class RealGroup:
             return
         self._lost = why
         self._clock.unwatch(self)
-        self._tell(Bye(list(self.names), self._over, why[:200]))
+        self._members.tell(Bye(list(self.names), self._over, why[:200]))
         calls, self._calls = list(self._calls), deque()
         if not self._connecting:
-            self._stopped(calls, error)
+            self._end(calls, error, stopped=True)
             return
-        background(self._clock, self._library.abort, lambda _, failed: self._aborted(calls, error, failed))
+        background(
+            self._clock, self._library.abort, lambda _, failed: self._end(calls, error, stopped=failed is None)
+        )
 
-    def _aborted(self, calls: list[GatherCall], error: TransferError | None, failed: BaseException | None) -> None:
-        """Fail *calls* after the library was told to stop; without proof that it did, their buffers stay held."""
-        if failed is None:
-            self._stopped(calls, error)
-            return
-        for call in calls:  # no proof: their buffers stay in quarantine
-            self._fail(call, error or PeerLost(self._lost))
+    def _end(self, calls: list[GatherCall], error: TransferError | None, *, stopped: bool) -> None:
+        """Fail *calls*, with *error* or as lost.
 
-    def _stopped(self, calls: list[GatherCall], error: TransferError | None) -> None:
-        """Fail *calls*, of which the library moves nothing any more, and let go of their buffers."""
+        Their buffers are released only if the library is proven to have *stopped*: else it may still write to them,
+        and they stay held.
+        """
         for call in calls:
-            call.work = None
-            for buffer in call.buffers or ():
-                self._device.release(buffer)
+            if stopped:
+                call.work = None
+                for buffer in call.buffers or ():
+                    self._device.release(buffer)
             self._fail(call, error or PeerLost(self._lost))
 
     def _fail(self, call: GatherCall, error: TransferError) -> None:
@@ -464,19 +460,7 @@ class RealGroup:
         call.event.fail(error)
 
     def _record(self, call: GatherCall, status: str, completed: float, seen: float) -> TransferRecord:
-        """Keep and return the record of *call*; its bytes are those of all ranks, or of this one for a reservation."""
-        ranks = len(self.names)
-        nbytes = call.size * (1 if call.buffers is None else ranks)
-        operation = "reserve" if call.buffers is None else "all_gather"
-        times = call.submitted, call.prepared, call.posted, completed, seen
-        engine = f"{self._library.engine}:{call.kind}"
-        record = TransferRecord(
-            engine, operation, self._name, self._groups.rank, nbytes, ranks, *times, status, call.label
-        )
+        """Keep and return the record of *call*."""
+        record = call.record(self._library.engine, self.names, self._groups.rank, status, completed, seen)
         self._groups.recorder.transfer(record)
         return record
-
-    @property
-    def _name(self) -> str:
-        """The names of the ranks, joined by plus signs, for messages and records."""
-        return "+".join(self.names)

@@ -1,8 +1,13 @@
 """Attention as PyTorch has it, over dense keys and values: not the kernels of FlashInfer or FlashMLA.
 
-Kernels: ``cudnn`` and ``flash`` (FlashAttention 2) of scaled_dot_product_attention, ``paged`` the latter with a
-table of blocks where PyTorch takes one, ``bmm`` products over all of the latent rows, and ``reference``, the
-processor's. Layouts are those of FlashAttention, (sequence, token, head, element).
+Kernels: ``cudnn`` and ``flash`` (FlashAttention 2) of scaled_dot_product_attention, ``paged`` the
+latter with a table of blocks where PyTorch takes one, ``bmm`` products over all of the latent rows,
+and ``reference``, the processor's.  Layouts are those of FlashAttention, (sequence, token, head,
+element), in bf16.
+
+Each function takes a case of `backends.profiling.inventory` and returns calls that do the same over
+different copies of the inputs, as many as it takes for a call to find nothing of its keys and
+values in the GPU's caches.
 """
 
 from __future__ import annotations
@@ -24,7 +29,15 @@ PAGE = 256
 
 
 def attend(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return attention of *q* to *k* and *v*, causal so that the last query sees all keys, by *kernel*."""
+    """Return attention of *q* to *k* and *v*, causal so that the last query sees all keys, by *kernel*.
+
+    *q* is (sequence, new token, query head, element), *k* and *v* (sequence, any token, KV head,
+    element); fewer KV heads than query heads are shared evenly.  The result has the shape of *q*,
+    with the width of *v* or zeros behind it.
+
+    With cuDNN and earlier chunks the result is a sum and not attention: an engine computes both
+    parts and merges them by their log-sums, and only the time of that is of interest here.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -51,7 +64,11 @@ def attend(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
 
 
 def prefill(case: Mapping[str, Any], device: str) -> Calls:
-    """Return attention of new tokens of one sequence to themselves and to those of earlier chunks."""
+    """Return attention of new tokens of one sequence to themselves and to those of earlier chunks.
+
+    Columns: *tokens* new ones, *context* earlier ones, *heads*, *kv_heads*, *k* the width of
+    queries and keys (*head_dim* without it), *value_dim*.
+    """
     import torch
 
     new, context, heads, kv = (int(case[name]) for name in ("tokens", "context", "heads", "kv_heads"))
@@ -71,7 +88,11 @@ def _bound(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ca
 
 
 def decode(case: Mapping[str, Any], device: str) -> Calls:
-    """Return attention of one new token of each sequence of a batch to its context."""
+    """Return attention of one new token of each sequence of a batch to its context.
+
+    Columns: *batch*, *context*, *heads*, *kv_heads*, *head_dim*.  All sequences have the same
+    context.
+    """
     import torch
 
     batch, context, heads, kv, width = (
@@ -109,7 +130,12 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], ob
 
 
 def latent_decode(case: Mapping[str, Any], device: str) -> Calls:
-    """Return absorbed attention of one new token a sequence to latent rows, which all heads share."""
+    """Return absorbed attention of one new token a sequence to latent rows, which all heads share.
+
+    Two batched products and a softmax, over rows of *k* elements of which the first *value_dim* are
+    the values: what DeepSeek's attention does in decode, without the fused kernels that engines
+    have for it (an upper bound).
+    """
     import torch
 
     batch, context, heads, width, rank = (
@@ -132,7 +158,11 @@ def latent_decode(case: Mapping[str, Any], device: str) -> Calls:
 
 
 def absorb(case: Mapping[str, Any], device: str) -> Calls:
-    """Return the two products a head that take queries to latent rows, and what comes back to values."""
+    """Return the two products a head that take queries to latent rows, and what comes back to values.
+
+    Matrices are (head, width, rank) and (head, rank, width); in absorbed attention they stand for
+    expanding the cache.
+    """
     import torch
 
     batch, heads, width, rank = (int(case[name]) for name in ("batch", "heads", "head_dim", "value_dim"))

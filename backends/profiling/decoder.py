@@ -1,8 +1,11 @@
 """A whole decoder with random weights: what its operators take together, as a check of what is added up.
 
-Layers of grouped-query attention, an MLP or experts, with weights of their own, the shard of one tensor-parallel
-rank without all-reduces; the head if all layers are there.  Keys and values lie dense.  Sampling is the largest
-logit.
+Layers of grouped-query attention, an MLP or experts, with weights of their own, the shard of one
+tensor-parallel rank without all-reduces; the head if all layers are there.  Keys and values lie
+dense.  Sampling is the largest logit.
+
+The kernel model (`pdsim.serving.compute.kernels`) is fitted to single operators; whole steps and
+forwards are held out of that fit, and the difference to them is the error that it states.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ __all__ = ["DecoderStack"]
 
 
 class DecoderStack:
-    """The decoder of *case*, on *device*; `call` returns a step or a prefill of it as something to be timed."""
+    """The decoder of *case*, on *device*; `call` returns a step or a prefill of it as something to be timed.
+
+    Columns that make it: *layers*, *heads*, *kv_heads*, *head_dim*, *k* the hidden width, *n* the
+    inner width of the MLP, *experts* with *per_token* and *width*, *hit* the rows of the head or 0
+    for none.  Its weights take most of a GPU's memory, so it is kept for all cases with the same
+    `key`.
+    """
 
     def __init__(self, case: Mapping[str, Any], device: str) -> None:
         import torch
@@ -55,7 +64,12 @@ class DecoderStack:
         return tuple(int(case[name]) for name in numbers)
 
     def call(self, case: Mapping[str, Any], kernels: Mapping[str, str]) -> Callable[[], object]:
-        """Return one forward of *case*, with the attention of *kernels*, by operator."""
+        """Return one forward of *case*, with the attention of *kernels*, by operator.
+
+        A ``step`` has one new token for each of *batch* sequences with *context* tokens; a
+        ``forward`` has *tokens* new ones of one sequence after *context*.  *kernels* names the
+        attention for "prefill" and "decode".  The caches are allocated here, not in the call.
+        """
         import torch
 
         sequences = int(case.get("batch") or 1)
@@ -79,6 +93,11 @@ class DecoderStack:
         new: int,
         kernel: str,
     ) -> torch.Tensor:
+        """Return the next tokens, or the last layer's output without a head.
+
+        *x* is (sequences x new, hidden), *cache* a (2, sequence, token, KV head, element) tensor a
+        layer, whose last *new* tokens are overwritten.
+        """
         import torch
 
         norm, rotate, silu_mul = (compiled(name, self.device) for name in ("norm", "rotate", "silu_mul"))

@@ -1,6 +1,16 @@
 """What is measured: the operators of a forward in the sizes in which models have them, most valuable first.
 
 A case is a mapping of plain values, some of `COLUMNS`: with its times it is a row of the raw data.
+Cases are measured in their order until the time is over, so the order is the plan: launches, then
+the first subject in all sizes, the others in every second one, FP8, and at the end a few of the
+first cases again.
+
+Sizes are powers of two and their halves between, up to what an engine's step may have (`ROWS` to
+8,192 tokens).  A case is left out if its operands would take more than a share of the GPU's memory,
+since several copies of them are cycled through so that caches are cold
+(`backends.profiling.stopwatch.copies`).
+
+What each operator is, and how the times become a model, is `pdsim.serving.compute.kernel_fit`.
 """
 
 from __future__ import annotations
@@ -53,7 +63,11 @@ TINY = {
 
 
 class Subject(NamedTuple):
-    """A *model*, divided among *tp* GPUs, of which *layers* are measured as a whole forward; 0: all of them."""
+    """A *model*, divided among *tp* GPUs, of which *layers* are measured as a whole forward; 0: all of them.
+
+    Only the shard of one rank is measured, on one GPU: all-reduces are measured by themselves
+    (`allreduces`).
+    """
 
     model: Llm
     tp: int = 1
@@ -63,7 +77,9 @@ class Subject(NamedTuple):
 def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> list[Case]:
     """Return the cases of *subjects*, each once, those of the first subject first; *memory* is the bytes of the GPU.
 
-    *small* takes the few sizes that a processor measures in a second.
+    Two subjects that have an operator of the same size share its case, which then names the first
+    of them.  *small* takes the few sizes that a processor measures in a second: it is for trying
+    the path, not for numbers.
     """
     found: dict[tuple[Any, ...], Case] = {}
     for case in _all(subjects, memory, small):
@@ -74,6 +90,11 @@ def plan(subjects: Sequence[Subject], memory: float, small: bool = False) -> lis
 
 
 def _all(subjects: Sequence[Subject], memory: float, small: bool) -> Iterator[Case]:
+    """Yield the cases of *subjects* in the order of their value, some of them more than once.
+
+    The last ones have ``round=1``: they are the same as earlier ones, and show by how much the GPU
+    has drifted.
+    """
     yield from ({"operator": "launch", "mode": mode, "tokens": 1} for mode in ("graph", "eager"))
     for place, subject in enumerate(subjects):
         for part in (_linear, _attention, _pointwise, _mixture, _forwards):
@@ -124,6 +145,7 @@ def _narrow(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _heads(model: Llm, tp: int) -> Case:
+    """Return the columns of the heads that one of *tp* ranks has; a KV head that is shared counts on every rank."""
     return {
         "heads": max(1, model.heads // tp),
         "kv_heads": max(1, model.kv_heads // tp),
@@ -133,6 +155,11 @@ def _heads(model: Llm, tp: int) -> Case:
 
 
 def _attention(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
+    """Yield grouped-query attention: decode by context and batch, prefill alone, and prefill over earlier chunks.
+
+    Decode has a row for the kernel over dense memory, and for a few sizes the one over pages, to
+    see what pages cost.  Latent attention has cases of its own (`_latent`).
+    """
     if subject.model.attention == "mla":
         yield from _latent(subject, memory, small)
         return
@@ -210,7 +237,11 @@ def _mixture(subject: Subject, memory: float, small: bool) -> Iterator[Case]:
 
 
 def _hit(model: Llm, tokens: int) -> float:
-    """Return how many experts *tokens* hit in the mean, each routed independently and evenly."""
+    """Return how many experts *tokens* hit in the mean, each routed independently and evenly.
+
+    With E experts of which a token takes k, one expert is missed by all of n tokens with
+    probability (1 - k/E)^n.
+    """
     return model.experts * (1.0 - (1.0 - model.experts_per_token / model.experts) ** tokens)
 
 
@@ -247,7 +278,12 @@ def _anchors(subject: Subject) -> Iterator[Case]:
 
 
 def allreduces(hidden: Iterable[int], gpus: int) -> list[Case]:
-    """Return the all-reduces of activations of so many elements a token among *gpus* GPUs."""
+    """Return the all-reduces of activations of so many elements a token among *gpus* GPUs.
+
+    *hidden* are widths of models; widths that occur twice are measured once.  Besides NCCL there
+    are both kernels over symmetric memory, the one-shot one only up to 2**20 elements, beyond which
+    no engine chooses it.
+    """
     return [
         {"operator": "allreduce", "kernel": kernel, "mode": "graph", "dtype": "bf16", "tokens": rows, "n": width}
         | {"gpus": gpus}

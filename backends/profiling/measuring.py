@@ -1,8 +1,13 @@
-"""One process of a measurement, on one GPU or the processor: ``python -m backends.profiling.measuring JOB.json RANK``.
+"""One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK``.
 
-A job is a mapping: *cases*, the *device*, the *output* without its number, *deadline* in seconds since the epoch,
-*seconds* and *repeats* of a case, *world*, and *meeting*, a file at which the ranks of all-reduces find each other.
+It has one GPU, or the processor.  A job is a mapping: *cases*, the *device*, the *output* without
+its number, *deadline* in seconds since the epoch, *seconds* and *repeats* of a case, *world*, and
+*meeting*, a file at which the ranks of all-reduces find each other.
+
 Rows are appended as they come; a case that cannot be measured is a line of the log with the reason.
+A process that dies is started again behind the case that it began last
+(`backends.profiling.runner`), which is why each case is announced before it runs, and each row is
+flushed.
 """
 
 from __future__ import annotations
@@ -26,7 +31,12 @@ __all__ = ["main"]
 
 
 class _Measurer:
-    """Measures cases one after the other, keeping the decoder of the last whole forward."""
+    """Measures cases one after the other, keeping the decoder of the last whole forward.
+
+    Ranks that measure together take every decision that a clock could make differently on each (how
+    often to repeat, when time is over) by the largest value among them, so that all enter the same
+    collectives.
+    """
 
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
         self.device, self.rank, self.world = str(job["device"]), rank, int(job["world"])
@@ -55,6 +65,10 @@ class _Measurer:
                     file.flush()
 
     def _tried(self, case: Mapping[str, Any]) -> Timing | None:
+        """Return the time of *case*, None if PyTorch refuses it; what it allocated is freed either way.
+
+        An error of the CUDA context is raised: every later call of this process would fail, too.
+        """
         try:
             return self._measured(case)
         except Exception as error:  # one kernel that is not there must not cost the others
@@ -66,6 +80,7 @@ class _Measurer:
             self._free()
 
     def _measured(self, case: Mapping[str, Any]) -> Timing:
+        """Return the time of *case*, in a CUDA graph or launched one by one, as its mode says."""
         if case["operator"] in ("step", "forward"):
             calls: list[Callable[[], object]] = [self._whole(case)]
         else:
@@ -74,6 +89,7 @@ class _Measurer:
         return self._watch.eager(calls) if case["mode"] == "eager" else self._watch.graph(calls)
 
     def _whole(self, case: Mapping[str, Any]) -> Callable[[], object]:
+        """Return one forward of a whole decoder, built anew only if its shape differs from that of the case before."""
         import torch
 
         with torch.inference_mode():
@@ -104,6 +120,7 @@ class _Measurer:
         return "reference"
 
     def _free(self, all_of_it: bool = False) -> None:
+        """Give cached memory back if more than half of the GPU is reserved, or *all_of_it* regardless of that."""
         if self.device == "cpu":
             return
         import torch
@@ -140,6 +157,11 @@ class _Measurer:
         self._together = True
 
     def _collective(self, case: Mapping[str, Any]) -> list[Callable[[], object]]:
+        """Return the calls of an all-reduce: by NCCL, or PyTorch's kernels over symmetric memory.
+
+        The same buffer is reduced eight times in a row: what a collective costs does not depend on
+        its contents.
+        """
         import torch
         import torch.distributed as dist
 
@@ -161,6 +183,8 @@ def main(words: list[str]) -> int:
     """Measure the job in the file that the first of *words* names, as the rank in the second.
 
     With a third, what follows the case of that number: a process before this one ended at it.
+    Cases that are no all-reduce are dealt out among the ranks by their number; all-reduces are
+    measured by all ranks together.
     """
     job = json.loads(Path(words[0]).read_text(encoding="utf-8"))
     rank = int(words[1])

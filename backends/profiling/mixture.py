@@ -1,6 +1,8 @@
 """A layer of experts: grouped products over tokens sorted by expert, and the routing around them.
 
-Products are `torch._grouped_mm` on a GPU, and one product an expert on a processor.
+Products are `torch._grouped_mm` on a GPU, and one product an expert on a processor.  Which experts
+are hit is set rather than routed, because the time depends on how many are, and on each one's
+tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ Calls = list[Callable[[], object]]
 
 
 def experts(case: Mapping[str, Any], device: str) -> Calls:
-    """Return both grouped products and the activation, of tokens that hit so many experts evenly."""
+    """Return both grouped products and the activation, of tokens that hit so many experts evenly.
+
+    Columns: *tokens*, *experts* there are, *hit* ones, *per_token* that each token takes, *n* the
+    hidden width and *width* the inner one.  Each call hits other experts than the one before, so
+    that weights come from memory.
+    """
     import torch
 
     rows, count, hit, per = (int(case[name]) for name in ("tokens", "experts", "hit", "per_token"))
@@ -48,7 +55,10 @@ def _even(routed: int, hit: int, count: int, shift: int, device: str) -> torch.T
 
 
 def routing(case: Mapping[str, Any], device: str) -> Calls:
-    """Return what a layer of experts does besides its products: choose, sort, gather, weigh and add."""
+    """Return what a layer of experts does besides its products: choose, sort, gather, weigh and add.
+
+    The router's logits are given; its product is a matrix product as any other.
+    """
     import torch
 
     rows, count, per, width = (int(case[name]) for name in ("tokens", "experts", "per_token", "n"))
@@ -74,12 +84,16 @@ def assigned(logits: torch.Tensor, per: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _gathered(made: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return for each token the weighted sum of what its experts made: (token, hidden), in the order of tokens."""
     weighted = made * weights.flatten()[order, None].to(made.dtype)
     return made.new_zeros(rows, made.shape[1]).index_add_(0, order // weights.shape[1], weighted)
 
 
 def mix(x: torch.Tensor, logits: torch.Tensor, per: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return a whole layer of experts."""
+    """Return a whole layer of experts: *x*, (token, hidden), through those that *logits*, (token, expert), choose.
+
+    *per* experts a token; *up* and *down* are those of `weights`.  The result has the shape of *x*.
+    """
     weights, order, ends = assigned(logits, per)
     return _gathered(grouped(x[order // per], up, down, ends), weights, order, x.shape[0])
 
@@ -94,7 +108,11 @@ def weights(count: int, hidden: int, width: int, device: str) -> tuple[torch.Ten
 
 
 def grouped(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return what the experts make of *x*, whose rows are sorted by expert and end at *ends*."""
+    """Return what the experts make of *x*, whose rows are sorted by expert and end at *ends*.
+
+    *x* is (row, hidden), *ends* the end of each expert's rows as int32; an expert without rows has
+    that of the one before.
+    """
     import torch
     from torch import _grouped_mm
 

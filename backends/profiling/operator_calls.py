@@ -23,7 +23,11 @@ Calls = list[Callable[[], object]]
 
 
 def build(case: Case, device: str) -> Calls:
-    """Return the calls of *case*, one for each copy of its inputs.  Raise what PyTorch raises if it cannot."""
+    """Return the calls of *case*, one for each copy of its inputs; every call does the same.
+
+    Called once for each case of a measurement.  Raise a `KeyError` for an operator that is none,
+    and whatever PyTorch raises if it cannot do this size here.
+    """
     makers = {
         "launch": _launch,
         "gemm": _gemm,
@@ -42,6 +46,7 @@ def build(case: Case, device: str) -> Calls:
 
 
 def _launch(case: Case, device: str) -> Calls:  # noqa: ARG001
+    """Return additions to 32 numbers: what launching a kernel costs when there is nothing for it to do."""
     import torch
 
     one = torch.zeros(32, device=device)
@@ -49,6 +54,7 @@ def _launch(case: Case, device: str) -> Calls:  # noqa: ARG001
 
 
 def _gemm(case: Case, device: str) -> Calls:
+    """Return products of (tokens, k) with transposed (n, k), in bf16 or FP8 (e4m3) with results in bf16."""
     import torch
     from torch import _scaled_mm
 
@@ -82,6 +88,7 @@ def weight(n: int, k: int, device: str) -> torch.Tensor:
 
 
 def _norm(case: Case, device: str) -> Calls:
+    """Return RMS norms of (tokens, n) together with the sum with the residual, compiled into one kernel."""
     import torch
 
     rows, width = int(case["tokens"]), int(case["n"])
@@ -92,6 +99,7 @@ def _norm(case: Case, device: str) -> Calls:
 
 
 def _activation(case: Case, device: str) -> Calls:
+    """Return the gated activation of (tokens, 2 n): SiLU of one half times the other."""
     import torch
 
     x = torch.randn(int(case["tokens"]), 2 * int(case["n"]), device=device, dtype=torch.bfloat16)
@@ -100,6 +108,7 @@ def _activation(case: Case, device: str) -> Calls:
 
 
 def _rotary(case: Case, device: str) -> Calls:
+    """Return norms and rotations of queries and keys, and the store of keys and values as a cache has them."""
     import torch
 
     rows, heads, kv, width = (int(case[name]) for name in ("tokens", "heads", "kv_heads", "head_dim"))

@@ -1,4 +1,10 @@
-"""Start a worker for each GPU, keep what they measure, and start one again behind a case that ended its process."""
+"""Start a worker for each GPU, keep what they measure, and start one again behind a case that ended its process.
+
+A kernel that is wrong for a size can end the process or poison its CUDA context, so the cases run
+in processes of their own (`backends.profiling.measuring`), each seeing one GPU.  A worker that ends
+with an error is started three times at most.  A job's files are in its folder: the cases as JSON,
+and a CSV and a log for each worker.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +29,27 @@ _RESTARTS = 3
 
 
 class ProfiledDevice:
-    """What PyTorch finds: *kind* "cuda" or "cpu", *count* GPUs, their *name*, and *memory* in bytes."""
+    """What PyTorch finds on this machine, and what the rows are of.
+
+    Attributes:
+        kind: "cuda" or "cpu".
+        count: GPUs that are visible; 1 for a processor.
+        name: Of the first one, as its driver gives it.
+        memory: Its bytes.
+        torch: The version of PyTorch.
+    """
 
     def __init__(self, kind: str, count: int, name: str, memory: float, torch: str) -> None:
         self.kind, self.count, self.name, self.memory, self.torch = kind, count, name, memory, torch
 
 
 def device(kind: str) -> ProfiledDevice:
-    """Return the device of *kind*.  Raise a `BackendUnavailable` without PyTorch, or without such a device."""
+    """Return the device of *kind*, "cuda" or "cpu".
+
+    Raises:
+        BackendUnavailable: PyTorch is not installed, or finds no GPU that it can use; the message
+            says what to try.
+    """
     try:
         import torch
     except ImportError as error:
@@ -60,8 +79,18 @@ def measure(
 ) -> tuple[Rows, list[str]]:
     """Return the rows of *cases* on *where*, and a line for each that could not be measured.
 
-    It takes *limit* seconds at most, but for what a case takes that has begun.  Each GPU takes its share of the
-    cases; with several, all-reduces of *hidden* elements a token follow.  Rows are in *folder* as they come.
+    Each GPU takes its share of the cases; with several, all-reduces of *hidden* elements a token
+    follow, for which a quarter of the time is kept, 40 s at most.
+
+    Args:
+        cases: Of `backends.profiling.inventory.plan`, the most valuable first.
+        where: What `device` returned.
+        limit: Seconds that it takes at most, but for what a case takes that has begun.
+        seconds: How long each sample of a case is, so that a clock's resolution does not matter.
+        repeats: Samples of a case.
+        folder: Where rows are as they come, so that what was measured survives an end by force.
+        hidden: Widths of activations to be all-reduced.
+        gpus: How many GPUs to use; 0: all.
     """
     world = max(1, gpus or where.count)
     end = time.time() + limit
@@ -92,7 +121,12 @@ def _run(
     output: Path,
     joint: list[str],
 ) -> list[str]:
-    """Have *world* workers measure *cases*; return what failed.  *joint* workers see all GPUs and are not restarted."""
+    """Have *world* workers measure *cases*; return what failed.
+
+    *joint* workers see all GPUs, meet each other and are not restarted: the others would wait in a
+    collective that the new one has not entered.  A worker that goes on 30 s beyond the *deadline*
+    is killed.
+    """
     numbered = [{**case, "number": number} for number, case in enumerate(cases)]
     job = {
         "cases": numbered,
@@ -140,6 +174,11 @@ def _run(
 def _start(
     job: Path, rank: int, log: Path, where: ProfiledDevice, joint: bool, after: int = -1
 ) -> subprocess.Popen[bytes]:
+    """Start the worker of *rank*, which sees its GPU only unless it measures *joint*ly, and goes on *after* a case.
+
+    ``CUDA_VISIBLE_DEVICES`` of this process is kept to.  PyTorch compiles on one thread, so that
+    workers do not disturb each other's measurements.
+    """
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
     if where.kind == "cuda" and not joint:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -47,7 +47,17 @@ class TransferEngine(Engine):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareEnginesOptions(ExperimentOptions):
-    """What is compared."""
+    """What is compared: all combinations of the first four, each serving the same workload on the same machine.
+
+    Attributes:
+        backends: Transfer engines with their policies, by the names that the table has.
+        engines: Serving engines, likewise.
+        staging: Whether ranks of unlike parallelism go through staging buffers.
+        metadata: How it travels: as the backend's policy has it, in the last batch, or over the
+            control channel.
+        colocated: Whether engines that prefill and decode on the same GPUs are compared, too.
+        router: Of `pdsim.serving.policies`.
+    """
 
     name: str = "compare_engines"
     backends: Mapping[str, TransferEngine]  # by the names that the table has

@@ -1,4 +1,14 @@
-"""A scenario of `experiment=faults`: everything about it is drawn from its seed."""
+"""A scenario: a deployment, its requests, and what goes wrong, drawn from a seed; and one try of it.
+
+Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`), named after what it
+decides.  So a part can be left out, or the number of requests changed, and all others stay what
+they were: that is what lets `experiments.faults.shrink` take away causes one by one until the
+failure goes.
+
+Deployments are tiny on purpose.  A machine with eight small GPUs, models with a handful of heads
+and pools of a few requests put much more contention, preemption and wrap-around into a simulated
+second than any real size would.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +108,16 @@ _SIDES = (  # prefill and decode
 
 
 class Tried(NamedTuple):
-    """What became of one scenario."""
+    """What became of one scenario.
+
+    Attributes:
+        seed: The scenario's, with which it can be tried again.
+        violations: What the checkers found (`pdsim.kv.verify`); none is what is hoped for.
+        statuses: How many requests ended with each first word of a status: ok, PeerLost, Aborted
+            and so on.
+        events: Of the simulation: equal numbers are a good sign of equal runs.
+        text: Layout, pools and kinds of faults, in a line.
+    """
 
     seed: int
     violations: list[Violation]
@@ -108,10 +127,15 @@ class Tried(NamedTuple):
 
 
 def draw(seed: int, count: int, intensity: float, without: frozenset[str] = frozenset()) -> Scenario:
-    """Return the scenario of *seed* with so many requests.
+    """Return the scenario of *seed* with *count* requests.
 
-    *intensity* from 0 to 1 is the probability of each of `KINDS`, and scales it; those in *without* do not happen,
-    and nothing else changes by that.
+    *intensity* from 0 to 1 is the probability of each of `KINDS`, times its entry in `RARE`; it
+    decides only which kinds happen, not what they are.  Kinds in *without* do not happen, and
+    nothing else changes by that.
+
+    The first requests of a scenario with more are those of one with fewer.  The time after which
+    nothing goes wrong any more (``calm``) is known beforehand, so that the checkers can ask for
+    everything to be over some time after it.
     """
     draws = stream(seed, "faults.kinds").random(len(KINDS)).tolist()
     happens = [draw < intensity * RARE.get(kind, 1.0) for kind, draw in zip(KINDS, draws, strict=True)]
@@ -190,8 +214,9 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
 def attempt(scenario: Scenario) -> Tried:
     """Run *scenario* with every checker, and return what was found.
 
-    Memory has contents, every transfer and message is watched, and what failed is judged by `Causes`. The same
-    scenario returns the same, bit for bit.
+    Memory has contents, every transfer and message is watched, and what failed is judged by
+    `Causes`: a request may fail only for a reason that the scenario gives.  The same scenario
+    returns the same, bit for bit, on any machine.
     """
     causes = Causes(scenario)
     checks = InvariantChecker(causes.rank)
@@ -315,13 +340,17 @@ def _together(seed: int, job: Deployment, span: float) -> tuple[dict[str, float]
 
 
 def _ends(faults: Faults) -> list[float]:
-    """Return when each fault is over that has an end."""
+    """Return when each fault is over that has an end: slow ranks, squeezed links, absences."""
     ends = [slow.end for slow in faults.slow] + [squeeze.end for squeeze in faults.squeezes]
     return ends + [absence.end for absence in faults.absences]
 
 
 def _restarts(seed: int, job: Deployment, kill: Mapping[str, float]) -> dict[str, float]:
-    """Start every rank of an instance again that loses one, the killed one first."""
+    """Return when ranks are started again: every rank of an instance that loses one, the killed one first.
+
+    It comes back within a second of its end, and the others of its instance within a second after
+    that.
+    """
     random = stream(seed, "faults.restarts")
     found: dict[str, float] = {}
     for name, at in kill.items():
@@ -364,7 +393,11 @@ def _holding(spec: RankSpec) -> RankSpec:
 
 
 def _beside(squeeze: Squeeze, specs: Sequence[RankSpec]) -> Squeeze:
-    """Return *squeeze*, of the link of a GPU by its number on one node, on the way from that GPU to a network card."""
+    """Return *squeeze* for a machine with several nodes: of the GPU's PCIe link instead of its NVLink.
+
+    KV goes over the network there, so that is the way from the GPU to a network card that the
+    squeeze must lie on.  The GPU is the one of the rank with the number that the link names.
+    """
     place = specs[1 + int(squeeze.link.partition("gpu")[2].partition("/")[0])].place
     return squeeze._replace(link=f"node{place.node}/gpu{place.gpu}/pcie.{squeeze.link.rpartition('.')[2]}")
 

@@ -1,9 +1,14 @@
 """What six reports of SGLang say in figures, simulated: reported, simulated, how far apart, and the verdict.
 
-Reports leave most of their set-up out, so each figure states what was assumed, and factors are compared, before over
-after, not times.  A factor is *reached* within `CLOSE`; *direction only* says that the change helps in both, by
-another factor; else it is *not reached*.  `data/reports/figures.csv` keeps what a run found; ``python -m
-benchmarks.reference`` shows it in docs/reports.md.
+Reports leave most of their set-up out, so each figure states what was assumed, and factors are
+compared, before over after, not times.  A factor is *reached* within `CLOSE`; *direction only* says
+that the change helps in both, by another factor; else it is *not reached*.
+`data/reports/figures.csv` keeps what a run found; ``python -m benchmarks.reference`` shows it in
+docs/reports.md.
+
+Machines, models and engines of the figures are in ``conf/experiment/report_figures.yaml``: those of
+the reports, as far as they say, whatever the command line chooses.  A further figure is an entry of
+`FIGURES` with a function that serves before and after.
 """
 
 from __future__ import annotations
@@ -54,7 +59,15 @@ HELPS = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFiguresOptions(ExperimentOptions):
-    """What figures are made of: `conf/experiment/report_figures.yaml`."""
+    """What figures are made of: `conf/experiment/report_figures.yaml`.
+
+    Attributes:
+        machines: By the names that figures use.
+        models: Likewise.
+        backends: Likewise, each with its policy.
+        sglang: The serving engine whose reserved tokens a figure varies.
+        only: Figures by the numbers of their reports, without the #; empty: all.
+    """
 
     name: str = "report_figures"
     machines: Mapping[str, Machine]  # by the names that figures use
@@ -74,9 +87,18 @@ class Parts:
     def serve(
         self, metric: str, hw: str, model: str, backend: str, policy: Mapping[str, Any], **parts: Any
     ) -> float:
-        """Return *metric* of serving on *hw*; *policy* changes the backend's, *parts* are fields of `Config`.
+        """Return *metric* of one run of ``serve`` on the model.
 
-        Raise a `ValueError` if the run has no such metric.
+        Args:
+            metric: Name in the run's summary, such as "ttft_avg_s".
+            hw: Machine, by the name in the options; *model* and *backend* likewise.
+            model: See *hw*.
+            backend: See *hw*.
+            policy: What to change of the backend's `pdsim.kv.policy.Policy`.
+            **parts: Fields of `Config`: workload, parallelism, KV, scheduler limits.
+
+        Raises:
+            ValueError: The run has no such metric: nothing was served.
         """
         engine = self.options.backends[backend]
         config = replace(
@@ -96,7 +118,15 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFigure:
-    """One figure of a report: its factor is before over after of what *run* returns."""
+    """One figure of a report: its factor is before over after of what *run* returns.
+
+    Attributes:
+        report: Its number on GitHub, as "#7236".
+        says: What the report says, in a line.
+        reported: The factor that its two numbers make.
+        assumed: Of the set-up, which the report leaves out.
+        run: Simulates both; returns seconds or a rate before, and after.
+    """
 
     report: str  # its number
     says: str
@@ -110,7 +140,11 @@ HEADS = ("report", "figure", "reported", "simulated", "error", "verdict", "assum
 
 
 class FigureRow(NamedTuple):
-    """A figure and what was found."""
+    """A figure and what was found; the row of `data/reports/figures.csv`.
+
+    *reported* and *simulated* are factors with two digits, *error* is simulated over reported minus
+    one, *verdict* that of `verdict`, and the others are texts of `ReportFigure`.
+    """
 
     report: str
     figure: str
@@ -124,8 +158,11 @@ class FigureRow(NamedTuple):
 def verdict(reported: float, simulated: float) -> str:
     """Return whether the model reaches a factor.
 
-    >>> verdict(2.0, 1.9), verdict(5.8, 2.3), verdict(2.25, 1.02)
-    ('reached', 'direction only', 'not reached')
+    Both within `CLOSE` of each other: "reached".  Both at least `HELPS`: "direction only".  A
+    change that helps in one and not in the other is "not reached", whatever the numbers.
+
+    >>> verdict(2.0, 1.9), verdict(5.8, 2.3), verdict(2.25, 1.02) ('reached', 'direction only', 'not
+    reached')
     """
     if max(reported, simulated) <= CLOSE * min(reported, simulated):
         return "reached"
@@ -138,7 +175,10 @@ def _sides(prefill: Side, decode: Side) -> Parallel:
 
 
 def _deepseek(parts: Parts, hw: str, parallel: Parallel, policy: Mapping[str, Any]) -> float:
-    """Return how long one handoff of a prompt of 10,240 tokens takes."""
+    """Return the mean seconds of the handoff of one prompt of 10,240 tokens of DeepSeek-V3.
+
+    Nothing else is under way, so it is a time without contention.
+    """
     return parts.serve(
         "transfer_avg_s",
         *(hw, "deepseek-v3", "mooncake", policy),
@@ -320,7 +360,7 @@ def simulated(config: Config, progress: ShowProgress) -> Iterator[FigureRow]:
 
 
 def keep(rows: Iterable[FigureRow], path: Path) -> None:
-    """Write *rows* to *path* as CSV."""
+    """Write *rows* to *path* as CSV, with the heads `HEADS`; `kept` reads it again."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADS)
@@ -328,7 +368,10 @@ def keep(rows: Iterable[FigureRow], path: Path) -> None:
 
 
 def kept() -> Iterator[FigureRow]:
-    """Yield the rows of ``data/reports/figures.csv``."""
+    """Yield the rows of ``data/reports/figures.csv``, what the run found that the page shows.
+
+    Raise a `FileNotFoundError` outside a checkout: data is not in the wheel.
+    """
     with data("reports", "figures.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             reported, factor, error = (float(row[name]) for name in ("reported", "simulated", "error"))

@@ -1,8 +1,13 @@
 """Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
 
-`job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run it, and `result`
-the rows, metrics and tables of what became of the requests; `live_run` does the last for real servers.  Other
-experiments (handoff, capacity, faults, validate) use the same functions.
+`job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run
+it, and `result` the rows, metrics and tables of what became of the requests; `live_run` does the
+last for real servers.  Other experiments (handoff, capacity, faults, validate) use the same
+functions.
+
+Times in results are seconds from the start of the workload on the job's clock, which is simulated
+on the model and the wall clock on a real engine; the code is the same for both, because what
+differs is the *target*.
 """
 
 from __future__ import annotations
@@ -48,7 +53,11 @@ TARGETS = ("model", "real", "live")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ExperimentOptions):
-    """What is particular to serving.
+    """What is particular to serving: how instances are used, and when requests are given up.
+
+    Each key's comment says what it means and, where it is a measured or assumed number, where it is
+    from.  What a serving engine does is not here but in `pdsim.serving.settings.ServingEngine`
+    (``engine=``).
 
     Raise a `ValueError` that names the key for an unknown choice or a negative time.
     """
@@ -83,8 +92,13 @@ class ServeOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress) -> Result:
     """Serve the workload and return what became of every request.
 
-    *target* is a `pdsim.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is
-    live.  Raise a `ConfigError` before anything starts if the workload or the machine cannot do it.
+    *target* is a `pdsim.job.Target`, or a `backends.live.live_deployment.LiveDeployment` where
+    ``config.target`` is live.  A request that fails and a rank that ends with an error are failures
+    of the result, and no exceptions.
+
+    Raises:
+        ConfigError: The workload or the machine cannot do it: found before anything starts.
+        TransferError: The job could not be started.
     """
     options = ServeOptions.of(config)
     drawn = draw(config.workload, config.seed, config.model.context, progress)
@@ -115,6 +129,9 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
     """Return what is known of a run of *config* that was killed, from its journals; None if nothing is.
 
     Requests are those that had ended by then, transfers those of ranks that stood for others once.
+    The workload is drawn again from the seed, so that rows have their arrivals and lengths.
+    *ended* and *transfers* are the records that `pdsim.serving.request_log` and
+    `pdsim.transfer_log` had written.
     """
     log = RequestLog.read(ended)
     drawn = draw(config.workload, config.seed, config.model.context)
@@ -133,7 +150,10 @@ def partial(config: Config, ended: Iterable[bytes], transfers: Iterable[bytes]) 
 
 
 def observed(config: Config, found: Any, source: str) -> Result:
-    """Return what `backends.live.observed.read` has *found* in the log *source* as the result of a live run."""
+    """Return what `backends.live.observed.read` has *found* in the log *source* as the result of a live run.
+
+    Columns are those of ``target=live``, so that `pdsim compare` can set a prediction beside them.
+    """
     from backends.live.observed import served
     from experiments.serve import live_run
 
@@ -150,10 +170,14 @@ def _first(workload: Workload, offered: OfferedLoad | None) -> list[str]:
 
 
 def job(config: Config, options: ServeOptions) -> Deployment:
-    """Return what every rank is told.  Raise a `ConfigError` if the model cannot be divided like that.
+    """Return what every rank is told: sizes, pools, times of forwards, the engine's rules and the handoff's policy.
 
-    Memory pools are sized here (`pdsim.serving.placement.pages`), and times of forwards taken from the roofline of
-    each side.
+    Memory pools are sized here (`pdsim.serving.placement.pages`), and times of forwards taken from
+    the roofline of each side.  Nothing is placed yet: `specs` does that.
+
+    Raises:
+        ConfigError: The model cannot be divided like that, or a choice does not go with the target
+            or the handoff.
     """
     try:
         found = _job(config, options)
@@ -296,8 +320,12 @@ def _staging(config: Config, shape: KvShape) -> Staging:
 def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list[RankSpec]:
     """Return the ranks of the job: the router on the first host, then prefill and decode.
 
-    Arguments are plain data: the deployment once for each rank, and the requests for the router only.  Names are
-    ``router``, ``prefill0.0``, ``prefill0.1`` and so on.
+    Arguments are plain data: the deployment once for each rank, and the requests for the router
+    only.  Names are ``router``, ``prefill0.0``, ``prefill0.1`` and so on: side, instance, and the
+    rank within it.
+
+    A rank that does the same as another names that one as `RankSpec.like`; the model then simulates
+    one for both where it may.  With a colocated deployment there is a single program, the router's.
     """
     plain = what.plain()
     more: dict[str, Any] = {}
@@ -342,6 +370,8 @@ def _grid(side: Side) -> Grid:
 
 
 def _sizes(parallel: Parallel) -> str:
+    """Return the parallelism of both sides as errors name it."""
+
     def text(side: Side) -> str:
         return f"tp={side.tp} pp={side.pp} cp={side.cp} dp={side.dp}" + (f" ep={side.ep}" if side.ep > 1 else "")
 
@@ -357,12 +387,14 @@ def result(
     *,
     ended: bool = False,
 ) -> Result:
-    """Return what *outcome* says of *requests*; *offered* is their load, computed here if it is not known.
+    """Return what *outcome* says of *requests*: columns, metrics, tables, notes and failures.
 
-    With *ended*, only of those that had ended.
+    *offered* is their load, computed here if it is not known.  With *ended*, only requests that had
+    ended are there, as after a kill.  A router that was lost leaves every request with that as its
+    status.
 
-    Failures are ranks that ended with an error, and requests that did not succeed and whose user had not left; those
-    that the router refused are none.
+    Failures are ranks that ended with an error, and requests that did not succeed and whose user
+    had not left; those that the router refused are none.
     """
     router = outcome.ranks[ROUTER]
     lost = f"PeerLost: {ROUTER}: {_line(router).removeprefix('PeerLost: ')}"
@@ -406,7 +438,9 @@ def _line(rank: RankResult) -> str:
 def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
     """Raise a `ConfigError` that names the first of *requests* that is larger than the pools of either side.
 
-    Both pools count: the input at prefill, input and output at decode, and pages of sliding-window layers on either.
+    Both pools count: the input at prefill, input and output at decode, and pages of sliding-window
+    layers on either.  Such a request would wait for ever, and those behind it; so it is found
+    before the start, in one look at the largest ones when all fit.
     """
     for number, request in _largest(RequestTable.of(requests), what):
         for side, tokens, have in (

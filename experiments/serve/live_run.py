@@ -1,4 +1,10 @@
-"""The experiment `serve` on a live deployment: from the client's rows to columns, metrics, tables and notes."""
+"""The experiment `serve` on a live deployment: from the client's rows to columns, metrics, tables and notes.
+
+The client (`backends.live.live_deployment`) sends each request at its arrival and keeps when it was
+sent, when the proxy had prefill's answer, and when each chunk of tokens came.  All latencies count
+from the arrival that the workload asked for, so that a client which is late is seen in them, and
+said in a note.
+"""
 
 from __future__ import annotations
 
@@ -53,15 +59,20 @@ def run(
     policy: str,
     progress: ShowProgress,
 ) -> Result:
-    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does."""
+    """Send *requests* to *deployment* and return what became of every one, as `experiments.serve.run` does.
+
+    *policy* names how the client chooses among servers of one role; *progress* is shown the share
+    of requests that ended.
+    """
     return result(config, requests, deployment.serve(requests, progress, policy=policy))
 
 
 def result(config: Config, requests: Sequence[Request], served: Served) -> Result:
-    """Return what *served* says of *requests*.
+    """Return what *served* says of *requests*, one row each in the same order.
 
-    Columns, metrics and tables have the names of a simulated run where they mean the same, so that both can be
-    compared. What only a real server has, such as inter-token gaps, comes on top.
+    Columns, metrics and tables have the names of a simulated run where they mean the same, so that
+    both can be compared.  What only a real server has, such as inter-token gaps and the histograms
+    of its metrics page, comes on top.
     """
     columns = _columns(requests, served)
     ends = [row.last for row in served.rows if row.last is not None]
@@ -98,7 +109,12 @@ def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]
 
 
 def _durations(arrival: float, row: RequestRow) -> dict[str, float | None]:
-    """Return the latencies of *row*, None those that it did not live to see."""
+    """Return the latencies of *row* in seconds, None those that it did not live to see.
+
+    *arrival* is when the workload asked for it, on the client's clock.  TPOT is the mean over all
+    tokens but the first, *itl_...* are percentiles of single gaps, and *queueing* is what the
+    server itself reports of its queues.
+    """
     found: dict[str, float | None] = dict.fromkeys(
         ("ttft", "tpot", "e2e", "queueing", "prefilled", "handoff", "itl_p50", "itl_p99", "itl_max")
     )

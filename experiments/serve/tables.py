@@ -1,4 +1,12 @@
-"""From what became of each request to columns, metrics, tables and notes of the experiment `serve`."""
+"""From what became of each request to columns, metrics, tables and notes of the experiment `serve`.
+
+A column has one value a request, None or NaN where a request did not live to see it; a metric is a
+number with its definition, which `pdsim run -v` prints.  The definitions of latencies (`LATENCIES`)
+and of the phases of a request (`PHASES`) are here and nowhere else.
+
+`experiments.serve.live_run` uses the same functions, so that simulated and real runs have the same
+names.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +83,10 @@ def left(status: str, patience: float | None) -> bool:
 
 
 def shed(status: str) -> bool:
-    """Return whether a request of this *status* was refused by a router that had too much to do."""
+    """Return whether a request of this *status* was refused by a router that had too much to do.
+
+    It is no failure, and it counts against the SLO: it got nothing.
+    """
     return status.startswith("Shed: ")
 
 
@@ -85,7 +96,7 @@ def _numbers(values: Sequence[Any]) -> npt.NDArray[Any]:
 
 
 def values(table: Columns, name: str) -> Floats:
-    """Return the column *name* of the requests that have a value in it."""
+    """Return the column *name* of the requests that have a value in it, as floats; empty if none has."""
     column = table[name]
     return column.known() if isinstance(column, ArrayColumn) else ArrayColumn.of(column).known()
 
@@ -120,7 +131,11 @@ def failed(table: Columns) -> list[str]:
 
 
 def counted(table: Columns, workload: Workload) -> Columns:
-    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down."""
+    """Return the rows of requests that arrive neither in the warm-up nor in the cool-down.
+
+    Both are seconds of the workload, counted from its start and back from the last arrival.  With
+    neither, *table* itself.
+    """
     arrivals = _numbers(table["arrival"])
     if not (workload.warmup or workload.cooldown) or not len(arrivals):
         return table
@@ -128,7 +143,7 @@ def counted(table: Columns, workload: Workload) -> Columns:
 
 
 def load_metrics(offered: OfferedLoad | None) -> list[Metric]:
-    """Return the offered load of both sides."""
+    """Return the offered load of both sides, None where all requests arrive at once and there is no rate."""
     rule = "work offered a second / what its instances can do in a second, in closed form"
     sides = (None, None) if offered is None else (offered.prefill, offered.decode)
     return [
@@ -175,7 +190,10 @@ def cached(outcome: Outcome, count: int) -> dict[str, list[int | None]]:
 
 
 def cache_metrics(table: Columns) -> list[Metric]:
-    """Return the share of prompt tokens that the prefix caches had."""
+    """Return the share of prompt tokens that the prefix caches had, for each side with a cache.
+
+    Requests that were started anew on an instance that is gone are left out, for nobody knows.
+    """
     rules = {
         "prefill": "share of prompt tokens that prefill had cached, and did not compute",
         "decode": "share of prompt tokens that decode had cached, and was not sent",
@@ -194,8 +212,9 @@ def cache_metrics(table: Columns) -> list[Metric]:
 def metrics(table: Columns, workload: Workload, slo: Slo, outcome: Outcome) -> list[Metric]:
     """Return the summary; latencies and the share that meets the SLO without warm-up and cool-down.
 
-    Shares of time are over all requests, percentiles over those that count.  Intervals are from batch means, and
-    missing where there are too few requests for them.
+    Shares of time are over all requests, percentiles over those that count.  Intervals are from
+    batch means (`pdsim.results.batch_means`), and missing where there are too few requests for
+    them.  On the model the busiest link and the fullest pool are named.
     """
     steady = counted(table, workload)
     found = [
@@ -356,10 +375,10 @@ def _total(values: Sequence[Any], which: npt.NDArray[np.bool_] | None = None) ->
 
 
 def notes(table: Columns, workload: Workload, job: Deployment, outcome: Outcome) -> list[str]:
-    """Return what a reader must know.
+    """Return what a reader must know beside the numbers, a sentence each.
 
-    That is which requests count, a queue that grows so that percentiles depend on the length of the run, and memory
-    that was never proven to be at rest; at the end the size of KV.
+    That is which requests count, a queue that grows so that percentiles depend on the length of the
+    run, and memory that was never proven to be at rest; at the end the size of KV.
     """
     found = []
     steady = counted(table, workload)

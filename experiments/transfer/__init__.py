@@ -1,7 +1,12 @@
 """Move blocks between ranks: size x batch x concurrency x pattern, in the columns of nixlbench.
 
-One job runs all points, one after the other, for starting ranks takes longer than most points.  A rank that is lost
-takes its point with it; those after it are run in a second job.
+One job runs all points, one after the other, for starting ranks takes longer than most points.  A
+rank that is lost takes its point with it; those after it are run in a second job.
+
+What ranks do is `experiments.transfer.exchange`, who sends to whom
+`experiments.transfer.transfer_points`, where ranks are `experiments.transfer.rank_places`, and what
+rows and tables say `experiments.transfer.transfer_rows`.  `pdsim calibrate` runs this experiment
+with a file of points, `pdsim validate` likewise.
 """
 
 from __future__ import annotations
@@ -33,8 +38,11 @@ JOBS = 2
 class TransferOptions(ExperimentOptions):
     """What to sweep over, and how each point is measured.
 
-    Raise a `ValueError` that names the key for values out of range; the file of *points* is read when the points are
-    listed.
+    The points are all combinations of patterns, sizes, blocks, concurrencies and schedules, or the
+    rows of a file.  Each key's comment says what it means.
+
+    Raise a `ValueError` that names the key for values out of range; the file of *points* is read
+    when the points are listed.
     """
 
     name: str = "transfer"
@@ -80,7 +88,11 @@ class TransferOptions(ExperimentOptions):
                 point.check()
 
     def list_points(self) -> list[TransferPoint]:
-        """Return the points, each once and with its repeats.  Raise a `ValueError` for a file that cannot be."""
+        """Return the points, each once and with its repeats.
+
+        *volume* lowers the repeats of large points: 3 at least.  Raise a `ValueError` for a file of
+        points that cannot be read, or has a point that cannot be.
+        """
         points = read(Path(self.points)) if self.points else self._combinations()
         return list({point.label: self._limited(point) for point in points}.values())
 
@@ -100,8 +112,8 @@ class TransferOptions(ExperimentOptions):
 def check(config: Config) -> Iterator[str]:
     """Yield what cannot be: points, more ranks than GPUs, or more bytes than memory, for which the worst is named.
 
-    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is named if it is
-    too much.
+    Nothing is run: ranks are counted, placed, and the point that needs most memory at one place is
+    named if it is too much.
     """
     try:
         options = TransferOptions.of(config)
@@ -157,11 +169,13 @@ def _memory(config: Config, options: TransferOptions, points: Sequence[TransferP
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Run every point and return its rows, as listed.
 
-    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at
-    all.
+    A rank that is lost ends its job; the points after the one that it was lost in are run in a
+    second job, with new ranks, and there is no third.  Such points are failures of the result; so
+    are slots that hold other bytes than were sent, where memory has contents and *verify* is set.
 
-    A rank that is lost ends its job; the points after the one that it was lost in are run in a second job, with new
-    ranks.
+    Raises:
+        ConfigError: `check` finds something.
+        BackendUnavailable: The engine does not work here at all.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))
@@ -194,6 +208,10 @@ def _attempt(target: Target, specs: Sequence[RankSpec], first: bool) -> Outcome:
 
 
 def _said(rank: RankResult) -> dict[str, Any]:
+    """Return what *rank*'s program returned: the points that it has ended, and an error.
+
+    A rank that died returned nothing, and so has ended no point.
+    """
     return rank.value or {"points": [], "error": ""}
 
 
@@ -242,7 +260,10 @@ def _result(
 
 
 def _merged(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcomes of all jobs as one; what belongs to a later job is named with its number."""
+    """Return the outcomes of all jobs as one; what belongs to a later job is named with its number.
+
+    Seconds and events add up; ranks, links and pools of the second job are named "job 2 NAME".
+    """
 
     def of_all(part: str) -> dict[str, Any]:
         items = [(f"job {number} " if number > 1 else "", getattr(each, part)) for number, each in numbered]

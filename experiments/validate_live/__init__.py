@@ -1,10 +1,14 @@
 """Predict what real serving engines do, then measure them, then compare: ``pdsim validate target=live``.
 
-Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs as are asked
-for, so that errors stand beside what repeats differ by.  The files, in the run's folder: ``expectations.json``, the
-predictions of every part and the requests of each, written with its hash before the first request is sent;
-``measurements.json``, every measured row.  Predictions may be made long before, and elsewhere, as those of
-`experiments.validate`.
+Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs
+as are asked for, so that errors stand beside what repeats differ by.  The files, in the run's
+folder: ``expectations.json``, the predictions of every part and the requests of each, written with
+its hash before the first request is sent; ``measurements.json``, every measured row.  Predictions
+may be made long before, and elsewhere, as those of `experiments.validate`.
+
+A file that was changed by hand is refused (its hash is that of its content), and measurements name
+the hash of the predictions that they were made for.  So a prediction cannot have been adjusted to
+what was measured.
 """
 
 from __future__ import annotations
@@ -46,7 +50,11 @@ Quantiles = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateLiveOptions(ExperimentOptions):
-    """What is run, and how far off it may be."""
+    """What is run, and how far off it may be; each key's comment says what it means.
+
+    Raise a `ValueError` that names the key: a share of the rate that is not positive, fewer than
+    one of anything, bounds of a metric that is not compared, or both *expected* and *stored*.
+    """
 
     name: str = "validate_live"
     lengths: tuple[int, ...] = (128, 512, 2048, 8192)  # of the prompts of single requests, tokens
@@ -79,9 +87,13 @@ class ValidateLiveOptions(ExperimentOptions):
 def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live, else it is not
-    used. Raise a `ConfigError` if there is nothing to measure with, for files that were changed, and for predictions
-    of other requests.
+    *target* is a `backends.live.live_deployment.LiveDeployment` where ``config.target`` is live,
+    else it is not used.  A metric whose mean error is beyond its bound, and beyond what repeats
+    differ by, is a failure of the result.
+
+    Raises:
+        ConfigError: There is nothing to measure with, a file was changed, or predictions are of
+            other requests.
     """
     options = ValidateLiveOptions.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
@@ -146,7 +158,11 @@ def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
 
 
 def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: ShowProgress) -> None:
-    """Take what is stored to *folder*, and predict it anew if that is asked for."""
+    """Take what is stored to *folder*, and predict it anew if that is asked for.
+
+    A folder of ``validate_live`` has predictions and measurements; one of a live or observed run
+    has requests alone, which are predicted here.  Raise a `ConfigError` for any other.
+    """
     source = Path(options.stored)
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
         _take_run(config, source, folder, progress)
@@ -217,6 +233,7 @@ def _measure(
 
 
 def _foretold(folder: Path) -> Result:
+    """Return the predictions in *folder* as a result, without errors: nothing was measured."""
     made: Quantiles = read(folder / EXPECTED)["predicted"]
     found = [
         Judged(part, metric, value, (value,)) for part, metrics in made.items() for metric, value in metrics.items()

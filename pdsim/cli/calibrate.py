@@ -1,6 +1,12 @@
 """`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
 
-Both ways end in the same two files, so that a calibration can be fitted again from its own samples.
+Both ways end in the same two files, so that a calibration can be fitted again from its own samples:
+``NAME.yaml``, which `pdsim.config.loading` lays over the configuration of a run, and ``NAME.csv``,
+one row for each measured point (`pdsim.calibration.samples`).
+
+The fit and its intervals are `pdsim.calibration.from_samples`; what is printed is
+`pdsim.calibration.summary`.  This module asks for the transfers, several jobs of them, and decides
+what can be refused before the first.
 """
 
 from __future__ import annotations
@@ -11,15 +17,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pdsim.calibration import files, importers, provenance, sample_grid, summary
 from pdsim.calibration import samples as points
 from pdsim.calibration.from_samples import base_of, fitted
 from pdsim.calibration.samples import Samples
+from pdsim.cli import option_values
 from pdsim.config import Config
-from pdsim.errors import ConfigError
-from pdsim.guards import near
 from pdsim.progress import within
 from pdsim.results import store, terminal
 from pdsim.units import parse_size
@@ -31,8 +35,18 @@ __all__ = ["calibrate"]
 class _Asked:
     """The command line: what is not an override of the configuration.
 
-    *source* is a file of another tool, without which transfers are measured; *tool* names its format where its
-    content does not tell. *path* is where the transfers went: "intra" or "inter", by default what the machine has.
+    Attributes:
+        overrides: Of the configuration: machine, engine, target.
+        source: A file of another tool, without which transfers are measured.
+        tool: The format of that file, where its content does not tell.
+        name: Of the calibration and its two files; by default engine and machine.
+        to: Their folder.
+        path: Where the transfers went: "intra" or "inter", by default what the machine has.
+        largest: Bytes of the largest transfer of the grid.
+        held: Points that are drawn at random and held out of the fit; half of them are measured as
+            reads, too.
+        repeat: Transfers of a point, at least.
+        jobs: How often the ranks are started anew, for processes differ more than transfers.
     """
 
     overrides: tuple[str, ...]
@@ -87,28 +101,22 @@ def calibrate(words: Sequence[str]) -> int:
 
 def _asked(words: Sequence[str]) -> _Asked:
     """Return what *words* ask for.  Raise a `ConfigError` for an unknown option and a value that it cannot have."""
-    flags = {"--from": "source", "--format": "tool", "--name": "name", "--to": "to", "--path": "path"}
-    flags |= {"--largest": "largest", "--held": "held", "--repeat": "repeat", "--jobs": "jobs"}
-    kinds: dict[str, Any] = {"source": Path, "to": Path, "name": _plain_name, "path": _which}
-    kinds |= {"largest": _largest, "held": _at_least(0), "repeat": _at_least(1), "jobs": _at_least(1)}
-    found: dict[str, Any] = {}
-    overrides: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name not in flags:
-            if word.startswith("-"):
-                raise ConfigError(f"unknown option {name}; {near(name, flags)}see pdsim calibrate --help")
-            overrides.append(word)
-            continue
-        if not equals and (value := next(left, "")) == "":
-            raise ConfigError(f"{name} needs a value after it; see pdsim calibrate --help")
-        key = flags[name]
-        try:
-            found[key] = kinds.get(key, str)(value)
-        except ValueError as error:
-            raise ConfigError(f"{name} {value}: {error}") from error
-    return _Asked(overrides=tuple(overrides), **found)
+    overrides, found = option_values.parse(
+        "calibrate",
+        words,
+        {
+            "--from": ("source", Path),
+            "--format": ("tool", str),
+            "--name": ("name", _plain_name),
+            "--to": ("to", Path),
+            "--path": ("path", _which),
+            "--largest": ("largest", _largest),
+            "--held": ("held", _at_least(0)),
+            "--repeat": ("repeat", _at_least(1)),
+            "--jobs": ("jobs", _at_least(1)),
+        },
+    )
+    return _Asked(overrides=overrides, **found)
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -145,7 +153,7 @@ def _which(text: str) -> str:
 
 
 def _said(words: Sequence[str]) -> str:
-    """Return the command line without the folders of this machine."""
+    """Return the command line as the calibration keeps it: without the folders of this machine."""
     kept = [word for word in words if not word.startswith("output=")]
     return shlex.join(["pdsim", "calibrate", *(Path(word).name if "=" not in word else word for word in kept)])
 

@@ -1,7 +1,12 @@
-"""What ``--help`` prints.  It is read by whoever knows nothing yet, and must answer in a blink: no heavy imports.
+"""What ``--help`` prints.  It is read by whoever knows nothing yet, and answers at once: no heavy imports.
 
-Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it would not know, and
-its messages name no way out.  The shell's completion is argcomplete's (`pdsim.cli.complete`).
+Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it
+would not know, and its messages name no way out.  The shell's completion is argcomplete's
+(`pdsim.cli.complete`).
+
+The texts are written out rather than generated, because a page is read from the top: usage, what
+most people want, then the options.  Only the groups and their options come from ``conf/``.  A new
+command has a line in `COMMANDS`, a page in `of`, and a function in `pdsim.cli.main`.
 """
 
 from __future__ import annotations
@@ -250,7 +255,11 @@ def overview() -> str:
 
 
 def of(command: str) -> str:
-    """Return the help of *command*, one of `COMMANDS`."""
+    """Return the help of *command*, one of `COMMANDS`; raise a `KeyError` for any other.
+
+    The groups of ``run`` and ``list`` and the formats of ``calibrate`` are looked up when they are
+    asked for, so that packages which add some are shown.
+    """
     if command == "run":
         return _RUN.format(
             groups="\n".join(f"  {group + '=':<13}{' | '.join(options(group))}" for group in groups())

@@ -19,6 +19,7 @@ from pdsim.progress import ShowProgress
 from pdsim.sweep import driver
 from pdsim.sweep.executors import Executor
 from pdsim.sweep.points import Axis, Point
+from pdsim.units import is_number
 
 __all__ = ["BATCH", "OptunaSearch", "search"]
 
@@ -108,15 +109,7 @@ def _choice(trial: Any, axes: Sequence[Axis], intervals: Mapping[str, tuple[floa
     found: dict[str, str] = {}
     for axis in axes:
         name, steps = ",".join(axis.keys), range(len(axis.values))
-        ordered = len(axis.keys) == 1 and all(_is_number(value) for (value,) in axis.values)
+        ordered = len(axis.keys) == 1 and all(is_number(value) for (value,) in axis.values)
         step = trial.suggest_int(name, 0, steps[-1]) if ordered else trial.suggest_categorical(name, list(steps))
         found |= dict(zip(axis.keys, axis.values[step], strict=True))
     return found | {key: repr(trial.suggest_float(key, low, high)) for key, (low, high) in intervals.items()}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

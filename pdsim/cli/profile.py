@@ -1,6 +1,12 @@
 """`pdsim profile`: measure what a forward is made of on a GPU, or read what was measured; fit, and write it down.
 
-Measuring needs PyTorch, fitting SciPy: without SciPy the measured rows are kept, and ``--from`` fits them elsewhere.
+Measuring needs PyTorch, fitting SciPy: without SciPy the measured rows are kept, and ``--from``
+fits them elsewhere.
+
+Two files come of it: ``NAME.csv``, the rows of `backends.profiling.inventory` below comments that
+say where and how they were measured, and ``NAME.yaml``, a choice for ``compute=`` once it lies in
+``conf/compute``.  With a folder of tables that others published (``--from DIR``) only the second is
+written.
 """
 
 from __future__ import annotations
@@ -13,14 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from pdsim.calibration import provenance
+from pdsim.cli import option_values
 from pdsim.cli.compose import compose, initialized, plain
 from pdsim.cli.overrides import CommandLine
 from pdsim.config import Config, loading
 from pdsim.errors import ConfigError
-from pdsim.guards import near
 from pdsim.results import store, terminal
 from pdsim.results.record import Table
 from pdsim.serving.compute import kernel_fit as fits
@@ -39,7 +44,20 @@ _MODELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class _ProfileCommand:
-    """The command line: what is not an override of the configuration."""
+    """The command line: what is not an override of the configuration.
+
+    Attributes:
+        overrides: Of the configuration, which names the GPU's peaks (``hw=``).
+        source: Rows to fit instead of measuring, or a folder of published tables.
+        models: Model, tensor-parallel ranks, and layers of the whole forward that is timed; 0
+            layers are all.
+        tables: Engine and version whose tables to take from a folder.
+        device: "cuda", or "cpu" to try the command where there is no GPU.
+        gpus: How many GPUs measure at the same time; 0: all that are visible.
+        limit: Seconds that measuring may take; what is not reached by then is left out.
+        name: Of both files; by default that of the GPU in the configuration.
+        to: Their folder.
+    """
 
     overrides: tuple[str, ...]
     source: Path | None = None  # --from
@@ -53,7 +71,14 @@ class _ProfileCommand:
 
 
 def profile(words: Sequence[str]) -> int:
-    """Do what *words* ask for, print what was found, and return the exit status."""
+    """Do what *words* ask for, print what was found, and return the exit status.
+
+    The measured rows are written before they are fitted, so that an error of the fit loses nothing.
+
+    Raises:
+        ConfigError: an unknown option or value, or nothing could be measured.
+        BackendUnavailable: no PyTorch, or no device that it can use.
+    """
     asked = _asked(words)
     config = compose([*asked.overrides, "experiment=serve"])
     store.make(asked.to, "--to ")
@@ -83,7 +108,11 @@ def profile(words: Sequence[str]) -> int:
 
 
 def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
-    """Fit the operators that others published, write and print as `profile` does."""
+    """Fit the operators that others published, write and print as `profile` does.
+
+    The tables are those of aiconfigurator, one folder a GPU.  Nothing is known of whole forwards
+    then, so the fit holds for every model whose operators are in the tables.
+    """
     from pdsim.serving.compute import operators, published
 
     assert asked.source is not None
@@ -99,45 +128,40 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
 
 
 def errors(found: fits.KernelFit) -> Table:
-    """Return how far off *found* is, in per cent."""
+    """Return how far off *found* is, in per cent.
+
+    A row for each operator, and for the whole forwards that the fit has not seen.  Errors are
+    signed as fitted over measured minus one; medians and 95th percentiles are of the absolute
+    error, the bias is the signed median.
+    """
     heads = {"what": "", "rows": "", "median %": "of the absolute error", "p95 %": "", "bias %": "median, signed"}
     rows = [[one.what, one.count, 100 * one.median, 100 * one.p95, 100 * one.bias] for one in found.errors]
     return Table("Errors", heads, rows)
 
 
 def _asked(words: Sequence[str]) -> _ProfileCommand:
-    kinds: dict[str, Any] = {
-        "--from": Path,
-        "--to": Path,
-        "--name": _plain_name,
-        "--models": _models,
-        "--device": _device,
-        "--tables": _engine_and_version,
-        "--gpus": int,
-        "--limit": parse_time,
-    }
-    found: dict[str, Any] = {}
-    overrides: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name not in kinds:
-            if word.startswith("-"):
-                raise ConfigError(f"unknown option {name}; {near(name, kinds)}see pdsim profile --help")
-            overrides.append(word)
-            continue
-        if not equals and (value := next(left, "")) == "":
-            raise ConfigError(f"{name} needs a value after it; see pdsim profile --help")
-        try:
-            found["source" if name == "--from" else name[2:]] = kinds[name](value)
-        except ValueError as error:
-            raise ConfigError(f"{name} {value}: {error}") from error
+    """Return what *words* ask for; ``model=NAME`` among the overrides stands for ``--models NAME``."""
+    overrides, found = option_values.parse(
+        "profile",
+        words,
+        {
+            "--from": ("source", Path),
+            "--to": ("to", Path),
+            "--name": ("name", _plain_name),
+            "--models": ("models", _models),
+            "--device": ("device", _device),
+            "--tables": ("tables", _engine_and_version),
+            "--gpus": ("gpus", int),
+            "--limit": ("limit", parse_time),
+        },
+    )
     if models := [word[6:] for word in overrides if word.startswith("model=")]:
         found.setdefault("models", _models(models[-1]))
     return _ProfileCommand(overrides=tuple(word for word in overrides if not word.startswith("model=")), **found)
 
 
 def _models(text: str) -> tuple[tuple[str, int, int], ...]:
+    """Return the models in *text*, each with its tensor-parallel ranks (default 1) and layers (default 0: all)."""
     found = []
     for word in text.split(","):
         match = re.fullmatch(r"([\w.-]+?)(?::(\d+))?(?::(\d+))?", word)
@@ -204,6 +228,7 @@ def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dic
 
 
 def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
+    """Write *rows* to *path* as CSV, below a comment for each entry of *about*; `read` reads it again."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {key}: {value}\n" for key, value in about.items())
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -212,7 +237,15 @@ def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, str], Rows]:
-    """Return what the profile in *path* says about itself, and its rows.  Raise a `ConfigError` if there are none."""
+    """Return what the profile in *path* says about itself, and its rows, every value still a text.
+
+    Lines that begin with ``#`` are comments anywhere; those of the form ``# key: value`` are what
+    it says about itself (kind, source, command, date and the versions of
+    `pdsim.calibration.provenance`).
+
+    Raises:
+        ConfigError: *path* cannot be read as UTF-8 or as CSV, or has no rows.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
@@ -241,6 +274,7 @@ def _yaml(name: str, title: str, models: Sequence[str], found: fits.KernelFit) -
 
 
 def _block(kernels: Kernels) -> Iterable[str]:
+    """Yield the lines of ``kernels:``, without what has its default: zeros, factors of one, absent operators."""
     yield f"  gpu: {kernels.gpu}"
     for field in fields(kernels):
         value = getattr(kernels, field.name)
@@ -265,6 +299,7 @@ def _block(kernels: Kernels) -> Iterable[str]:
 
 
 def _text(key: str, value: float) -> str:
+    """Return *value* as YAML has it: times in microseconds, rates in GB/s, everything else as a plain number."""
     if key in ("launch", "latency", "part"):
         return f"{value * 1e6:.4g}us"
     return f"{value / 1e9:.4g}GB/s" if key == "rate" else f"{value:g}"

@@ -1,6 +1,11 @@
-"""`pdsim refit`: fit shipped numbers again, from the samples that they name, and print how far they are from others.
+"""`pdsim refit`: fit shipped numbers again, from the samples that they name, and say how far they are from others.
 
-The fits are those of `pdsim.calibration`; this composes the configurations that they start from, and prints.
+The fits are those of `pdsim.calibration`; this composes the configurations that they start from,
+and prints.  It is how a reader checks a number of ``conf/``: the sample files in ``data/`` are the
+evidence, and the same code that made the number makes it again.
+
+Tests call `published`, `bare` and the functions on handoffs to compare what comes out with what is
+shipped.
 """
 
 from __future__ import annotations
@@ -70,13 +75,23 @@ def published(names: Sequence[str] = ()) -> list[Fitted]:
 
 
 def bare() -> list[Fitted]:
-    """Return the calibrations of bare libraries, fitted again from the pairs of the probe."""
+    """Return the calibrations of bare libraries, fitted again from the pairs of the probe.
+
+    A bare library is an engine without pdsim around it: the samples are those of ``python -m
+    benchmarks.probe``, which posts to it directly.  They bound how much of a transfer's time is
+    pdsim's own.
+    """
     from omegaconf import OmegaConf
 
     return [_again(OmegaConf.load(path)) for path in sorted((conf() / "calibration").glob("*_bare-*.yaml"))]
 
 
 def _again(file: Any) -> Fitted:
+    """Return the calibration in *file*, fitted to the samples of its name in ``data/calibration``.
+
+    The path is that of the first parameter with an interval (``backend.PATH.name``); a name with
+    "-read" is of reads.
+    """
     at = next(iter(file.intervals)).split(".")[1]
     operation = "read" if "-read" in file.name else "write"
     words = [f"hw={file.hw[0]}", f"backend={file.backend[0]}", f"experiment.operation={operation}"]
@@ -239,13 +254,22 @@ def _handoffs(_: Sequence[str]) -> list[Table]:
 
 
 def handoff_config(backend: str) -> Config:
-    """Return the configuration beside which the hosts' times were fitted, over *backend*."""
+    """Return the configuration beside which the hosts' times were fitted, over *backend*.
+
+    Two H200, one request at a time, no prefix cache and no verification, so that a handoff is what
+    it costs and nothing waits.  What `conf/hw/8xh200.yaml` says of copies and wake-ups holds for
+    it.
+    """
     words = ["model=llama-3.1-8b", "workload=smoke", "kv.checked=0", "kv.pool=16GiB", "experiment=serve"]
     return compose(["hw=2xh200", f"backend={backend}", "compute=roofline", "engine=generic", *words])
 
 
 def served(config: Config) -> dict[str, float]:
-    """Return the medians of `serve` on the model, in seconds, by label as ``pdsim validate`` has them."""
+    """Return the medians of `serve` on the model, in seconds, by label as ``pdsim validate`` has them.
+
+    The keys are "median transfer", "median ttft" and "median e2e"; a latency that no request has is
+    0.
+    """
     run = plugins.resolve(plugins.EXPERIMENTS, "serve").run
     result = run(config, Model(config.hw, config.backend, seed=config.seed), lambda *_: None)
     found = {metric.name: metric.value for metric in result.summary}

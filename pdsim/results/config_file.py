@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from pdsim.config import Config
+from pdsim.units import is_number
 
 __all__ = ["as_written", "canonical", "config_yaml", "plain"]
 
@@ -130,17 +131,9 @@ def _dumper() -> Any:
     base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
     def text(dumper: Any, value: str) -> Any:
-        quoted = value.lower() in _TRUTH or _is_number(value)
+        quoted = value.lower() in _TRUTH or is_number(value)
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="'" if quoted else None)
 
     dumper: Any = type("Dumper", (base,), {"ignore_aliases": lambda *_: True})
     dumper.add_representer(str, text)
     return dumper
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

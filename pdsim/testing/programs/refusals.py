@@ -1,4 +1,10 @@
-"""Ranks that ask for what must be refused, and that register and withdraw memory."""
+"""Ranks that ask for what must be refused, and that register and withdraw memory.
+
+A refusal is reported as the class of the error (`pdsim.testing.programs.tools.refusal`), so that an
+implementation is held to the classes of `pdsim.errors` and free in its messages.  That nothing was
+written is seen by the rank at the other end, which filled its memory with guard bytes and counts
+those that changed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,13 @@ from pdsim.transfer import Batch, Program, Region, Transfer
 
 
 def write_nonsense(rank: Rank, to: str) -> Program:
-    """Return how each batch that breaks a rule is refused."""
+    """Return how each batch that breaks a rule is refused, by a description of the rule.
+
+    The rules are those of `pdsim.transfer.Batch` and of `Endpoint.write`: sizes, offsets within
+    both regions, targets that do not overlap, regions that belong to this rank and to that peer.
+    *to* runs `be_spared`, and must find nothing changed; the pause at the end is for bytes that
+    would come late.
+    """
     mail = Mail(rank)
     size = 4096
     mine = rank.endpoint.register(filled(rank, size, 1), "source")
@@ -71,7 +83,11 @@ def be_spared(rank: Rank, by: str) -> Program:
 
 
 def connect_to_garbage(rank: Rank) -> Program:
-    """Return how bytes that are no address are refused: none, text, all byte values, a truncated address."""
+    """Return how bytes that are no address are refused: none, text, all byte values, a truncated address.
+
+    An address travels over a channel and may be damaged or of another version, so it must fail as
+    an error of the interface, and not as whatever a decoder raises.
+    """
     yield rank.clock.timeout(0)
     address = rank.endpoint.address()
     garbage = {"nothing": b"", "text": b"not an address", "bytes": bytes(range(256)), "truncated": address[:-5]}
@@ -79,7 +95,12 @@ def connect_to_garbage(rank: Rank) -> Program:
 
 
 def register_oddly(rank: Rank) -> Program:
-    """Return how registrations that break a rule are refused."""
+    """Return how registrations that break a rule are refused, and the bytes in use after all was given back.
+
+    A name and a buffer can be registered once at a time, registered memory cannot be freed, and
+    after a withdrawal both are free again.  A region that equals the registered one, made anew from
+    its fields, is that region.
+    """
     yield rank.clock.timeout(0)
     endpoint, device = rank.endpoint, rank.device
     buffer, other = device.allocate(4096), device.allocate(4096)
@@ -111,7 +132,11 @@ def withdraw_own_region(rank: Rank, to: str) -> Program:
 
 
 def write_to_withdrawn(rank: Rank, to: str) -> Program:
-    """Write, then write again after the peer has withdrawn the region and told so."""
+    """Write, then write again after the peer has withdrawn the region and told so.
+
+    Return what became of three writes: before the withdrawal, to the withdrawn region, and to
+    another region of the same peer, which must not suffer.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, 4096, 1), "source")
     peer = (yield from mail.meet(to))[to]
@@ -126,7 +151,11 @@ def write_to_withdrawn(rank: Rank, to: str) -> Program:
 
 
 def withdraw(rank: Rank, by: str) -> Program:
-    """Withdraw one of two regions when *by* says so; return how many bytes of it changed that should not have."""
+    """Withdraw one of two regions when *by* says so; return how many bytes of it changed that should not have.
+
+    The first half of the region was written before the withdrawal and has the pattern, the second
+    half must still have guard bytes.  The buffer is freed at the end: nobody may hold it any more.
+    """
     mail = Mail(rank)
     buffer = filled(rank, 4096, None)
     region = rank.endpoint.register(buffer, "sink")
