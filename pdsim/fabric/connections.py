@@ -5,30 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from simpy.events import Event
 
 from pdsim.transfer import Batch, Region
 
 if TYPE_CHECKING:
+    from pdsim.clock import Clock
     from pdsim.fabric.engine import Posting, SendQueue
-    from pdsim.fabric.host_latency import HostLatency
+    from pdsim.fabric.inbox import NotificationInbox
     from pdsim.fabric.memory import Bytes, SimBuffer
-    from pdsim.transfer import Notification, Transfer
+    from pdsim.fabric.regions import RegionTable, Registration
+    from pdsim.transfer import Transfer
 
-__all__ = ["Connection", "Part", "Registration", "SimTransfer", "part_of"]
-
-
-class Registration:
-    """A region, its memory, and how many of the endpoint's own transfers over it have not settled.
-
-    While there are any, the region cannot be withdrawn, and its memory is not handed out again.
-    """
-
-    __slots__ = ("buffer", "region", "unsettled")
-
-    def __init__(self, region: Region, buffer: SimBuffer) -> None:
-        self.region = region
-        self.buffer = buffer
-        self.unsettled = 0
+__all__ = ["Connection", "Part", "Remote", "SimTransfer", "Visitors", "part_of"]
 
 
 class Remote(Protocol):
@@ -46,21 +35,19 @@ class Remote(Protocol):
         """When it was closed or killed."""
 
     @property
-    def host_latency(self) -> HostLatency:
-        """When its rank acts upon what arrives."""
+    def inbox(self) -> NotificationInbox:
+        """What its rank is told."""
 
-    def registration(self, region: Region) -> Registration | None:
-        """Return what is registered there as *region*, if it still is."""
-
-    def notify(self, notification: Notification) -> None:
-        """Deliver *notification* when the rank acts upon what comes now."""
-
-    def notify_at(self, at: float, notification: Notification) -> None:
-        """Deliver *notification* at the time *at*, at once if that is not to come."""
+    @property
+    def regions(self) -> RegionTable:
+        """What is registered there."""
 
 
 class Connection:
-    """From one endpoint to a peer: whose it is, the peer's endpoint, and the queue of what is posted to it."""
+    """From the initiator *owner* to a peer: the peer's endpoint, and the queue of what is posted to it.
+
+    A connection is to one life of the peer: one that is started again is another endpoint, to be connected anew.
+    """
 
     __slots__ = ("owner", "remote", "send_queue")
 
@@ -68,6 +55,49 @@ class Connection:
         self.owner = owner
         self.remote = remote
         self.send_queue = send_queue
+
+
+class Visitors:
+    """The lives of peers that have connected to one endpoint and whose end it has not noticed.
+
+    Their ends happen on the job's clock *hardware* and are noticed *detection* seconds later; who waits for them
+    waits on *clock*, the rank's own.
+    """
+
+    def __init__(self, hardware: Clock, clock: Clock, detection: float) -> None:
+        self._hardware = hardware
+        self._clock = clock
+        self._detection = detection
+        self._lives: dict[str, list[Remote]] = {}  # by rank
+        self._waiting: dict[str, list[Event]] = {}  # by rank: who waits for the end of all of them
+
+    def add(self, remote: Remote) -> None:
+        """Take note that *remote* has connected here."""
+        self._lives.setdefault(remote.name, []).append(remote)
+
+    def end(self, remote: Remote) -> None:
+        """Notice the end of *remote* later, if it has connected here."""
+        if remote.name in self._lives and remote.ended is not None:
+            self._hardware.call_at(remote.ended + self._detection, self._part, remote.name)
+
+    def quiesced(self, peer: str) -> Event:
+        """Return an event that succeeds when the end of all lives of *peer* is noticed, at once if there is none."""
+        event = Event(self._clock)
+        self._waiting.setdefault(peer, []).append(event)
+        self._part(peer)
+        return event
+
+    def _part(self, peer: str) -> None:
+        """Forget the lives of *peer* whose end is noticed by now; when none is left, tell whoever waits."""
+        now = self._hardware.now
+        lives = [
+            life for life in self._lives.pop(peer, ()) if life.ended is None or now < life.ended + self._detection
+        ]
+        if lives:
+            self._lives[peer] = lives
+            return
+        for event in self._waiting.pop(peer, ()):
+            event.succeed()
 
 
 class Part:
@@ -138,7 +168,7 @@ class SimTransfer:
         self.posting: Posting | None = None
         self.breaks_after: int | None = None  # bytes that move before the engine reports a failure, if it does
         self.parts: list[Part] = []  # that are read, or land, before the end
-        there = connection.remote.registration(remote)
+        there = connection.remote.regions.find(remote)
         self.held = None if there is None else there.buffer
         if self.held is not None:
             self.held.hold()
@@ -147,7 +177,7 @@ class SimTransfer:
 
     def buffers(self) -> tuple[SimBuffer, SimBuffer] | None:
         """Return the memory of the source and of the target; None if the peer has withdrawn its own."""
-        there = self.connection.remote.registration(self.remote)
+        there = self.connection.remote.regions.find(self.remote)
         if there is None:
             return None
         return (self.local.buffer, there.buffer) if self.write else (there.buffer, self.local.buffer)

@@ -276,7 +276,7 @@ class TestTimeout:
             bench.write(target=0)
         bench.run()
         assert bench.clock.now <= 1000.0
-        assert len(bench.a.endpoint._posted._deadlines._heap) == 0
+        assert len(bench.a.endpoint._initiator.posted._deadlines._heap) == 0
 
 
 class TestLostPeer:

@@ -20,7 +20,7 @@ LAYOUT = KvLayout(KvShape(layers=1, heads=1, head_bytes=16), tp=1, page_size=4, 
 
 
 def member(name: str, **state: Any) -> Any:
-    return SimpleNamespace(rank=SimpleNamespace(name=name, endpoint=SimpleNamespace(_regions={})), **state)
+    return SimpleNamespace(rank=SimpleNamespace(name=name, endpoint=SimpleNamespace(regions={})), **state)
 
 
 def ownership(found: list[tuple[str, str]]) -> OwnershipChecker:

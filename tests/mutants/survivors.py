@@ -98,6 +98,6 @@ def fails_all(original: Any, self: router.Router, instance: str, reason: str) ->
 
 def proven_at_once(self: Any, peer: str) -> Event:
     """Say that nothing of a peer moves any more, without a proof."""
-    event = Event(self._clock)
+    event = Event(self.visitors._clock)
     event.succeed()
     return event

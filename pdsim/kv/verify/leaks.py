@@ -118,7 +118,7 @@ class LeakChecker:
 
 def _regions(member: Any) -> int:
     """Return how many regions of memory the rank of *member* has registered."""
-    return len(member.rank.endpoint._regions)
+    return len(member.rank.endpoint.regions)
 
 
 def _census(member: Any) -> dict[str, int]:
