@@ -17,7 +17,7 @@ from pdsim.config import Config
 from pdsim.errors import ConfigError
 from pdsim.progress import Meter, ShowProgress
 from pdsim.results import reading, terminal
-from pdsim.results.evidence import extrapolations, host_spread
+from pdsim.results.evidence import extrapolations, host_note
 from pdsim.results.journal import JOURNALS, entries
 from pdsim.results.record import Result
 from pdsim.results.store import Run
@@ -70,7 +70,7 @@ def execute(
                     *notes,
                     *getattr(target, "notes", ()),
                     *extrapolations(config, result.transfers),
-                    *host_spread(config, result.transfers),
+                    *host_note(config, result.transfers),
                 ]
                 result = replace(result, notes=[*result.notes, *own_notes])
             return result, kept.finish(result)

@@ -319,6 +319,11 @@ class TransferLog(_RecordSequence):
         return of
 
     @property
+    def kinds(self) -> Sequence[Kind]:
+        """What the records have in common: every kind that occurs."""
+        return self._kinds
+
+    @property
     def identity(self) -> int:
         """A number that logs have in common that share their columns, and no others."""
         return id(self._times)
@@ -418,6 +423,12 @@ def distinct(records: Sequence[TransferRecord]) -> list[tuple[TransferLog, int]]
             found.append((log, 0))
         found[place] = found[place][0], found[place][1] + 1
     return found
+
+
+def endpoints(records: Sequence[TransferRecord]) -> set[str]:
+    """Return the names of all that *records* go from or to."""
+    kinds = (kind for log in logs(records) for kind in log.kinds)
+    return {name for kind in kinds for name in (kind.source, kind.target)}
 
 
 def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:

@@ -11,6 +11,7 @@ import numpy as np
 from pdsim.calibration import noise_floor
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
+from pdsim.transfer_log import endpoints
 from pdsim.validation.verdicts import Value
 
 __all__ = ["mean", "values"]
@@ -38,6 +39,9 @@ def _mean(same: Sequence[Value]) -> Value:
 def values(experiment: str, result: Result) -> list[Value]:
     """Return the quantities of *result*, a run of *experiment*; those of a point in which something failed left out.
 
+    *gpus* of a value is its number of ranks, which may share GPUs; *descriptors* of a handoff are those of all its
+    writes.
+
     Groups are ``pair``, ``pair, read``, a pattern, ``..., total rate``, ``handoff, PATH``, ``metadata, WAY``,
     ``allgather, POOL`` and ``serve``.
     """
@@ -49,7 +53,8 @@ def values(experiment: str, result: Result) -> list[Value]:
         return list(_of_gathers(result))
     found = {metric.name: metric.value for metric in result.summary}
     wanted = [(name, found.get(f"{name}_p50_s")) for name in ("transfer", "ttft", "e2e")]
-    return [Value("serve", f"median {name}", "time", 0, float(value)) for name, value in wanted if value]
+    ranks = len(endpoints(result.transfers))
+    return [Value("serve", f"median {name}", "time", 0, float(value), gpus=ranks) for name, value in wanted if value]
 
 
 def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
@@ -62,13 +67,14 @@ def _of_transfers(records: Sequence[TransferRecord]) -> Iterator[Value]:
         if any(record.status != "ok" for record in every):
             continue
         group = label.split(":")[0].split(" ")[0] + (", read" if every[0].operation == "read" else "")
+        ranks = len({name for flow in by_flow for name in flow})
         for (source, target), mine in by_flow.items():
             name = f"{label}, {source} to {target}" if len(by_flow) > 1 else label
             time = float(np.median([record.seen - record.submitted for record in mine]))
-            yield Value(group, name, "time", mine[0].nbytes, time)
+            yield Value(group, name, "time", mine[0].nbytes, time, descriptors=mine[0].descriptors, gpus=ranks)
         if len(by_flow) > 1:
-            rate = sum(_rate(mine, every) for mine in by_flow.values())
-            yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate)
+            rate, count = sum(_rate(mine, every) for mine in by_flow.values()), every[0].descriptors
+            yield Value(f"{group}, total rate", label, "rate", every[0].nbytes, rate, descriptors=count, gpus=ranks)
 
 
 def _rate(flow: Sequence[TransferRecord], every: Sequence[TransferRecord]) -> float:
@@ -101,7 +107,9 @@ def _of_handoffs(result: Result) -> Iterator[Value]:
         if row["status"] == "ok" and row["p50"]:
             _, path, *metadata = row["way"].split(" ")
             group = f"metadata, {metadata[-1]}" if metadata else f"handoff, {path}"
-            yield Value(group, f"{row['way']} {row['tokens']} tokens", "time", int(row["bytes"]), row["p50"] * 1e-6)
+            label, count = f"{row['way']} {row['tokens']} tokens", int(row["descriptors"])
+            ranks = sum(map(int, str(row["way"]).partition(" ")[0].split("to")))
+            yield Value(group, label, "time", int(row["bytes"]), row["p50"] * 1e-6, descriptors=count, gpus=ranks)
 
 
 def _of_gathers(result: Result) -> Iterator[Value]:
@@ -110,8 +118,8 @@ def _of_gathers(result: Result) -> Iterator[Value]:
         if row["status"] == "ok" and row["med us"]:
             number, unit = str(row["piece"]).split(" ")
             label = f"{row['ranks']} ranks {row['piece']} {row['batch']} {row['pool']}"
-            nbytes = int(float(number) * units[unit])
-            yield Value(f"allgather, {row['pool']}", label, "time", nbytes, row["med us"] * 1e-6)
+            nbytes, ranks = int(float(number) * units[unit]), int(row["ranks"])
+            yield Value(f"allgather, {row['pool']}", label, "time", nbytes, row["med us"] * 1e-6, gpus=ranks)
 
 
 def _rows(result: Result, title: str) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,8 @@ knows what such a file says and lays it over a configuration; it knows neither f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pdsim.errors import ConfigError
 from pdsim.guards import not_negative, one_of, positive
 from pdsim.units import Seconds
 
-__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers"]
+__all__ = ["OWNERS", "Calibration", "HeldOut", "applied", "covers", "widening"]
 
 OWNERS = ("hw", "backend")
 """The groups of a configuration whose parameters a calibration may set: those that keep sources."""
@@ -54,7 +55,8 @@ class Calibration:
     Life: `pdsim.calibration.from_samples.fitted` makes one, `pdsim.calibration.files.save` writes it, a
     configuration names it or finds it by its pair of machine and backend, and `applied` lays it over the
     configuration.  Values of *parameters* and *intervals* are text with a unit, as in YAML.  The ranges
-    *descriptors* and *bytes* are what the warnings about extrapolation compare a run with.
+    *descriptors*, *bytes* and *gpus*, and those of *hosts*, are what a run is compared with: beyond them it is
+    extrapolated (`factors`).
 
     Raise a `ValueError` for an unknown kind, a factor of *hosts* that is not positive, a range that is not two
     ascending positive numbers, or a parameter outside the groups of `OWNERS`.
@@ -72,8 +74,10 @@ class Calibration:
     parameters: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, such as "backend.intra.call"
     intervals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # 95 %, from a bootstrap over the samples
     descriptors: tuple[int, ...] = ()  # of a sample, least and most: beyond them it is extrapolated
-    bytes: tuple[float, ...] = ()  # the same of the bytes of a sample
+    bytes: tuple[int, ...] = ()  # the same of the bytes of a sample
+    gpus: tuple[int, ...] = ()  # the same of the GPUs that took part in one
     hosts: tuple[float, ...] = ()  # the host's part of a transfer on other hosts, as multiples of that on this one
+    host: float = 0.0  # the `host_factor` that a run was given; 0: none, so it may be any of *hosts*
     turn: Seconds = 0.0  # of the loop of `pdsim doctor --host` on this host; 0: nobody measured it
     unidentified: tuple[str, ...] = ()  # what these samples cannot tell: at its default, and not to be believed
     held_out: HeldOut | None = None
@@ -85,17 +89,46 @@ class Calibration:
         not_negative("calibration", turn=self.turn)
         if bad := [factor for factor in self.hosts if not factor > 0.0]:
             raise ValueError(f"calibration.hosts must be > 0, got {bad[0]}")
-        for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes)):
+        for name, span in (("descriptors", self.descriptors), ("bytes", self.bytes), ("gpus", self.gpus)):
             if span and (len(span) != 2 or not 0 < span[0] <= span[1]):
                 raise ValueError(f"calibration.{name} must be the least and the most of a sample, got {list(span)}")
         if wrong := [key for key in self.parameters if key.partition(".")[0] not in OWNERS]:
             raise ValueError(f"calibration.parameters.{wrong[0]} must begin with one of {', '.join(OWNERS)}")
+
+    def factors(self, *, descriptors: int = 0, nbytes: int = 0, gpus: int = 0) -> dict[str, float]:
+        """Return by which factor each lies outside the samples; what is inside, or 0 for unknown, is left out.
+
+        ``"hosts"`` is there for a `host` that is slower or quicker than any that is known.
+
+        >>> Calibration(name="c", descriptors=(4, 64), gpus=(2, 2)).factors(descriptors=1, nbytes=9, gpus=8)
+        {'descriptors': 4.0, 'gpus': 4.0}
+        """
+        known = (min(self.hosts), max(self.hosts)) if self.hosts else ()
+        compared: tuple[tuple[str, float, Sequence[float]], ...] = (
+            ("descriptors", descriptors, self.descriptors),
+            ("bytes", nbytes, self.bytes),
+            ("gpus", gpus, self.gpus),
+            ("hosts", self.host, known),
+        )
+        found = {name: max(at / span[1], span[0] / at) for name, at, span in compared if at and span}
+        return {name: factor for name, factor in found.items() if factor > 1.0}
 
     def evidence(self, key: str) -> str:
         """Return the source of the parameter *key*, in the form of `pdsim.hardware.EVIDENCE`."""
         low_high = self.intervals.get(key)
         spread = f", 95 % {' to '.join(low_high)}" if low_high else ""
         return f"{self.kind}: {self.source}, {self.date}, calibration {self.name}{spread}"
+
+
+def widening(factor: float) -> float:
+    """Return how many times as wide an interval is *factor* times beyond the samples of a calibration.
+
+    It grows by as much again with each doubling, ``1 + log2(factor)``: a rule, not a measurement.
+
+    >>> widening(1.0), widening(4.0)
+    (1.0, 3.0)
+    """
+    return 1.0 + math.log2(max(1.0, factor))
 
 
 def applied(

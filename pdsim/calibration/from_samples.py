@@ -81,7 +81,8 @@ def fitted(
         parameters={**chosen_parameters, **of_reads.parameters},
         intervals={**told, **of_reads.intervals},
         descriptors=(min(row.blocks for row in pairs), max(row.blocks for row in pairs)),
-        bytes=(float(min(_nbytes(row) for row in pairs)), float(max(_nbytes(row) for row in pairs))),
+        bytes=(min(_nbytes(row) for row in pairs), max(_nbytes(row) for row in pairs)),
+        gpus=(2, 2) if hw.gpus else (),  # of a pair
         unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}", told),
         held_out=held_out,
         held_out_reads=of_reads.held_out,

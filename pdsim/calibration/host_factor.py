@@ -7,14 +7,18 @@ configuration which one holds (`Config.host_factor`), and `measure` what a user'
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from pdsim.costs import Engine, EngineModel
 from pdsim.units import Seconds
 
-__all__ = ["measure", "on_host"]
+__all__ = ["drawn", "measure", "on_host"]
 
 TURNS = 200_000
 """Turns of the loop that `measure` times, as in the rows "host" of `benchmarks.probe`."""
@@ -40,6 +44,22 @@ def _model(model: EngineModel, factor: float) -> EngineModel:
         latency=model.latency * factor,
         ramp=ramp,
     )
+
+
+def drawn(hosts: Sequence[float], seed: int, count: int) -> list[float]:
+    """Return factors of *count* hosts such as *hosts*, drawn from *seed*: log-normal, with their mean and spread.
+
+    They are within 0.1 to 10, as `Config.host_factor` is.  Raise a `ValueError` for fewer than two hosts.
+
+    >>> drawn([0.9, 1.1], seed=0, count=2) == drawn([0.9, 1.1], seed=0, count=3)[:2]
+    True
+    """
+    if len(hosts) < 2:
+        raise ValueError(f"hosts must be two or more to have a spread, got {list(hosts)}")
+    logs = [math.log(factor) for factor in hosts]
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *b"host"])))
+    factors = np.exp(random.normal(statistics.mean(logs), statistics.stdev(logs), count))
+    return [float(factor) for factor in np.clip(factors, 0.1, 10.0)]
 
 
 def measure(repeats: int = 30) -> tuple[Seconds, Seconds, Seconds]:

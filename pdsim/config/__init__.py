@@ -148,6 +148,7 @@ class Config:
     check: Check = field(default_factory=Check)
     live: Live = field(default_factory=Live)  # the servers of target=live
     host_factor: float = 1.0  # of the model: the host's part of a transfer, as a multiple of the calibrated one's
+    draw_host: bool = False  # of the model: draw `host_factor` from the seed, as the calibration's hosts differ
     jitter: Jitter = field(default_factory=Jitter)  # of the model
     simulate: Simulate = field(default_factory=Simulate)  # how the model does it
     memory: str = "timing"  # of the model: "timing" keeps sizes only, "tracked" also bytes
@@ -169,6 +170,10 @@ class Config:
             raise ValueError(f"checks must be one of on, off, got {self.checks!r}")
         if not 0.1 <= self.host_factor <= 10.0:
             raise ValueError(f"host_factor must be 0.1 to 10, got {self.host_factor}")
+        if self.draw_host and self.host_factor != 1.0:
+            raise ValueError(
+                f"draw_host=true draws the host_factor; leave out draw_host or host_factor={self.host_factor:g}"
+            )
         if not 0 <= self.samples <= 100_000:
             raise ValueError(f"samples must be 0 to 100000, got {self.samples}")
         if self.seed < 0:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Any
 
 from pdsim.calibration.definition import Calibration, applied, covers
-from pdsim.calibration.host_factor import on_host
+from pdsim.calibration.host_factor import drawn, on_host
 from pdsim.config import Config
 from pdsim.config.sources import ON_THE_COMMAND_LINE, borrowed, sourced
 from pdsim.config.typed import Known, build, required
@@ -47,9 +47,12 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
     config = build(Config, values, known=_known)
     backend, changed, spans = _varied(config.backend, keys, config.target)
     backend = _on_hardware(backend, config.hw)
-    if config.host_factor != 1.0 and config.target == "model":
-        own = {key: f"assumed: times host_factor={config.host_factor:g}" for key in _HOST if not covers(keys, key)}
-        backend, changed = on_host(backend, config.host_factor), changed | own
+    factor, why = _host(config, calibration)
+    if factor != 1.0:
+        own = {key: f"assumed: times host_factor={factor:g}{why}" for key in _HOST if not covers(keys, key)}
+        backend, changed = on_host(backend, factor), changed | own
+    if calibration is not None and (factor != 1.0 or "host_factor" in keys):
+        calibration = replace(calibration, host=factor)
     new = calibrated | changed | dict.fromkeys(keys, ON_THE_COMMAND_LINE)
     # what the calibration says of these numbers is not so with these options
     if calibration is not None and changed:
@@ -59,6 +62,7 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         config,
         policy=build(Policy, policy, "backend.policy"),
         host_factor=1.0,  # it is in the backend now: a run that is repeated changes nothing
+        draw_host=False,
         calibration=calibration,
         hw=sourced(config.hw, "hw", new),
         backend=sourced(borrowed(backend, config.hw), "backend", new),
@@ -68,6 +72,24 @@ def load(values: Mapping[str, Any], overridden: Iterable[str] = ()) -> Config:
         if config.collective is None
         else sourced(borrowed(config.collective, config.hw), "collective", new),
     )
+
+
+def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
+    """Return the `Config.host_factor` of *config*, or the one that is drawn, and how it came to be.
+
+    Raise a `ConfigError` where there is nothing to draw from.
+    """
+    if config.target != "model":
+        return 1.0, ""
+    if not config.draw_host:
+        return config.host_factor, ""
+    if calibration is None or len(calibration.hosts) < 2:
+        name = "none" if calibration is None else calibration.name
+        raise ConfigError(
+            f"draw_host=true needs a calibration of several hosts, and calibration={name} knows none; set host_factor="
+        )
+    (factor,) = drawn(calibration.hosts, config.seed, 1)
+    return factor, f", drawn from seed={config.seed} as {len(calibration.hosts)} hosts differ"
 
 
 def defaults(cls: type = Config) -> dict[str, Any]:

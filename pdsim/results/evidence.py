@@ -5,22 +5,24 @@ A modelled number is no better than its parameters; a measured one is evidence i
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from pdsim.calibration.definition import Calibration
-from pdsim.calibration.host_factor import on_host
+from pdsim.calibration.definition import Calibration, widening
+from pdsim.calibration.host_factor import drawn, on_host
 from pdsim.config import Config
 from pdsim.hardware import EVIDENCE
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import shapes
+from pdsim.transfer_log import endpoints, shapes
 from pdsim.units import format_rate, format_size
 
-__all__ = ["Evidence", "beyond", "extrapolations", "gather", "host_spread"]
+__all__ = ["Evidence", "HostSpread", "extrapolations", "gather", "host_note", "host_spread"]
+
+DRAWS = 1000
+"""Hosts that `host_spread` draws."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ def _named(owner: str, sources: Mapping[str, str]) -> dict[str, str]:
 def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
     """Return a warning for each way in which modelled *transfers* rest on what was measured elsewhere.
 
-    That is: a rate borrowed from other hardware which is the narrowest on the way, and transfers with more bytes or
-    descriptors than any sample of the calibration.
+    That is: a rate borrowed from other hardware which is the narrowest on the way, and transfers of more bytes,
+    descriptors or GPUs than any sample of the calibration, or of a host that is slower or quicker than those known.
     """
     if config.target != "model" or not transfers:
         return []
@@ -149,14 +151,36 @@ def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iter
             )
 
 
-def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
-    """Return by how much other hosts move the times of modelled *transfers*, each taken alone: a line, or none."""
+@dataclass(frozen=True)
+class HostSpread:
+    """By how much another host moves the transfers of a run, each taken alone, in the median of their shapes.
+
+    *low* and *high* are the 95 % interval of *draws* hosts, drawn from the run's seed: how many times as long the
+    transfers take.  *known* are the factors of the hosts that the calibration knows.
+    """
+
+    low: float
+    high: float
+    draws: int
+    known: tuple[float, ...]
+
+
+def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> HostSpread | None:
+    """Return by how much other hosts move the times of modelled *transfers*.
+
+    None for a run that was given its ``host_factor``, that has none of these transfers, or whose calibration knows
+    one host only.
+    """
     calibration, model = config.calibration, config.backend.intra
-    if config.target != "model" or not transfers or calibration is None or not calibration.hosts or model is None:
-        return []
+    if config.target != "model" or not transfers or calibration is None or model is None:
+        return None
+    if calibration.host or len(set(calibration.hosts)) < 2:
+        return None
     moves = {(shape.descriptors, shape.nbytes, shape.operation == "read") for shape in shapes(transfers)}
+    factors = sorted(drawn(calibration.hosts, config.seed, DRAWS))
+    ends = [factors[int(DRAWS * share)] for share in (0.025, 0.975)]  # times grow with the factor, so do quantiles
     spans = []
-    for factor in (min(calibration.hosts), max(calibration.hosts)):
+    for factor in ends:
         moved = on_host(config.backend, factor).intra
         assert moved is not None
         line = config.hw.interconnect.rate
@@ -165,11 +189,19 @@ def host_spread(config: Config, transfers: Sequence[TransferRecord]) -> list[str
             for count, size, read in moves
         ]
         spans.append(median(ratios))
-    low, high = min(calibration.hosts), max(calibration.hosts)
+    return HostSpread(spans[0], spans[1], DRAWS, calibration.hosts)
+
+
+def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
+    """Return the line that says `host_spread`, or none."""
+    spread, calibration = host_spread(config, transfers), config.calibration
+    if spread is None or calibration is None:
+        return []
     return [
-        f"host: on {len(calibration.hosts)} hosts its part of a transfer took {low:g} to {high:g} times what "
-        f"calibration={calibration.name} says; alone, these transfers then take {spans[0]:.2f} to {spans[1]:.2f} times "
-        "as long (host_factor=, pdsim doctor --host)"
+        f"host: on {len(spread.known)} hosts its part of a transfer took {min(spread.known):g} to "
+        f"{max(spread.known):g} times what calibration={calibration.name} says; alone, these transfers take "
+        f"{spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts (draw_host=true, host_factor=, "
+        "pdsim doctor --host)"
     ]
 
 
@@ -182,17 +214,19 @@ def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iter
         counts[shape.descriptors, shape.nbytes] += count
     yield from _outside(calibration, "descriptors", str, calibration.descriptors, counts, 0)
     yield from _outside(calibration, "bytes", format_size, calibration.bytes, counts, 1)
-
-
-def beyond(factor: float) -> float:
-    """Return how many times as wide an interval is *factor* times beyond the samples of a calibration.
-
-    It grows by as much again with each doubling, ``1 + log2(factor)``: a rule, not a measurement.
-
-    >>> beyond(1.0), beyond(4.0)
-    (1.0, 3.0)
-    """
-    return 1.0 + math.log2(max(1.0, factor))
+    gpus = min(len(endpoints(transfers)), config.hw.nodes * config.hw.gpus)
+    found = calibration.factors(gpus=gpus)
+    if "gpus" in found:
+        yield (
+            f"warning: {gpus} GPUs take part, and samples of calibration={calibration.name} have "
+            f"{calibration.gpus[1]}: extrapolated, by a factor of {found['gpus']:.3g}"
+        ) + _error(calibration, found["gpus"])
+    if "hosts" in found:
+        yield (
+            f"warning: host_factor={calibration.host:g} is that of no host of calibration={calibration.name}, "
+            f"{min(calibration.hosts):g} to {max(calibration.hosts):g}: extrapolated, by a factor of "
+            f"{found['hosts']:.3g}"
+        ) + _error(calibration, found["hosts"])
 
 
 def _outside(
@@ -224,7 +258,7 @@ def _error(calibration: Calibration, factor: float) -> str:
     held = calibration.held_out
     if held is None:
         return ""
-    wide = beyond(factor)
+    wide = widening(factor)
     return (
         f"; take its error there, {100.0 * held.p95:.2g} % at 95 of 100 held-out points, {wide:.3g} times as large"
     )

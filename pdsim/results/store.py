@@ -23,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -126,6 +127,8 @@ class Run:
             "engine": _engines(result),
             "evidence": evidence.gather(self.config, serving=serving, gathering=gathering).as_dict(),
         }
+        if spread := evidence.host_spread(self.config, result.transfers):
+            self._about["evidence"]["hosts"] = asdict(spread)
         if result.offered_load is not None:
             self._about["offered_load"] = dict(result.offered_load)
 

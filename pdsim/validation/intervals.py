@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from typing import Any
 
+from pdsim.calibration.definition import widening
+from pdsim.calibration.host_factor import on_host
 from pdsim.config import Config
 from pdsim.costs import Ramp
 from pdsim.units import parse_rate, parse_time
@@ -24,12 +26,17 @@ __all__ = ["predicted", "variants"]
 def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
     """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it.
 
-    Values are in SI units.  The three configurations differ in that one parameter only; a ramp is one parameter.
+    Values are in SI units.  The three configurations differ in that one parameter only; a ramp is one parameter, and
+    so is the host, unless the run was given its ``host_factor``: then its ends are the quickest and the slowest known.
     Raise a `ValueError` for an interval that cannot be parsed.
     """
     intervals = config.calibration.intervals if config.calibration is not None else {}
     for key, (low, high) in sorted(intervals.items()):
         yield key, _with(config, key.split("."), _value(low)), _with(config, key.split("."), _value(high))
+    hosts = config.calibration.hosts if config.calibration is not None and not config.calibration.host else ()
+    if len(set(hosts)) > 1:
+        low_host, high_host = (replace(config, backend=on_host(config.backend, of(hosts))) for of in (min, max))
+        yield "hosts", low_host, high_host
 
 
 def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> list[Value]:
@@ -37,8 +44,10 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
 
     *predict* is called once, and twice more for each parameter that has an interval; it must return the same values
     in the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
+    The error that the calibration has at 95 of 100 points left out of its fit adds in quadrature, and the whole grows
+    with `Value.factor`, by which the value lies beyond the samples (`pdsim.calibration.definition.widening`).
     """
-    centre = predict(config)
+    centre = [_placed(config, value) for value in predict(config)]
     down, up = [0.0] * len(centre), [0.0] * len(centre)
     known = False
     for _, *ends in variants(config):
@@ -47,10 +56,32 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
         for index, changes in enumerate(zip(*moved, strict=True)):
             down[index] = math.hypot(down[index], min(0.0, *changes))
             up[index] = math.hypot(up[index], max(0.0, *changes))
+    known = known or (config.calibration is not None and config.calibration.held_out is not None)
     if not known:
-        return list(centre)
-    spans = zip(centre, down, up, strict=True)
-    return [replace(value, low=value.value - below, high=value.value + above) for value, below, above in spans]
+        return centre
+    return [_spanned(config, *each) for each in zip(centre, down, up, strict=True)]
+
+
+def _placed(config: Config, value: Value) -> Value:
+    """Return *value* with the factor by which it lies beyond the calibration's samples, all of them multiplied."""
+    if config.calibration is None:
+        return value
+    gpus = min(value.gpus, config.hw.nodes * config.hw.gpus)
+    nbytes = value.nbytes if value.descriptors else 0
+    found = config.calibration.factors(descriptors=value.descriptors, nbytes=nbytes, gpus=gpus)
+    return replace(value, factor=math.prod(found.values()))
+
+
+def _spanned(config: Config, value: Value, below: float, above: float) -> Value:
+    """Return *value* with its interval, *below* and *above* it by what parameters and hosts move it."""
+    calibration = config.calibration
+    assert calibration is not None
+    held = calibration.held_out_reads if value.group.endswith(", read") else calibration.held_out
+    held = held or calibration.held_out
+    error = value.value * held.p95 if held is not None else 0.0
+    wide = widening(value.factor)
+    low = value.value - wide * math.hypot(below, error)
+    return replace(value, low=max(0.0, low), high=value.value + wide * math.hypot(above, error))
 
 
 def _value(text: str) -> float | tuple[Ramp, ...]:

@@ -55,6 +55,9 @@ class Value:
     low: float | None = None  # of a prediction: 95 %, from the calibration's uncertainty
     high: float | None = None
     per_job: tuple[float, ...] = ()  # of a measurement: that of each job, whose geometric mean *value* is
+    descriptors: int = 0  # of a transfer; 0: not of one
+    gpus: int = 0  # that take part; 0: unknown
+    factor: float = 1.0  # of a prediction: how far beyond the calibration's samples it is
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -3,12 +3,13 @@
 import pytest
 
 from experiments import transfer
-from pdsim.calibration.host_factor import measure
+from pdsim.calibration.host_factor import drawn, measure
 from pdsim.cli.doctor import host
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
-from pdsim.results.evidence import host_spread
+from pdsim.results.evidence import extrapolations, host_note, host_spread
+from pdsim.transfer import TransferRecord
 
 WORDS = ["hw=2xh200", "backend=mooncake_nvlink", "experiment=transfer", "experiment.ranks=2"]
 
@@ -45,17 +46,47 @@ def test_a_factor_that_no_host_has_is_refused(factor):
 
 def test_results_say_how_far_other_hosts_move_their_transfers():
     small = ["experiment.blocks=[1000]", "experiment.size=[4KiB]", "experiment.repeat=1"]
-    (line,) = notes(small)
-    assert "take 0.93 to 1.24 times as long" in line  # all posting
+    factors = sorted(drawn((0.93, 1.0, 1.24), seed=0, count=1000))
+    (line,), spread = said(small)  # all posting
+    assert (spread.low, spread.high) == (pytest.approx(factors[25], rel=0.01), pytest.approx(factors[975], rel=0.01))
+    assert f"take {spread.low:.2f} to {spread.high:.2f} times as long on 95 of 100 hosts" in line
     large = ["experiment.blocks=[1]", "experiment.size=[256MiB]", "experiment.repeat=1"]
-    (line,) = notes(large)
-    assert "take 1.00 to 1.01 times as long" in line  # all wire
+    _, spread = said(large)  # all wire
+    assert 0.99 < spread.low < 1.0 < spread.high < 1.01
+    assert said([*small, "host_factor=1.1"]) == ([], None)
 
 
-def notes(words):
+def said(words):
     config = compose([*WORDS, *words, "experiment.patterns=[pair]"])
     result = transfer.run(config, Model(config.hw, config.backend), lambda *_: None)
-    return host_spread(config, result.transfers)
+    return host_note(config, result.transfers), host_spread(config, result.transfers)
+
+
+def test_a_host_is_drawn_from_the_seed():
+    usual = intra()
+    for seed in (1, 2):
+        config = compose([*WORDS, "draw_host=true", f"seed={seed}"])
+        (factor,) = drawn((0.93, 1.0, 1.24), seed, 1)
+        assert config.backend.intra.descriptor == pytest.approx(usual.descriptor * factor, rel=1e-12)
+        assert (config.calibration.host, config.draw_host) == (factor, False)
+        source = config.backend.sources["intra.descriptor"]
+        assert source == f"assumed: times host_factor={factor:g}, drawn from seed={seed} as 3 hosts differ"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["calibration=none"], "knows none; set host_factor="), (["host_factor=2"], "leave out draw_host or host_f")],
+)
+def test_a_host_is_not_drawn_from_nothing_nor_beside_one_that_is_given(words, why):
+    with pytest.raises(ConfigError, match=why):
+        intra("draw_host=true", *words)
+
+
+def test_a_host_that_nobody_knows_is_a_warning_with_the_factor():
+    config = compose([*WORDS, "host_factor=2.48"])
+    (warning,) = extrapolations(config, [TransferRecord("m", "write", "a", "b", 4096, 1, *(0.0,) * 5)])
+    assert "is that of no host of calibration=mooncake_nvlink-2xh200, 0.93 to 1.24" in warning
+    assert "by a factor of 2; take its error there, 5.1 % at 95 of 100 held-out points, 2 times" in warning
 
 
 def test_doctor_times_a_loop_beside_the_hosts_of_the_calibrations():

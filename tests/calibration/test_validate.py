@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdsim.calibration.definition import Calibration
+from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.costs import Ramp
 from pdsim.errors import ConfigError
@@ -131,3 +132,48 @@ def test_deviations_add_in_quadrature(tmp_path: Path):
 def test_without_a_calibration_there_is_no_interval(tmp_path: Path):
     (found,) = predicted(make_config(tmp_path), lambda config: [value(1.0)])
     assert (found.low, found.high) == (None, None)
+
+
+def test_what_the_fit_missed_adds_to_the_interval(tmp_path: Path):
+    held = HeldOut(points=16, how="random", mean=0.1, median=0.1, p95=0.3, bias=0.0)
+    config = calibrated(tmp_path)
+    config = replace(config, calibration=replace(config.calibration, held_out=held, intervals={}))
+    (found,) = predicted(config, lambda _: [value(1.0)])
+    assert (found.low, found.high) == (pytest.approx(0.7), pytest.approx(1.3))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "descriptors", "gpus", "factor"),
+    [
+        (1024, 4, 2, 1.0),
+        (1024, 8, 2, 2.0),
+        (256, 4, 2, 4.0),
+        (1 << 20, 4, 2, 2.0),
+        (1024, 4, 4, 2.0),
+        (1024, 4, 99, 2.0),  # no more GPUs take part than there are
+        (1024, 8, 4, 4.0),
+    ],
+)
+def test_an_interval_grows_with_the_factor_beyond_the_samples(tmp_path: Path, nbytes, descriptors, gpus, factor):
+    held = HeldOut(points=16, how="random", mean=0.1, median=0.1, p95=0.1, bias=0.0)
+    calibration = Calibration(name="fit", held_out=held, descriptors=(1, 4), bytes=(1024, 1 << 19), gpus=(2, 2))
+    config = make_config(tmp_path)
+    config = replace(config, calibration=calibration, hw=replace(config.hw, nodes=1, gpus=4))
+    at = replace(value(1.0, nbytes=nbytes), descriptors=descriptors, gpus=gpus)
+    (found,) = predicted(config, lambda _: [at])
+    assert found.factor == factor
+    assert found.high == pytest.approx(1.0 + 0.1 * (1.0 + math.log2(factor)))
+    assert found.low == pytest.approx(1.0 - 0.1 * (1.0 + math.log2(factor)))
+
+
+def test_hosts_are_a_parameter_of_their_own_unless_one_is_given(tmp_path: Path):
+    def predict(config: Config) -> list[Value]:
+        assert config.backend.intra is not None
+        return [value(config.backend.intra.call)]
+
+    config = replace(make_config(tmp_path), calibration=Calibration(name="fit", hosts=(0.8, 1.0, 1.5)))
+    (found,) = predicted(config, predict)  # 5 us
+    assert (found.low, found.high) == (pytest.approx(4e-6), pytest.approx(7.5e-6))
+    given = replace(config, calibration=Calibration(name="fit", hosts=(0.8, 1.0, 1.5), host=3.0))
+    (found,) = predicted(given, predict)
+    assert (found.low, found.factor) == (None, 2.0)

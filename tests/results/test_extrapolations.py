@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdsim.results.evidence import beyond, extrapolations
+from pdsim.calibration.definition import widening
+from pdsim.results.evidence import extrapolations
 from pdsim.transfer import TransferRecord
 from tests.support.composed import composed
 
@@ -65,11 +66,22 @@ def test_transfers_beyond_the_samples_are_a_warning_with_the_factor():
     assert "1 to 4096 descriptors: extrapolated to 40960, by a factor of 10" in warning
 
 
+def test_more_gpus_than_were_calibrated_are_a_warning_with_the_factor():
+    config = composed("hw=8xh200", "backend=nvlink")
+    every = [moved()._replace(source=f"r{index}", target=f"r{index + 1}") for index in range(7)]
+    assert not extrapolations(config, every[:1])
+    (warning,) = extrapolations(config, every)
+    assert warning == (
+        "warning: 8 GPUs take part, and samples of calibration=nvlink-2xh200 have 2: extrapolated, by a factor of 4; "
+        "take its error there, 3 % at 95 of 100 held-out points, 3 times as large"
+    )
+
+
 @pytest.mark.parametrize(
     ("factor", "wide"), [(0.5, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.584962500721156), (8.0, 4.0)]
 )
 def test_errors_grow_once_more_with_each_doubling(factor, wide):
-    assert beyond(factor) == wide
+    assert widening(factor) == wide
 
 
 def test_a_real_run_is_never_extrapolated():
