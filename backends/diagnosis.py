@@ -1,4 +1,8 @@
-"""What this machine has: GPUs, RDMA devices, shared memory, libraries; each with a remedy where it does not work."""
+"""What this machine has: GPUs, RDMA devices, shared memory, libraries; each with a remedy where it does not work.
+
+Native libraries are tried in a process of their own, since some abort, and CUDA does not survive a
+fork.  What a process says is kept: this machine does not change while a command runs.
+"""
 
 from __future__ import annotations
 
@@ -98,6 +102,7 @@ def _nvidia() -> str:
 
 
 def _gpus() -> Diagnosis:
+    """Say which GPUs there are: NVIDIA's by their driver, AMD's by the kernel's device."""
     if names := _nvidia().splitlines():
         return Diagnosis("gpu", works=True, version=f"{len(names)} x {names[0]}")
     if Path("/dev/kfd").exists():
@@ -111,6 +116,7 @@ def _gpus() -> Diagnosis:
 
 
 def _rdma() -> Diagnosis:
+    """Say which RDMA devices Linux has."""
     folder = Path("/sys/class/infiniband")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if found:
@@ -120,6 +126,7 @@ def _rdma() -> Diagnosis:
 
 
 def _shm() -> Diagnosis:
+    """Say whether processes can share memory, and how much is left for it."""
     folder = Path("/dev/shm")  # noqa: S108 it is what is looked for
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Diagnosis(

@@ -1,8 +1,12 @@
 """CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.cuda_device` need.
 
-PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece, and has no call for
-a batch of copies; so memory, streams, events and copies are asked for here, from the library that PyTorch uses too.
-Addresses, streams and events are integers.  Nothing here waits for a device unless it says so.
+PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece,
+and has no call for a batch of copies; so memory, streams, events and copies are asked for here,
+from the library that PyTorch uses too.  Addresses, streams and events are integers.  Nothing here
+waits for a device unless it says so.
+
+Structures and constants are those of the headers of CUDA 13 (driver_types.h); `_BATCHES_SINCE` is
+where they differ from 12.
 """
 
 from __future__ import annotations
@@ -60,8 +64,12 @@ class _Attributes(ctypes.Structure):
 class Cudart:
     """The library.  Every method raises `TransferFailed` with CUDA's own words if CUDA refuses.
 
-    One object for the process (`cudart`).  *version* is the runtime's, such as ``"13.0"``.  Functions that the
-    library does not have are left out; `copy_batch` then makes single copies.
+    One object for the process (`cudart`).  Methods work on the GPU that the calling thread has
+    chosen (`use`).  Functions that the library does not have are left out; `copy_batch` then makes
+    single copies.
+
+    Attributes:
+        version: The runtime's, such as "13.0".
     """
 
     def __init__(self, library: Any) -> None:
@@ -136,13 +144,21 @@ class Cudart:
     # --- other processes -------------------------------------------------------------------------------------------
 
     def share(self, address: int) -> bytes:
-        """Return what another process needs to map the memory that begins at *address*."""
+        """Return what another process needs to map the memory that begins at *address*.
+
+        `HANDLE_BYTES` of cudaIpcMemHandle_t, valid while the memory is allocated.  *address* must
+        be the beginning of an allocation: CUDA shares it whole.
+        """
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def map(self, handle: bytes) -> int:
-        """Return where the memory that another process has shared begins in this one."""
+        """Return where the memory that another process has shared begins in this one.
+
+        Peer access between the two GPUs is enabled with it, when it is first needed.  `unmap`
+        undoes it.
+        """
         address = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
         return int(address.value or 0)
@@ -174,7 +190,7 @@ class Cudart:
         return int(event.value or 0)
 
     def record(self, event: int, stream: int) -> None:
-        """Have *event* happen after the work that *stream* has been given so far."""
+        """Have *event* happen after the work that *stream* has been given so far; an event can be used again."""
         if code := self._record(event, stream):
             self._check("cudaEventRecord", code)
 

@@ -69,7 +69,11 @@ _MOVED, _FAILED = 1, -1
 
 @dataclass(eq=False)
 class _Session:
-    """A peer, as the engine names it."""
+    """A peer as the engine names it, by host and port.
+
+    Over NVLink it also holds what waits to be posted: at most ``threads`` batches are `under_way`,
+    the rest go in order.
+    """
 
     session: str
     under_way: int = 0  # batches that the clock's thread has posted
@@ -121,13 +125,17 @@ class _Transport(Variant):
 class MooncakeEndpoint(RealEndpoint):
     """An `Endpoint` on ``mooncake.engine.TransferEngine``.
 
-    Options of the engine beside environment variables: ``threads``, how many batches to one peer are under way at
-    once, and ``device``, the RDMA devices to use, with commas between them; those that the engine finds if it is
-    empty.
+    Options of the engine beside environment variables: ``threads``, how many batches to one peer
+    are under way at once, and ``device``, the RDMA devices to use, with commas between them; those
+    that the engine finds if it is empty.
 
-    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them posts it, waits for
-    its end, and has the clock's thread report it. Over NVLink the clock's thread does both: small batches are done
-    within `post`, others are asked for by `poll`.
+    Life of a transfer over a network: `post` queues it for the threads of its peer; one of them
+    posts it, waits for its end, and has the clock's thread report it.  Over NVLink the clock's
+    thread does both: small batches are done within `post`, others are asked for by `poll`.
+
+    A batch is one call with three lists (addresses here, addresses there, bytes), made by
+    `PostedTransfer.blocks`; preparing them is the ``prep`` of a record, and handing them over is
+    its ``post``.
     """
 
     kind = "mooncake"
@@ -297,7 +305,10 @@ class MooncakeEndpoint(RealEndpoint):
                 self._finish(transfer, None, transfer.posted, transfer.posted)
 
     def poll(self) -> bool:
-        """Ask what has ended, all before any goes on: what is posted then would keep the stream from being idle."""
+        """Report what has ended over NVLink and post what waited for it; return whether anything has.
+
+        All are asked before any goes on: what is posted then would keep the stream from being idle.
+        """
         codes: dict[PostedTransfer, int] = {}
         while self._tickets and (ended := self._ended()):
             codes |= ended
@@ -333,7 +344,10 @@ class MooncakeEndpoint(RealEndpoint):
     # --- over a network, and with several posting threads: in threads ----------------------------------------------
 
     def _queue(self, peer: PeerState | None, threads: int) -> queue.SimpleQueue[PostedTransfer | None]:
-        """Return what *threads* take transfers to *peer* from, or to all peers."""
+        """Return what *threads* take transfers to *peer* from, or to all peers if it is None.
+
+        The threads are started with the first transfer, and end with the engine.
+        """
         if peer not in self._queues:
             work: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()
             self._queues[peer] = work

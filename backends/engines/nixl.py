@@ -65,7 +65,16 @@ NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps 
 
 @dataclass(frozen=True, kw_only=True)
 class _Transports(Variant):
-    """How UCX is told what to go over, and what it may then report."""
+    """How UCX is told what to go over, and what it may then report.
+
+    Attributes:
+        environment: Variables that make the variant what it is, if ``backend.options`` do not name
+            them.
+        defaults: Variables that are left alone where the environment has them.
+        error_handling: Of UCX: "peer", or "none" where a transport has none.
+        allowed: Transports that UCX may report; with any other the endpoint is refused, since
+            results would be of that.
+    """
 
     requires: EngineLibrary | None = NIXL
     environment: Mapping[str, str]
@@ -77,12 +86,17 @@ class _Transports(Variant):
 class NixlEndpoint(RealEndpoint):
     """An `Endpoint` on ``nixl_cu13``'s agent with the UCX plugin, polled by the clock as a `Source`.
 
-    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which spins on a core,
-    and ``num_threads``, how many threads of the plugin post large batches; 0, and off, without them.
+    Options beside environment variables: ``progress_thread``, "true" for NIXL's own thread, which
+    spins on a core, and ``num_threads``, how many threads of the plugin post large batches; 0, and
+    off, without them.
 
-    Life of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does every beat; `_ended`
-    releases the handle, once, and reports it. One whose peer is lost is looked at with the beats only, for it may
-    never end. A peer is told to poll while it is written to or read from, and until `BEAT` after the last use.
+    Life of a transfer: `post` makes a handle and starts it; `poll` asks for its state, as does
+    every beat; `_ended` releases the handle, once, and reports it.  One whose peer is lost is
+    looked at with the beats only, for it may never end.  A peer is told to poll while it is written
+    to or read from, and until `BEAT` after the last use.
+
+    Making the handle (descriptor lists and ``initialize_xfer``) is the ``prep`` of a record,
+    starting it the ``post``: the same division as nixlbench's.
     """
 
     kind = "nixl"
@@ -318,7 +332,11 @@ class NixlEndpoint(RealEndpoint):
         return bool(self._posted or self._inbound)
 
     def _progress(self, listen: bool) -> bool:
-        """Look after what was posted and, to *listen*, for notifications: who sends none has said nothing either."""
+        """Look after what was posted and, to *listen*, for notifications; return whether anything has happened.
+
+        Without a peer that writes or reads here there can be no notification, and asking for them
+        costs a call.
+        """
         found = False
         for transfer in tuple(self._posted):
             state = self._ask(self._agent.check_xfer_state, transfer)
@@ -335,7 +353,10 @@ class NixlEndpoint(RealEndpoint):
         return found
 
     def _ask(self, question: Callable[[Any], str], transfer: PostedTransfer) -> str:
-        """Return "DONE", "PROC" or what went wrong."""
+        """Return the state of *transfer* that *question* gives: "DONE", "PROC" while it goes on, or what went wrong.
+
+        A peer that UCX has lost fails the transfer at once, with bytes that may still move.
+        """
         try:
             return question(transfer.handle)
         except self._errors.nixlRemoteDisconnectError as error:

@@ -1,8 +1,14 @@
 """Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
 
-The life of the process: read ``Start``, make clock, memory, endpoint and channel, say ``WorkerReady``, wait for
-``Go``, run the program, say ``Done``, close everything, and leave.  An exception before ``Go`` is told as
-``WorkerFailed``.
+The life of the process: read ``Start``, make clock, memory, endpoint and channel, say
+``WorkerReady``, wait for ``Go``, run the program, say ``Done``, close everything, and leave.  An
+exception before ``Go`` is told as ``WorkerFailed``.  *FD* is the descriptor of a socket to the
+supervisor, whose messages are `backends.jobs.supervision`'s.
+
+Nothing here is particular to an engine: its class comes from `backends.registry`.  What slows a
+rank down or makes its times uneven is kept away before the program starts: garbage collection of
+what libraries have made, naps longer than asked for, memory that goes back to the system, and
+processors that another rank uses.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ _NO_MODEL = EngineModel(path="tcp", call=0, descriptor=0, overlap=False, latency
 
 
 class Records:
-    """A `Recorder` that keeps what it is told."""
+    """A `Recorder` that keeps what it is told, in order, until the supervisor gets it with ``Done``."""
 
     def __init__(self) -> None:
         self.transfers: list[TransferRecord] = []
@@ -250,7 +256,11 @@ def _device(clock: WallClock, start: supervision.Start) -> RealDevice:
 
 
 def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: supervision.Start) -> supervision.Done:
-    """Run *program* to its end and return what the supervisor is to know of it; no exception gets out."""
+    """Run *program* to its end and return what the supervisor is to know of it; no exception gets out.
+
+    What it returns must be plain data.  An error that is not pdsim's own also prints its traceback,
+    which the supervisor has in the output of the process.
+    """
     value, error = None, ""
     try:
         value = clock.run(clock.process(program(rank, **start.arguments)))

@@ -1,6 +1,11 @@
 """The open-loop client: every request is sent when the trace says, whatever became of those before.
 
-Times are those of one clock, `time.monotonic`, in one process; a chunk's time is when its bytes were read here.
+Times are those of one clock, `time.monotonic`, in one process; a chunk's time is when its bytes
+were read here.
+
+A client that is slow would be measured as a slow server.  So prompts are encoded before they are
+due, the garbage collector is off while requests are under way, and how late requests were sent is
+kept with each (`RequestRow.sent`).
 """
 
 from __future__ import annotations
@@ -32,7 +37,10 @@ Prompt = Callable[[int, Request], bytes]
 
 
 class Limits(NamedTuple):
-    """What bounds the client."""
+    """What bounds the client.
+
+    A request that waits for a connection is sent late, and one that takes too long has failed.
+    """
 
     connections: int  # to all servers together
     timeout: float  # seconds from a request's arrival to its end

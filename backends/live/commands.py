@@ -1,6 +1,12 @@
 """Command lines and environments that start vLLM and SGLang in the layout and with the settings of a configuration.
 
-Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a GPU that is hidden.
+Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a GPU
+that is hidden.
+
+What a simulated run is told by ``parallel``, ``scheduler`` and ``kv`` the servers are told by their
+own flags, so that one configuration describes both; what has no counterpart here is given by
+``live.arguments``.  Weights are not loaded but made up (``--load-format dummy``): times do not
+depend on them.
 """
 
 from __future__ import annotations
@@ -37,8 +43,14 @@ BOOTSTRAP = 900
 class ServerLaunch:
     """One server to start.
 
-    *gpus* are numbers of the machine, in the order in which the server sees them; *environment* is added to this
-    process's.
+    Attributes:
+        name: Role and number, such as "prefill0".
+        role: "prefill", "decode" or "server".
+        port: Of its HTTP interface, on this machine.
+        bootstrap_port: At which SGLang's prefill servers meet those of decode.
+        gpus: Its own, as numbers of the machine, in the order in which the server sees them.
+        command: To start it, the interpreter first.
+        environment: Added to this process's.
     """
 
     name: str
@@ -120,6 +132,7 @@ def _places(config: Config) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _model(engine: str, model: Path, config: Config) -> list[str]:
+    """Return the flags that name the model's folder and how it is called, and have its weights made up."""
     name = "--model" if engine == "vllm" else "--model-path"
     return [name, str(model), "--served-model-name", config.model.name, "--load-format", "dummy"]
 
@@ -154,7 +167,10 @@ def _vllm(config: Config, role: str, side: Side, number: int, _: int) -> tuple[l
 
 
 def _sglang(config: Config, role: str, side: Side, _: int, bootstrap: int) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments and the environment of an SGLang server in *role*, with its transfer backend."""
+    """Return the arguments and the environment of an SGLang server in *role*, with its transfer backend.
+
+    Prompts are token ids, so the server needs no tokenizer.
+    """
     arguments = [
         "--skip-tokenizer-init",
         "--enable-metrics",

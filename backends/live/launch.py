@@ -1,7 +1,8 @@
 """Starts the servers of a deployment, waits until they answer, and ends every process that came of them.
 
-A server is the leader of a session of its own.  Engines start children that outlive a killed parent and hold a GPU's
-memory, so what ends is every process of the session.
+A server is the leader of a session of its own.  Engines start children that outlive a killed parent
+and hold a GPU's memory, so what ends is every process of the session.  Should this process be
+killed itself, the kernel sends the servers SIGTERM.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def started(
 
 
 def _start(server: ServerLaunch, folder: Path) -> subprocess.Popen[bytes]:
+    """Start *server*; its log begins with the command and what was added to the environment."""
     with (folder / f"{server.name}.log").open("wb") as log:
         log.write(f"# {' '.join(server.command)}\n# {dict(server.environment)}\n".encode())
         log.flush()
@@ -106,6 +108,7 @@ def _await(
 
 
 def _answers(url: str) -> bool:
+    """Return whether *url* answers with status 200 within five seconds."""
     with suppress(URLError, OSError, ValueError), urlopen(url, timeout=5) as answer:  # noqa: S310
         return bool(answer.status == 200)
     return False

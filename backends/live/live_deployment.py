@@ -1,4 +1,10 @@
-"""The target `live`: servers that somebody runs, or that are started for the run, and a client that measures them."""
+"""The target `live`: servers that somebody runs, or that are started for the run, and a client that measures them.
+
+`deployed` makes a `LiveDeployment` of a configuration, and `serve` sends it a workload.  Everything
+is measured at the client, over HTTP, as a user would; what servers report of themselves
+(`backends.live.metrics`) stands beside it and is mixed with nothing.  Needs aiohttp
+(``pdsim[live]``), imported when the first request is sent.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +37,10 @@ METRICS = "metrics.parquet"
 
 @dataclass(frozen=True)
 class Served:
-    """What became of a workload.
+    """What became of a workload; made by `LiveDeployment.serve`, or of somebody's log by `backends.live.observed`.
 
-    *rows* are in the order of the requests.  *start* and the times of *rows* are on one clock; those of *samples*
-    count from *start*.
+    *rows* are in the order of the requests.  *start* and the times of *rows* are on one clock;
+    those of *samples* count from *start*.
     """
 
     start: float  # at which the first request could arrive, on the client's clock
@@ -151,10 +157,16 @@ def _named(config: Config) -> list[tuple[str, LiveServer]]:
 
 @dataclass
 class LiveDeployment:
-    """Servers, each with its role, and how to measure them.  *folder* gets what they report of themselves.
+    """Servers, each with its role, and how to measure them.
 
-    Made by `deployed`.  *bootstrap* has the bootstrap ports of SGLang's prefill servers by name, where they were
-    launched.
+    Made by `deployed`.
+
+    Attributes:
+        config: Of the run: limits, prompts, and what to send before the workload.
+        engine: "vllm", "sglang", or "" for any server with OpenAI's API.
+        servers: Role ("prefill", "decode" or "server") and server.
+        folder: Of the run, which gets what servers report of themselves.
+        bootstrap: Bootstrap ports of SGLang's prefill servers by name, where they were launched.
     """
 
     config: Config
@@ -166,8 +178,17 @@ class LiveDeployment:
     def serve(self, requests: Sequence[Request], progress: ShowProgress, *, policy: str = "least_tokens") -> Served:
         """Send *requests*, in order of arrival, and return what became of each.
 
-        *policy*, ``"least_tokens"`` or ``"round_robin"``, chooses among servers of one role.  Raise a
-        `BackendUnavailable` if a server does not answer at all before the first request.
+        Each is sent at its arrival, whether those before have ended or not, as long as
+        ``live.connections`` allow.  A request that fails has a status and raises nothing.
+
+        Args:
+            requests: With arrivals in seconds from the start of the workload.
+            progress: Told the share of requests that have ended.
+            policy: "least_tokens" or "round_robin", among servers of one role.
+
+        Raises:
+            BackendUnavailable: A server does not answer at all before the first request.
+            ConfigError: The servers list no model and none is named.
         """
         return asyncio.run(self._serve(requests, progress, policy))
 

@@ -1,12 +1,15 @@
 """What a deployment has logged of its requests, as rows like those that pdsim's own client measures.
 
-==============  ============================================================================================
-``vllm-bench``  the JSON that ``vllm bench serve --save-result --save-detailed`` writes
-``aiperf``      ``profile_export.jsonl`` of aiperf: a record a request
-``sglang``      a JSON record a line with the times of a request, as ``meta_info`` of SGLang's answers has them
-==============  ============================================================================================
+==============
+============================================================================================
+``vllm-bench``  the JSON that ``vllm bench serve --save-result --save-detailed`` writes ``aiperf``
+``profile_export.jsonl`` of aiperf: a record a request ``sglang``      a JSON record a line with the
+times of a request, as ``meta_info`` of SGLang's answers has them ==============
+============================================================================================
 
-Only what a request needs is read: when it arrived, its tokens, its first and its last token, and why it failed.
+Only what a request needs is read: when it arrived, its tokens, its first and its last token, and
+why it failed.  `pdsim observe` makes two things of it: a trace with which the same requests can be
+simulated, and a run that ``pdsim compare`` and ``pdsim validate`` take as measured.
 """
 
 from __future__ import annotations
@@ -25,7 +28,11 @@ __all__ = ["FORMATS", "Observed", "read", "served", "trace"]
 
 
 class Observed(NamedTuple):
-    """A request that somebody else measured; times are seconds on the clock of its log."""
+    """A request that somebody else measured; times are seconds on the clock of its log.
+
+    Requests sort by their arrival, which comes first.  *gaps* are between tokens as the client saw
+    them; servers' own logs have none.
+    """
 
     arrival: float
     input: int  # tokens
@@ -62,7 +69,11 @@ def read(path: Path, kind: str = "") -> list[Observed]:
 
 
 def trace(found: list[Observed]) -> str:
-    """Return the requests as a trace in Mooncake's format, for ``workload.trace``: arrivals count from the first."""
+    """Return the requests as a trace in Mooncake's format, for ``workload.trace``: arrivals count from the first.
+
+    A JSON object a line, with milliseconds and token counts.  Prompts are unknown, so no two share
+    a prefix; a request that failed before its first token asks for one.
+    """
     start = found[0].arrival
     rows = (
         {
@@ -102,6 +113,7 @@ def served(found: list[Observed], source: str) -> tuple[list[Request], Served]:
 
 
 def _vllm_bench(text: str) -> Iterator[Observed]:
+    """Yield the requests of one benchmark, whose columns are lists of equal length, in seconds."""
     log = json.loads(text)
     if "start_times" not in log:
         raise ValueError("no start_times, without which arrivals are unknown: save it with --save-detailed")
@@ -118,6 +130,7 @@ def _vllm_bench(text: str) -> Iterator[Observed]:
 
 
 def _aiperf(text: str) -> Iterator[Observed]:
+    """Yield the requests of a profile, without those of the warm-up; values have their units beside them."""
     for line in filter(None, text.splitlines()):
         record = json.loads(line)
         about, metrics = record["metadata"], record.get("metrics") or {}
@@ -144,6 +157,7 @@ def _seconds(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def _sglang(text: str) -> Iterator[Observed]:
+    """Yield the requests of SGLang's servers; of a pair, times of both as decode's answer carries them."""
     for line in filter(None, text.splitlines()):
         record = json.loads(line)
         record = record.get("meta_info", record)

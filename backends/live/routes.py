@@ -1,8 +1,12 @@
 """Which servers a request visits, and in which order.
 
-`Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with one token to
-generate, then the same prompt with the parameters that prefill returned to decode.  `SglangPair` does what SGLang's
-router does: the prompt to both sides at once, which meet in one ``bootstrap_room``.
+`Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with
+one token to generate, then the same prompt with the parameters that prefill returned to decode.
+`SglangPair` does what SGLang's router does: the prompt to both sides at once, which meet in one
+``bootstrap_room``.
+
+A route knows no HTTP: it posts with a `Post`, so that it can be tested without servers, and reads
+answers with a `backends.live.formats.Format`.
 """
 
 from __future__ import annotations
@@ -51,8 +55,11 @@ class RequestRow:
 class LiveServer:
     """A server, and the tokens of the requests that it has.
 
-    *load* is in tokens of requests that are there now, *sent* counts requests so far.  Both are the client's own
-    account.
+    Attributes:
+        name: Of its role and number, such as "decode0".
+        url: Without a path.
+        load: Tokens of requests that are there now, by the client's own account.
+        sent: Requests so far.
     """
 
     name: str

@@ -1,6 +1,10 @@
 """Gather over groups of ranks: plain and symmetric memory, equal and padded pieces, pools reserved or grown.
 
-The points of one number of ranks are one job, so that real ranks meet once; those whose pool grows are another.
+The points of one number of ranks are one job, so that real ranks meet once; those whose pool grows
+are another.
+
+Padded pieces are what context parallelism gathers: sequences split in a zigzag over the ranks, each
+rank padded to the longest (`pdsim.kv.allgather.zigzag`).
 """
 
 from __future__ import annotations
@@ -102,10 +106,13 @@ def check(config: Config) -> Iterator[str]:
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
-    """Run every job and return the rows of its points.  Raise a `ConfigError` if `check` finds anything.
+    """Run every job and return the rows of its points.
 
-    The outcome is that of all jobs, each rank, link and pool named with its job.  A job that fails leaves rows with
-    its status, and the next one runs all the same.
+    The outcome is that of all jobs, each rank, link and pool named with its job.  A job that fails
+    leaves rows with its status, and the next one runs all the same.
+
+    Raises:
+        ConfigError: `check` finds something.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(problems))

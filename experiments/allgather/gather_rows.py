@@ -1,4 +1,9 @@
-"""From the outcomes of the jobs of `experiments.allgather` to its rows and metrics."""
+"""From the outcomes of the jobs of `experiments.allgather` to its rows and metrics.
+
+Times are of the group and not of a rank: an all-gather begins when the last rank calls and is over
+when the last rank sees its end, so that what ranks wait for each other counts for nothing.
+Bandwidths have the names and the definitions of nccl-tests.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +39,12 @@ class GatherPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherRow:
-    """What one point gave.
+    """What one point gave: times of each all-gather, contents that were checked, growth of pools.
 
-    *seconds* and *wire* have one number for each measured all-gather.  *engine* names library and kind of memory.
+    *seconds* and *wire* have one number for each measured all-gather.  *engine* names library and
+    kind of memory.  *growths* and *growth_seconds* are those of the rank with the most: growing is
+    collective, and all wait for it.  *status* is "ok", "corrupt", or the class of the error that
+    ended the job.
     """
 
     point: GatherPoint
@@ -104,6 +112,11 @@ def _row(point: GatherPoint, number: int, row: int, outcome: Outcome, status: st
 
 
 def _seconds(each: Sequence[TransferRecord], device: bool) -> float:
+    """Return how long an all-gather took, from the records of all ranks.
+
+    With *device* their times are the device's, and those of the rank that did not wait for others
+    count.
+    """
     if device:  # of the rank that did not wait for others
         return min(record.seen - record.submitted for record in each)
     return max(record.seen for record in each) - max(record.submitted for record in each)

@@ -1,4 +1,8 @@
-"""From capacities to the answer, the list of deployments, the Pareto front and what was skipped."""
+"""From capacities to the answer, the list of deployments, the Pareto front and what was skipped.
+
+A shape is simulated once, and the machine holds as many copies of it as fit; rates of copies are
+added up.  GPUs that are left over do nothing, and count in all numbers for each GPU.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,10 @@ def front(found: Found, gpus: int, attainment: float) -> list[tuple[Shape, Probe
 
 
 def metrics(found: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metric]:
-    """Return the summary."""
+    """Return the summary: how many deployments and simulations, and what the best deployment does.
+
+    The last three are None if no deployment meets the SLO.
+    """
     order = ranked(found, gpus)
     best = order[0] if order else None
     return [
@@ -85,7 +92,12 @@ def metrics(found: Found, refused: Mapping[Shape, str], gpus: int) -> list[Metri
 
 
 def tables(found: Found, refused: Mapping[Shape, str], gpus: int, config: Config, search: Search) -> list[Table]:
-    """Return the answer, all deployments in order of it, the Pareto front, and what was skipped."""
+    """Return the answer, all deployments in order of it, the Pareto front, and what was skipped.
+
+    Deployments that meet the SLO at no load are at the end, with a rate of 0; *refused* ones are
+    counted by their reason.  Intervals of the load are those of `experiments.capacity.search`, at
+    95 %.
+    """
     order = ranked(found, gpus)
     heads = {
         "deployment": "prefill and decode instances and their tensor parallelism",
@@ -172,6 +184,7 @@ def _answer(
 
 
 def _high(entry: tuple[Shape, Capacity, Probe], gpus: int) -> float:
+    """Return the requests a second of the machine at the upper end of a deployment's interval of loads."""
     shape, one, probe = entry
     return _rate(shape, probe, gpus) / probe.load * one.high
 

@@ -1,7 +1,11 @@
 """Serve one workload in every combination of transfer engine, serving engine, staging and way of metadata.
 
-Machine, model, parallelism and requests are the same for all, those that `serve` would run; a combination that
-cannot be is skipped, with the reason.  Beside them stands the same workload on as many GPUs without disaggregation.
+Machine, model, parallelism and requests are the same for all, those that `serve` would run; a
+combination that cannot be is skipped, with the reason.  Beside them stands the same workload on as
+many GPUs without disaggregation.
+
+Costs of the engines are those of ``conf/backend``, with rates of NVLink as shares of the machine's;
+no calibration is laid over them.
 """
 
 from __future__ import annotations
@@ -40,7 +44,11 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransferEngine(Engine):
-    """A backend with its policy, as its file in `conf/backend` has both."""
+    """A backend with its policy, as its file in `conf/backend` has both.
+
+    A run has one policy, beside its backend; here several backends are chosen among, each with its
+    own.
+    """
 
     policy: Policy = field(default_factory=Policy)
 
@@ -91,6 +99,10 @@ class _Combination(NamedTuple):
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Serve the workload of *config* in all combinations and rank them by their median TTFT.
 
+    The result has two tables, the combinations and those that were skipped with the reason, and
+    names the best and the worst.  Requests, seed and machine are the same in all, so differences
+    are those of the engines.
+
     Raise a `ConfigError` if there is none that can be run.
     """
     options = CompareEnginesOptions.of(config)
@@ -128,6 +140,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
+    """Yield all rows: the product of the options, then one for each serving engine without disaggregation."""
     for parts in product(options.backends, options.engines, options.staging, options.metadata):
         yield _Combination(*parts)
     if options.colocated:

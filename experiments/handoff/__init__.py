@@ -1,7 +1,10 @@
 """Hand KV over, one request at a time: token counts x tensor parallelism on both sides x path x metadata.
 
-The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing over is a job, in
-which the shapes follow one another, `warmup` requests of each and then `repeat`.
+The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing
+over is a job, in which the shapes follow one another, `warmup` requests of each and then `repeat`.
+
+One request at a time means that what is measured is the protocol and the engine alone: no queue, no
+other transfer, no batch.  Stages are in `experiments.handoff.handoff_rows`.
 """
 
 from __future__ import annotations
@@ -38,11 +41,10 @@ the last batch of KV; in host memory, as a message."""
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions(ExperimentOptions):
-    """What is handed over and how.
+    """What is handed over and how; each key's comment says what it means.
 
-    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not ``NtoM``, or counts
-    below
-    1.
+    Raise a `ValueError` that names the key for an unknown path, a pair of ranks that is not
+    ``NtoM``, or counts below 1.
     """
 
     name: str = "handoff"
@@ -90,7 +92,14 @@ class HandoffOptions(ExperimentOptions):
 
 
 class Way(NamedTuple):
-    """How a job hands over."""
+    """How a job hands over.
+
+    Attributes:
+        prefill: Tensor-parallel ranks of prefill.
+        decode: Those of decode.
+        path: "sliced", "staged", or "whole" where both sides keep equal heads.
+        metadata: A key of `METADATA`.
+    """
 
     prefill: int  # tensor-parallel ranks
     decode: int
@@ -126,10 +135,12 @@ def check(config: Config) -> Iterator[str]:
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:
     """Hand over in every way and return the times.
 
-    Raise a `ConfigError` if `check` finds anything, and `BackendUnavailable` if the engine does not work here at
-    all.
+    An engine that fails in a later job leaves rows with its error; the other ways are run all the
+    same.
 
-    An engine that fails in a later job leaves rows with its error; the other ways are run all the same.
+    Raises:
+        ConfigError: `check` finds something.
+        BackendUnavailable: The engine does not work here at all.
     """
     if problems := list(check(config)):
         raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -164,7 +175,13 @@ def _attempt(target: Target, ranks: Sequence[RankSpec], first: bool) -> Outcome:
 
 
 def specs(config: Config, options: HandoffOptions, way: Way) -> list[RankSpec]:
-    """Return the ranks that hand over as *way* says.  Raise a `ConfigError` or a `ValueError` if there can be none."""
+    """Return the ranks that hand over as *way* says, with a router that waits for each request before the next.
+
+    With ``placement=sides`` the ranks of a side share half of the GPUs of a node, so that ways with
+    more ranks than GPUs can be measured.
+
+    Raise a `ConfigError` or a `ValueError` if there can be none.
+    """
     own = _as(config, options, way)
     what = serve.job(own, serve.ServeOptions(deadline=options.deadline))
     serve.check_fits(what, options.requests())
@@ -213,6 +230,7 @@ def _as(config: Config, options: HandoffOptions, way: Way) -> Config:
 
 
 def _warm(options: HandoffOptions) -> int:
+    """Return how many requests at the start of each job are its warm-up."""
     return len(options.tokens) * options.warmup
 
 
@@ -221,12 +239,15 @@ def _shapes(options: HandoffOptions, way: Way) -> list[HandoffShape]:
 
 
 def _failures(found: Sequence[HandoffRow], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    """Yield a line for each rank that ended with an error, and for each shape that was not handed over."""
     for label, outcome in outcomes.items():
         yield from (f"{label} {name}: {rank.error}" for name, rank in outcome.ranks.items() if rank.error)
     yield from (f"{row.handoff.label}: {row.status}" for row in found if row.status != "ok")
 
 
 def _merged(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Return the outcomes of all ways as one, whose ranks, links and pools are named after their way."""
+
     def of_all(part: str) -> dict[str, Any]:
         items = [(label, getattr(outcome, part)) for label, outcome in outcomes.items()]
         return {f"{label} {name}": value for label, values in items for name, value in values.items()}

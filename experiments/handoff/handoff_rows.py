@@ -1,4 +1,9 @@
-"""From the outcome of each job of `experiments.handoff` to its rows and metrics."""
+"""From the outcome of each job of `experiments.handoff` to its rows and metrics.
+
+Times of a handoff come from two sources on the job's one clock: the stamps of the router's rows
+(when pages were reserved, when prefill noticed, started and ended, when all had arrived), and the
+records of the writes, whose labels begin with the room.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,16 @@ class HandoffShape(NamedTuple):
 
 @dataclass(frozen=True)
 class HandoffRow:
-    """The measured handoffs of one shape: seconds of each of `STAGES`, one for each handoff."""
+    """The measured handoffs of one shape: seconds of each of `STAGES`, one for each handoff.
+
+    Attributes:
+        handoff: Which shape.
+        nbytes: Of all writes of one handoff, KV and metadata.
+        descriptors: Of all writes of one handoff.
+        times: Seconds by stage, warm-up left out.
+        path: That the bytes took.
+        status: "ok", or why the first of them failed.
+    """
 
     handoff: HandoffShape
     nbytes: int
@@ -106,7 +120,7 @@ def _stages(stamps: Sequence[object], records: Sequence[TransferRecord]) -> Iter
 
 
 def tables(found: Sequence[HandoffRow]) -> tuple[Table, ...]:
-    """Return the table of handoffs, and that of their stages."""
+    """Return the table of handoffs, and that of their stages, a row for each shape, in microseconds."""
     who = {
         "way": "ranks of prefill to ranks of decode, and the path between other heads",
         "tokens": "of the request",

@@ -1,8 +1,11 @@
 """Seed: MORI-IO with state, posting inline instead of a worker queue, and metadata over TCP or RDMA (SGLang #22665).
 
-Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler posts all of them
-and looks at their statuses between two forwards.  The engine is the configured one in both, so only the policy
-differs.
+Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler
+posts all of them and looks at their statuses between two forwards.  The engine is the configured
+one in both, so only the policy differs.
+
+Claims (`CLAIMS`) are what the report says in words or numbers; each is judged at several points, by
+whether the model moves the same way (`experiments.reports.claims`).
 """
 
 from __future__ import annotations
@@ -117,7 +120,11 @@ def _handoffs(
     pool: int = 0,
     metadata: tuple[str, ...] = ("policy",),
 ) -> Rows:
-    """Return the rows by way and tokens, of ranks that post inline."""
+    """Return the rows of single handoffs by way and number of tokens, of ranks that post inline.
+
+    *tp* are the ranks of prefill and decode as ``NtoM``, *pool* the bytes of each rank's KV pool, 0
+    for what is left, *metadata* the ways that it goes.
+    """
     (_, (_, inline)) = _policies(config, options.workers)
     own = replace(config, policy=inline, kv=replace(config.kv, pool=pool, state_slots=4))
     given = handoff.HandoffOptions(
@@ -133,6 +140,7 @@ def _handoffs(
 
 
 def _metadata(trial: ReportRun, options: MoriStateOptions) -> None:
+    """Compare handoffs whose metadata goes with the last batch, and over the control channel."""
     own = replace(trial.config, model=options.served)
     found = _handoffs(trial, options, "metadata", own, ("1to1",), metadata=("data", "control"))
     for tokens in options.lengths:
@@ -153,6 +161,7 @@ def _state(trial: ReportRun, options: MoriStateOptions, kind: str, model: Llm) -
 
 
 def _slices(trial: ReportRun, options: MoriStateOptions) -> Iterator[list[Any]]:
+    """Yield what handing over between unlike ranks costs beside equal ones of prefill's size."""
     ranks = {tp: tp.partition("to")[0] for tp in options.tp}
     equal = tuple(dict.fromkeys(f"{prefill}to{prefill}" for prefill in ranks.values()))
     found = _handoffs(trial, options, "slices", replace(trial.config, model=options.served), (*equal, *options.tp))

@@ -1,7 +1,12 @@
-"""The points of seeds: values before and after a change, as runs find them and as ``conf/experiment`` keeps them.
+"""The points of seeds: values before and after a change, as runs find them and as ``data/reports`` keeps them.
 
-``python -m experiments.reports.report_points FOLDER...`` writes what complete runs of seeds found, of several of one
-machine the medians, into ``data/reports/<seed>.csv``, in place of what that held of the same machine and target.
+``python -m experiments.reports.report_points FOLDER...`` writes what complete runs of seeds found,
+of several of one machine the medians, into ``data/reports/<seed>.csv``, in place of what that held
+of the same machine and target.
+
+So points that were measured on GPUs stay while a later run on the model replaces the simulated
+ones, and each group of points begins with a comment that says when, at which commit and by which
+command it was made.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ _NUMBERS = {"before": float, "after": float, "runs": int, "low": float, "high": 
 
 
 def committed(seed: str) -> list[ReportPoint]:
-    """Return the points of ``data/reports/<seed>.csv``, none if there is no such file."""
+    """Return the points of ``data/reports/<seed>.csv``, none if there is no such file, as in an installed wheel."""
     return _parsed(_text(seed))
 
 
@@ -118,6 +123,10 @@ def _own(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _machine(run: Mapping[str, Any]) -> str:
+    """Return the machine that *run* is of, as its points name it.
+
+    Raise a `ConfigError` if the run failed or has no points.
+    """
     rows = _rows(run)
     if run["failures"] or not rows:
         raise ConfigError(
@@ -127,6 +136,10 @@ def _machine(run: Mapping[str, Any]) -> str:
 
 
 def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[ReportPoint]:
+    """Yield the points of *runs* of one machine and target: medians of both sides, least and most effect.
+
+    Raise a `ConfigError` for runs with different points.
+    """
     tables = [{(row["claim"], row["at"]): row for row in _rows(run)} for run in runs]
     for run, table in zip(runs, tables, strict=True):
         if list(table) != list(tables[0]):
@@ -141,6 +154,7 @@ def _medians(machine: str, target: str, runs: Sequence[Mapping[str, Any]]) -> It
 
 
 def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median of *values*; None if a run got none, for the median of the others would be of other runs."""
     known = [float(value) for value in values if value is not None]
     return median(known) if len(known) == len(values) else None
 

@@ -1,9 +1,11 @@
 """Does symmetric memory speed up the all-gather of context-parallel KV?  SGLang PR 24040.
 
-Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory; after, it is
-allocated from a symmetric pool, registered with all ranks.  Equal pieces, and batches of unequal sequences, which
-are padded to the longest rank.  The pool is reserved before the run, 4 GiB, or, as the review of the change asks,
-grows during it.
+Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory;
+after, it is allocated from a symmetric pool, registered with all ranks.  Equal pieces, and batches
+of unequal sequences, which are padded to the longest rank.  The pool is reserved before the run, 4
+GiB, or, as the review of the change asks, grows during it.
+
+One run of `experiments.allgather` gives all points; claims compare rows of it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ CLAIMS = (EQUAL, PADDED, RESERVED, GROWN)
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricAllgatherOptions(ExperimentOptions):
-    """What is gathered."""
+    """What is gathered; the rules for its keys are those of `experiments.allgather.AllgatherOptions`."""
 
     name: str = "seed_symmetric_allgather"
     ranks: tuple[int, ...] = (2, 4, 8)  # context-parallel; more than there are GPUs is left out
@@ -101,6 +103,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _at(row: dict[str, Any]) -> str:
+    """Return the name of the point that *row* is of: ranks and piece, or ranks and batch."""
     return (
         f"{row['ranks']} x {row['piece']}" if row["batch"] == "-" else f"{row['ranks']} ranks, batch {row['batch']}"
     )

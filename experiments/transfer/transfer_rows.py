@@ -1,4 +1,10 @@
-"""From the records of each point of `experiments.transfer` to its rows and metrics, in the columns of nixlbench."""
+"""From the records of each point of `experiments.transfer` to its rows and metrics, in the columns of nixlbench.
+
+nixlbench and this divide time differently: its Avg Lat is per block and over the whole loop, its
+Prep, Post and Tx are what `TransferRecord` calls preparing, posting and the rest until the poller
+sees the end.  Both kinds are here, each column with its definition, so that tables can be laid side
+by side.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,16 @@ __all__ = ["TransferRow", "metrics", "tables"]
 class TransferRow:
     """What one point gave: its measured *records*, failed ones included, and how it ended.
 
-    Rates count 1 GB as 1e9 bytes.  Numbers of a point that failed cover the transfers that had succeeded.
+    Rates count 1 GB as 1e9 bytes.  Numbers of a point that failed cover the transfers that had
+    succeeded.
+
+    Attributes:
+        point: What was asked for.
+        flows: Source and sink of each flow of its pattern.
+        records: Of all initiators, warm-up left out.
+        status: "ok", "corrupt" (some slot holds other bytes), the class of the error, or "not run".
+        slots: Receiving slots that were checked.
+        verified: Those of them with the right contents; None if nothing was checked.
     """
 
     point: TransferPoint
@@ -170,7 +185,10 @@ def _stages(row: TransferRow) -> list[Any]:
 
 
 def metrics(rows: Sequence[TransferRow]) -> list[Metric]:
-    """Return the summary: counts over all points and, where there is one point only, all that is known of it."""
+    """Return the summary: counts over all points and, where there is one point only, all that is known of it.
+
+    With several points a mean over them would mean nothing, so only the highest bandwidth is there.
+    """
     rates = [row.bandwidth for row in rows if row.bandwidth is not None]
     checked = [row for row in rows if row.verified is not None]
     found = [

@@ -1,7 +1,11 @@
 """What `experiments.validate` runs: other experiments, on points that no calibration has seen.
 
-What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four prefill ranks,
-patterns of up to eight ranks, and all-gathers over two, four and eight.
+What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four
+prefill ranks, patterns of up to eight ranks, and all-gathers over two, four and eight.
+
+A class (`CLASSES`) is what errors are stated for; a part is one experiment, which may serve several
+classes.  Prediction and measurement run the same parts with the same options, on the model and on
+the real target.
 """
 
 from __future__ import annotations
@@ -127,11 +131,11 @@ class DesignPart(NamedTuple):
 
 
 def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Iterator[DesignPart]:
-    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*; add what it has not.
+    """Yield the parts of *design* that *config* has ranks for, their points written to *folder*.
 
-    What is left out is a line of *notes*.
-
-    The order is transfers, handoffs, metadata, all-gathers, serve: what is quick comes first.
+    The order is transfers, handoffs, metadata, all-gathers, serve: what is quick comes first.  What
+    is left out, for want of ranks or memory, or with too many slices to wait for, is a line of
+    *notes*.
     """
     gpus = config.hw.gpus * config.hw.nodes
     design = design.sized(gpus)

@@ -1,9 +1,13 @@
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
-These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark, perftest, nvbandwidth,
-nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader returns the time of *one transfer* (a
-whole batch), as ``experiment=transfer`` measures it, whatever the tool calls latency.  Means stand for medians: most
-of these tools print nothing else.
+These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark,
+perftest, nvbandwidth, nccl-tests, and what NIXL and Mooncake count while they serve.  Each reader
+returns the time of *one transfer* (a whole batch), as ``experiment=transfer`` measures it, whatever
+the tool calls latency.  Means stand for medians: most of these tools print nothing else.
+
+What a tool does not print is taken from its command line, if that is in the file, or from the
+tool's defaults.  A new tool is a reader and an entry of `FORMATS`, whose pattern must match no
+other tool's output.
 """
 
 from __future__ import annotations
@@ -63,11 +67,13 @@ def tool_of(text: str) -> str:
 
 
 def _comments(text: str) -> dict[str, str]:
+    """Return the entries of the comments at the top of a table: lines such as ``# source: ...``."""
     lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
     return dict(line.split(": ", 1) for line in lines if ": " in line)
 
 
 def _sample(seconds: float, **where: Any) -> Sample:
+    """Return a sample whose quartiles equal its only number, *seconds*; *where* are the other fields."""
     return Sample(seconds=seconds, low=seconds, high=seconds, **where)
 
 
@@ -96,7 +102,11 @@ def _table(text: str, first: str, split: str = r"\s{2,}") -> Iterator[dict[str, 
 
 
 def _nixlbench(text: str) -> Rows:
-    """Yield rows; Avg Lat is the time of the loop by the blocks of one thread (nixlbench, utils.cpp, printStats)."""
+    """Yield rows; Avg Lat is the time of the loop by the blocks of one thread (nixlbench, utils.cpp, printStats).
+
+    Times a row's batch size it is the time of a transfer.  Threads are those of the listing of
+    options that nixlbench prints, or of its command line, 1 without either.
+    """
     listed = re.search(r"--num_threads=N\)\s*:\s*(\d+)", text)
     threads = int(listed[1]) if listed else int(_option(text, "num_threads", "1"))
     listed = re.search(r"--op_type=\[READ,WRITE\]\)\s*:\s*(\w+)", text)
@@ -222,7 +232,12 @@ def _vllm(text: str) -> Rows:
 
 
 def _published(text: str) -> Rows:
-    """Yield the rows of a table of published numbers, whose first line says source and settings."""
+    """Yield the rows of a table of published numbers, whose first line says source and settings.
+
+    Two shapes: a latency for each size and batch, or rates of writes and reads of a whole node for
+    each block size.  QPs, threads, batch and GPUs are read from the first line's words, as in
+    "8xH800, threads 12, batch 64, 2 QPs".
+    """
     about = next(line for line in text.splitlines() if line.startswith("#"))
     rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
     queues, threads, batch, gpus = (

@@ -1,4 +1,8 @@
-"""`pdsim doctor`: what works on this machine, and for what does not, why and what would help."""
+"""`pdsim doctor`: what works on this machine, and for what does not, why and what would help.
+
+Every line is a `backends.diagnosis.Diagnosis`.  Engines are found by entry point, so those of other
+packages are there, too; what each needs is declared by its `backends.capabilities.Variant`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
 """The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
 
-Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was written), 130 Ctrl-C,
-143 SIGTERM.
-What a command needs is imported when it is given, so that ``--help`` answers at once.
+Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was
+written), 130 Ctrl-C, 143 SIGTERM.  What a command needs is imported when it is given, so that
+``--help`` answers at once.
+
+A command is a function here that takes its words and returns the status; what it does is in a
+module of its own, `pdsim.cli.run` for ``run``.  Functions here check words and folders, choose
+between text and JSON, and print.
 """
 
 from __future__ import annotations
@@ -331,6 +335,7 @@ def _refit(words: Sequence[str]) -> int:
 
 
 def _profile(words: Sequence[str]) -> int:
+    """Measure what a forward is made of, fit it, and write it down for ``compute=``."""
     from pdsim.cli.profile import profile
 
     begun()

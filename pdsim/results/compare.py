@@ -1,9 +1,10 @@
-"""Runs side by side: what differs in their configurations, and each metric, as a number and as a multiple of the first.
+"""Runs side by side: what differs in their configurations, and each metric as a number and a multiple.
 
-What cannot matter to any of the runs is left out, and so are metrics that none of them has.  People see units; plain
-data has base units.
+Multiples are of the first run.  What cannot matter to any of the runs is left out, and so are
+metrics that none of them has.  People see units; plain data has base units.
 
-Both come from the files of the runs.  Of a run without evidence no number is given.
+Both come from the files of the runs.  Of a run without evidence no number is given.  Multiples are
+plain ratios: whether a difference means anything is for the intervals among the metrics to say.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def tables(folders: Sequence[Path]) -> list[Table]:
 
 
 def as_dict(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return the same as plain data, lists with a value for each run in the order of *folders*; raise as `tables`."""
+    """Return the same as plain data: ``folders``, ``differences`` by key, and ``metrics`` by name.
+
+    Values are lists with one for each run in the order of *folders*, None where a run has none;
+    multiples are of the first, without it.  Raise as `tables`.
+    """
     runs = _runs(folders)
     return {
         "folders": [run["folder"] for run in runs],
@@ -160,7 +165,11 @@ def _told(key: str, value: Any) -> str:
 
 @cache
 def _shown_as(key: str) -> Callable[[float], str] | None:
-    """Return what prints a number at *key* of a `Config` in its unit; None if it has none."""
+    """Return what prints a number at *key* of a `Config` in its unit; None if it has none.
+
+    The unit is the parser in the field's annotation (`pdsim.units.Seconds` and so on), found along
+    the dotted key.
+    """
     hint: Any = Config
     for name in key.split("."):
         inner = next((each for each in (hint, *typing.get_args(hint)) if is_dataclass(each)), None)

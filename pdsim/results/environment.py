@@ -1,4 +1,8 @@
-"""Where a run took place: versions, source tree and host.  Nothing here depends on the time of day."""
+"""Where a run took place: versions, source tree and host.  Nothing here depends on the time of day.
+
+It is asked for once in a process, and kept in ``run.json``, so that a result says what it takes to
+get it again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,12 @@ _PACKAGES = (
 
 @cache
 def environment() -> dict[str, Any]:
-    """Return pdsim's version, those of the packages that matter, the commit it was run from, and the host."""
+    """Return what a run took place in: ``pdsim``, ``packages``, ``git`` and ``host``.
+
+    Versions of pdsim and of the packages that can change a number, as far as they are installed;
+    the commit and whether the tree had changes, None outside a repository; processor, cores, kernel
+    and Python.
+    """
     return {"pdsim": __version__, "packages": _packages(), "git": _git(), "host": _host()}
 
 
@@ -55,6 +64,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _ask(folder: Path, *arguments: str) -> str | None:
+    """Return what git says in *folder*, None if it fails, is missing, or takes more than ten seconds."""
     try:
         done = subprocess.run(("git", "-C", str(folder), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -73,6 +83,7 @@ def _host() -> dict[str, Any]:
 
 
 def _cpu() -> str:
+    """Return the name of the processor, from Linux where it says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

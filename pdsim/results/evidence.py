@@ -1,6 +1,11 @@
 """What the numbers of a run rest on: the source of every parameter, and the weakest kind among them.
 
-A modelled number is no better than its parameters; a measured one is evidence itself, except where it emulates.
+A modelled number is no better than its parameters; a measured one is evidence itself, except where
+it emulates.
+
+A source is a text that begins with its kind, one of `pdsim.hardware.EVIDENCE` from the strongest to
+the weakest, and a colon; every YAML file of ``conf/`` has one for each of its numbers.  What was
+measured on other hardware, or of another model, counts as assumed.
 """
 
 from __future__ import annotations
@@ -27,7 +32,12 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class Evidence:
-    """*sources* maps a parameter, such as ``hw.gpu.memory_rate``, to ``"kind: text"``."""
+    """The sources behind one run; kept in ``run.json`` and printed with every report.
+
+    Attributes:
+        sources: By parameter, such as ``hw.gpu.memory_rate``, the text ``"kind: where from"``.
+        calibration: Of the engine, if the run is modelled and has one.
+    """
 
     sources: Mapping[str, str]
     calibration: Calibration | None = None  # of the engine, if the run is modelled and has one
@@ -97,6 +107,7 @@ def gather(config: Config, *, serving: bool, gathering: bool = False) -> Evidenc
 
 
 def _of_compute(config: Config) -> str:
+    """Return the source of the times of forwards: measured for this GPU and model, or by how much less than that."""
     compute = config.compute
     if not compute.source:
         return "assumed: a roofline with the shares and constants of the compute settings"
@@ -129,6 +140,11 @@ def extrapolations(config: Config, transfers: Sequence[TransferRecord]) -> list[
 
 
 def _borrowed_rates(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
+    """Yield a warning for each borrowed rate of the engine that limits the largest transfer.
+
+    Borrowed is a share of the line rate that was measured on other hardware.  It limits if it is
+    below the line's own rate and the bytes take longer than posting one descriptor.
+    """
     largest = max(shape.nbytes for shape in shapes(transfers))
     for name, line in (("intra", config.hw.interconnect.rate), ("inter", config.hw.nic.rate)):
         model = getattr(config.backend, name)
@@ -206,6 +222,7 @@ def host_note(config: Config, transfers: Sequence[TransferRecord]) -> list[str]:
 
 
 def _beyond_samples(config: Config, transfers: Sequence[TransferRecord]) -> Iterator[str]:
+    """Yield a warning if transfers have more or fewer descriptors or bytes than any sample of the calibration."""
     calibration = config.calibration
     if calibration is None:
         return
@@ -255,6 +272,7 @@ def _outside(
 
 
 def _error(calibration: Calibration, factor: float) -> str:
+    """Return what to expect *factor* times beyond the samples: the held-out error, widened by `beyond`."""
     held = calibration.held_out
     if held is None:
         return ""

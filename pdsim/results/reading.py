@@ -1,6 +1,8 @@
-"""What `pdsim.results.store` wrote, read again: whatever a file holds by now, it is what it should be or is refused.
+"""What `pdsim.results.store` wrote, read again: a file holds what it should, or is refused.
 
-Folders of results are copied, edited and cut short; a `ConfigError` names the file, what is wrong and the way out.
+Folders of results are copied, edited and cut short; a `ConfigError` names the file, what is wrong
+and the way out.  So `show`, `compare`, `report` and `sweep` need not ask what a field is.  The
+structures here have the fields that those use; a file may have more.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ class _Evidence(msgspec.Struct):
 
 
 class _Begun(msgspec.Struct):
-    """``run.json`` of a run that did not end: what a sweep shows of it."""
+    """``run.json`` of a run that did not end: what a sweep shows of it.
+
+    Only the first two are there from the start; the others once the configuration was known.
+    """
 
     status: str
     overrides: list[str]
@@ -158,7 +163,7 @@ def configuration(path: Path) -> dict[str, Any]:
 
 
 def nested(path: Path) -> dict[str, Any]:
-    """Return the ``config.yaml`` at *path* as it is written."""
+    """Return the ``config.yaml`` at *path* as it is written, nested; raise as `configuration`."""
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     try:
@@ -185,7 +190,11 @@ def _loader() -> Any:
 
 
 def points(path: Path) -> pa.Table:
-    """Return the ``points.parquet`` of a sweep at *path*: every column says in its metadata what it is."""
+    """Return the ``points.parquet`` of a sweep at *path*: every column says in its metadata what it is.
+
+    Metadata of a field are its *part* (override, metric and so on) and its *definition*, both
+    bytes.  Raise a `ConfigError` for a file that is not such a table.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

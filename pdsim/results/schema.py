@@ -1,6 +1,9 @@
 """The columns of the files of a run, each with its type, unit and definition: what `docs/results.md` explains.
 
-Columns are part of the public interface.  A change of a meaning or a type raises `VERSION`.
+Columns are part of the public interface.  A change of a meaning or a type raises `VERSION`, which
+every file carries (``pdsim.schema`` in Parquet, ``schema`` in JSON) and `pdsim.results.reading`
+compares.  Units and definitions are in the files, too, as metadata of each field, so that a folder
+of results explains itself.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ ROW_GROUP = 1 << 17
 
 
 class Column(NamedTuple):
-    """One column: *type* is the name of an Arrow type, *unit* is empty for what has none."""
+    """One column of a table of results.
+
+    Attributes:
+        name: As it is in the file.
+        type: Name of an Arrow type.
+        unit: Of its values; empty for what has none.
+        definition: What a value means, and when it is null.
+    """
 
     name: str
     type: str

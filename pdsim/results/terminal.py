@@ -1,7 +1,11 @@
 """What a person reads at the end of a run, and what a machine does.
 
-Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.  Every number has its
-definition beside or below it, and the report says what the numbers rest on; without evidence none are printed.
+Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.
+Every number has its definition beside or below it, and the report says what the numbers rest on;
+without evidence none are printed.
+
+On a terminal rich draws tables and a bar; anywhere else lines are plain, have no colour and are
+never broken, and rich is not imported, which takes longer than many simulations.
 """
 
 from __future__ import annotations
@@ -88,14 +92,17 @@ def show_table(table: Table, file: IO[str] | None = None, *, definitions: bool =
 
 
 def show_lines(*lines: str, file: IO[str] | None = None) -> None:
-    """Print *lines* as the rest of a report is printed."""
+    """Print *lines* as the rest of a report is printed: unbroken, to *file* or standard output."""
     console = _console(file)
     for line in lines:
         _say(console, line)
 
 
 class Plain:
-    """What is not a terminal: lines without colours that are never broken, and no import of rich."""
+    """What is not a terminal: lines without colours that are never broken, and no import of rich.
+
+    It has as much of rich's `Console` as this module uses, and `grid` in place of its tables.
+    """
 
     is_terminal = False
     width = _PLAIN_WIDTH
@@ -270,10 +277,16 @@ def cell(value: Any) -> str:
 class Progress:
     """A bar on standard error for what takes longer than a second; what is no terminal gets a line now and then.
 
-    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is convenient.  *after* are
-    the seconds until a terminal sees the bar, *every* those from one line to the next, and to the first.  With
-    *at_once*, for what takes minutes, the first call is a line of its own, and lines follow, at first every 2 s,
-    also while nothing calls: a thread writes what was said last.
+    Call it with the share done, 0 to 1, and a few words.  It may be called as often as is
+    convenient, from one thread or several; use it as a context manager, or call `close`.
+
+    Args:
+        description: What is going on, before the words of each call.
+        file: Where to; by default standard error, so that output can be piped.
+        after: Seconds until a terminal sees the bar.
+        every: Seconds from one line to the next, and to the first, where there is no terminal.
+        at_once: For what takes minutes: the first call is a line of its own, and lines follow, at
+            first every 2 s, also while nothing calls: a thread writes what was said last.
     """
 
     def __init__(
@@ -311,6 +324,7 @@ class Progress:
             self._show()
 
     def _show(self) -> None:
+        """Draw the bar or write a line, if it is time for it.  The caller holds the lock."""
         now = time.monotonic()
         if self._last is None or now < self._next:
             return
@@ -337,6 +351,10 @@ class Progress:
         return f"{took}, about {format_time(max(1.0, round(spent * (1.0 - share) / done)))} left"
 
     def _repeat(self) -> None:
+        """Write what was said last whenever it is due, until the end.
+
+        Runs on a thread of its own, for work that does not call for long.
+        """
         while not self._over.wait(max(0.05, self._next - time.monotonic())):
             with self._lock:
                 if not self._over.is_set():

@@ -1,8 +1,12 @@
 """What happened when, as trace events for ui.perfetto.dev (the JSON format of Chrome's tracing): `trace`.
 
-A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same tracks: queues and work
-of each instance, posting and wire of each rank and engine, an arrow from the prefill to the decode of each request,
-and counters of what is in use.  Several runs stand side by side, each workload's start at the same instant.
+A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same
+tracks: queues and work of each instance, posting and wire of each rank and engine, an arrow from
+the prefill to the decode of each request, and counters of what is in use.  Several runs stand side
+by side, each workload's start at the same instant.
+
+Nothing is recorded for this while a run goes on: the instants of requests and the records of
+transfers are enough.
 """
 
 from __future__ import annotations

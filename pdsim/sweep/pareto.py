@@ -1,4 +1,9 @@
-"""Figures of a sweep: throughput against speed with its Pareto front, and what each swept key does."""
+"""Figures of a sweep: throughput against speed with its Pareto front, and what each swept key does.
+
+Speed is 1 / TPOT of the median request, what a user sees; throughput is output tokens a second and
+GPU, what a provider pays for.  Ranking and front are those of `pdsim.sweep.best`, so a page and
+``pdsim best`` agree.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +142,10 @@ def _line(front: Sequence[Ranked]) -> Marks:
 
 
 def _telling(able: Sequence[Ranked]) -> str:
-    """Return the swept key that colours the points: the first of two to eight values, the seed never."""
+    """Return the swept key that colours the points: the first of two to eight values, the seed never.
+
+    Empty if there is none: more colours than eight cannot be told apart.
+    """
     for key in able[0].choice:
         if key != "seed" and 2 <= len({str(each.choice[key]) for each in able}) <= 8:
             return key
@@ -154,7 +162,7 @@ def _hover(each: Ranked) -> str:
 
 
 def _keys(ranked: Sequence[Ranked]) -> Figure:
-    """One panel a swept key: goodput of every point, and the best at each value."""
+    """One panel for each of the first eight swept keys: goodput of every point, and the best at each value."""
     panels = [
         _key_panel(key, [(each.choice[key], each.value, _hover(each)) for each in ranked], "good requests/s/GPU")
         for key in [key for key in ranked[0].choice if key != "seed"][:_AXES]
@@ -164,7 +172,10 @@ def _keys(ranked: Sequence[Ranked]) -> Figure:
 
 
 def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> Panel:
-    """Return the panel of (value, height, text) over the values of *key*: numbers in order, names side by side."""
+    """Return the panel of (value, height, text) over the values of *key*: numbers in order, names side by side.
+
+    Positive numbers that span a factor of twenty or more have a logarithmic axis.
+    """
     values = dict.fromkeys(value for value, _, _ in found)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     order = sorted(values) if numbers else list(values)
@@ -183,7 +194,7 @@ def _key_panel(key: str, found: Sequence[tuple[Any, float, str]], unit: str) -> 
 
 
 def _metrics(folder: Path) -> Figure:
-    """For a sweep that serves nothing: its first metrics that vary, over every swept key."""
+    """For a sweep that serves nothing: its first two metrics that vary, over every swept key."""
     rows = collect.points(folder)
     done = [
         row

@@ -1,7 +1,10 @@
 """What bounds a run, by simulating it again with one cause relieved twofold; and two runs with one thing exchanged.
 
-A cause is a set of numbers of the configuration that are halved or doubled together, as `RELIEFS` says.  Simulations
-are of the model, whatever the run's target was, and nothing of them is kept.
+A cause is a set of numbers of the configuration that are halved or doubled together, as `RELIEFS`
+says.  Simulations are of the model, whatever the run's target was, and nothing of them is kept.
+
+Shares of time say where a request waited, and not what would help: a queue goes away when forwards
+are quicker.  That is why each relief is simulated, with the same seed and so the same requests.
 """
 
 from __future__ import annotations
@@ -23,10 +26,16 @@ __all__ = ["RELIEFS", "Figures", "Relief", "exchanged", "figures", "relieved", "
 
 @dataclass(frozen=True)
 class Relief:
-    """A cause, and how it is relieved twofold: *factors* by dotted key, ``*`` standing for any characters.
+    """A cause, and how it is relieved twofold.
 
-    A key that a configuration does not have is not an error: a relief is for all experiments and machines. Whole
-    numbers stay whole, and at least 1.
+    A key that a configuration does not have is not an error: a relief is for all experiments and
+    machines.  Whole numbers stay whole, and at least 1.
+
+    Attributes:
+        cause: Its name, by which ``pdsim explain`` asks for it.
+        what: The time that it accounts for.
+        how: What the relief does, for the report.
+        factors: By dotted key, ``*`` standing for any characters, what its number is multiplied by.
     """
 
     cause: str

@@ -1,4 +1,9 @@
-"""Figures of a validation, and what its report says: predicted against measured, errors by size and by class."""
+"""Figures of a validation, and what its report says: predicted against measured, errors by size and by class.
+
+It is made from the two files of a validation alone (`EXPECTED`, `MEASURED`), so it can be drawn
+wherever they are copied to.  Each has its own hash; what was changed by hand is refused
+(`pdsim.validation.verdicts.unseal`).
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,8 @@ _CLOSE = 0.1
 def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compared]]:
     """Return the predictions and the measurements of the validation in *folder*, and both side by side.
 
+    The third has a row for each value that is in both: a time or a rate of one point or flow.
+
     Raise a `ConfigError` if a file was changed or is missing, or if they have nothing in common.
     """
     if missing := [name for name in (EXPECTED, MEASURED) if not (folder / name).is_file()]:
@@ -40,9 +47,10 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
 
 
 def figures(found: Sequence[Compared]) -> list[Figure]:
-    """Return the figures of *found*.
+    """Return the figures of *found*, without those that have nothing to show.
 
-    The first has predictions over measurements, the second errors by size and their distribution.
+    The first has predictions over measurements, times and rates apart; the second signed errors by
+    size and the share of points within each absolute error.
     """
     return [figure for figure in (_agreement(found), _errors(found)) if figure.panels]
 
@@ -123,7 +131,9 @@ def agreement(
 ) -> Panel:
     """Return the panel of (measured, predicted, hover text) of each of *groups*, both axes alike and logarithmic.
 
-    *first* is the colour of the first group; *ends* are those of both axes, by default with room for all.
+    *unit* is that of both values.  *first* is the colour of the first group, so that several panels
+    can go on where the one before ended; *ends* are those of both axes, by default with room for
+    all.  The grey band is 10 % to either side.
     """
     values = [value for each in groups.values() for one in each for value in one[:2]]
     low, high = ends or (min(values) / 1.5, max(values) * 1.5)

@@ -1,8 +1,12 @@
 """Predicted and measured serving, load by load: errors of quantiles beside the floor that repeats leave.
 
-A *part* of a validation is a load, or single requests of one length, by name.  Its rows are requests with latencies
-in seconds (`LATENCIES`), of the model or of a deployment; those of one part are judged together.  Knows nothing of
-what was run.
+A *part* of a validation is a load, or single requests of one length, by name.  Its rows are
+requests with latencies in seconds (`LATENCIES`), of the model or of a deployment; those of one part
+are judged together.  Knows nothing of what was run.
+
+A deployment that serves the same load twice does not give the same quantiles.  How far its runs are
+apart is the *floor*: no prediction can be expected to be closer, so an error counts as met within
+its bound or within twice the floor, whichever is larger.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def quantiles(rows: Rows) -> dict[str, float]:
-    """Return each of `BOUNDS` in seconds for *rows* that ended well, without those that so few cannot give."""
+    """Return each of `BOUNDS` in seconds for *rows* that ended well, without those that so few cannot give.
+
+    A 99th percentile takes 100 rows, a 90th ten (`pdsim.results.statistics.percentile`).
+    """
     found = {}
     for name in BOUNDS:
         latency, _, share = name.rpartition("_p")
@@ -85,7 +92,11 @@ class Judged:
 def judged(
     predicted: Mapping[str, Mapping[str, float]], measured: Sequence[Mapping[str, Mapping[str, float]]]
 ) -> list[Judged]:
-    """Return what is both in *predicted* and in a run of *measured*, each by part and metric of `quantiles`."""
+    """Return what is both in *predicted* and in a run of *measured*, each by part and metric of `quantiles`.
+
+    Runs that lack a part are left out of it, so the number of measured values may differ between
+    parts.
+    """
     found = []
     for part, metrics in predicted.items():
         for metric, value in metrics.items():
@@ -118,7 +129,11 @@ def floors(
 
 
 def tables(found: Sequence[Judged]) -> list[Table]:
-    """Return the tables of *found*: every part, and the errors of each metric over the loads."""
+    """Return the tables of *found*: every part, and the errors of each metric over the loads.
+
+    Single requests are in the first table only: they show the service times, and the loads what
+    queues make of them.
+    """
     heads = {
         "load": "or single requests of so many tokens",
         "metric": "of its requests",
@@ -148,6 +163,7 @@ def tables(found: Sequence[Judged]) -> list[Table]:
 
 
 def _metrics(found: Sequence[Judged]) -> Iterable[list[Any]]:
+    """Yield a row for each metric that a load has: mean and worst error, mean floor, loads within the bound."""
     for metric, bound in BOUNDS.items():
         of = [one for one in found if one.metric == metric and not one.part.startswith(SINGLE)]
         if of:

@@ -1,4 +1,9 @@
-"""Panels as plotly draws them in a page: plain data, with ``@name`` for colours that depend on the page's theme."""
+"""Panels as plotly draws them in a page: plain data, with ``@name`` for colours that depend on the page's theme.
+
+plotly's Python library is needed for its JavaScript only, which goes into the page; traces and
+layouts are plain dictionaries here, because making its objects takes longer than everything else.
+`pdsim.results.drawing.static` draws the same panels as files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Figures as files, drawn by matplotlib: SVG and PDF for papers, PNG for everything else; the same bytes each time."""
+"""Figures as files, drawn by matplotlib: SVG and PDF for papers, PNG for everything else; the same bytes each time.
+
+Colours, markers and dashes tell series apart together, so that a print in black and white does,
+too.  Text stays text, in the fonts of the document that the file is put into (SVG), or embedded
+(PDF).
+"""
 
 from __future__ import annotations
 
@@ -65,7 +70,11 @@ def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True)
 
 
 def _panel(axis: Any, panel: Panel) -> None:
-    """Draw *panel* on *axis*, its series one upon the other, and a legend if any of them has a name."""
+    """Draw *panel* on *axis*, its series one upon the other, and a legend if any of them has a name.
+
+    Bars that share a place are stacked, and so are areas; both keep account of where the one before
+    ended.
+    """
     axis.set_title(fill(panel.title, 54 if panel.y.labels else 70))
     lefts: dict[float, float] = {}
     below: Any = None
@@ -81,7 +90,11 @@ def _panel(axis: Any, panel: Panel) -> None:
 
 
 def _series(axis: Any, series: Marks, lefts: dict[float, float], below: Any) -> Any:
-    """Draw *series*; return the upper edge of the areas drawn so far."""
+    """Draw *series*; return the upper edge of the areas drawn so far.
+
+    *lefts* has where the next bar at each height begins, and is updated; *below* is the upper edge
+    before, None at first.
+    """
     colour = _GREY if series.plain else LIGHT[series.colour % 8]
     label = series.name or None
     if series.kind == "bars":

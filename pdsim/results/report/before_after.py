@@ -1,4 +1,9 @@
-"""Figures of a reproduced report: every claim in one row, simulated at the left, measured at the right."""
+"""Figures of a reproduced report: every claim in one row, simulated at the left, measured at the right.
+
+They are drawn from the tables "Claims" and "Points", which `experiments.reports.claims` makes; a
+run without them has no such figure.  `experiments.reports.plot` draws the same from the points that
+the repository keeps.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,8 @@ def figures(run: KeptRun) -> list[Figure]:
 def figure(texts: Mapping[str, str], points: Iterable[Mapping[str, Any]], claims: Sequence[str] = ()) -> Figure:
     """Return the figure of *points*: mappings with claim, machine, target, at, before, after and unit.
 
-    *texts* say what each claim is; *claims* names those that are drawn, by default all that have points.
+    *texts* say what each claim is; *claims* names those that are drawn, by default all that have
+    points, one panel each for the model and for real engines.
     """
     rows = list(points)
     panels: list[Panel] = []
@@ -64,6 +70,11 @@ def _name(row: Mapping[str, Any]) -> str:
 def _panel(
     title: str, places: Sequence[str], rows: Mapping[str, Mapping[str, Any]], scale: Scale, factor: float
 ) -> Panel:
+    """Return a panel of *rows* by point: hollow marks before, full ones after, a line between where both are known.
+
+    *places* are the names of all points from top to bottom, so that both panels of a claim have the
+    same.
+    """
     gap_x: list[float] = []
     gap_y: list[float] = []
     for place, name in enumerate(places):

@@ -1,4 +1,8 @@
-"""What the report of one run says: verdict, figures, tables, evidence, and how to get it again."""
+"""What the report of one run says: verdict, figures, tables, evidence, and how to get it again.
+
+It says what `pdsim.results.brief` prints, in the same words, without lines that only make sense on
+a terminal; figures come from the rows of the run, and nothing from running anything again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,10 @@ _TILES = {
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return every figure that *run* has something for; none without evidence."""
+    """Return every figure that *run* has something for; none without evidence.
+
+    Before-and-after of a seed first, then those of requests, then those of transfers and memory.
+    """
     if run.evidence == "none":
         return []
     return [*before_after.figures(run), *request_figures.figures(run), *movement.figures(run)]
@@ -42,6 +49,9 @@ def figures(run: KeptRun) -> list[Figure]:
 
 def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
     """Return what the report of the run in *folder* says, with the figures *more* before its own.
+
+    Runs of any experiment have a report: one that serves nothing shows its tables first.  A run
+    without evidence has neither figures nor tables, since its numbers must not be shown.
 
     Raise a `ConfigError` if *folder* is not a complete run.
     """
@@ -89,6 +99,7 @@ def proofs(sources: dict[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _tiles(run: KeptRun) -> list[Tile]:
+    """Return the numbers at the top: the share within the SLO, goodput, and the latencies that the run has."""
     metrics = run.metrics
     found = []
     if (met := metrics.get("slo_attainment")) is not None:
@@ -102,6 +113,7 @@ def _tiles(run: KeptRun) -> list[Tile]:
 
 
 def _tables(run: KeptRun) -> list[Table]:
+    """Return the tables of the run, and behind them all its metrics with their definitions."""
     found = [Table(table["title"], table["columns"], table["rows"]) for table in run.about["tables"]]
     rows = [[name, run.metrics[name], text] for name, text in run.definitions.items()]
     return [
@@ -111,6 +123,7 @@ def _tables(run: KeptRun) -> list[Table]:
 
 
 def _origin(about: Any) -> Iterator[tuple[str, str]]:
+    """Yield what it takes to get the run again, by name: command, source, versions, host, and when it began."""
     verb = "validate" if about["experiment"] == "validate" else "run"
     words = [word for word in about["overrides"] if not word.startswith("output=")]
     yield "command", f"pdsim {verb} {join(words)}".strip()

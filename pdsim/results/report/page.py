@@ -1,7 +1,11 @@
 """A report as one HTML page that needs nothing beside it: plotly within, no request to any network, light and dark.
 
-What it says comes as `Content`; this module knows no run.  Its frame is ``page.html``, its looks ``page.css``, what
-happens in it ``page.js``; the policy in the frame keeps the browser from loading anything else.
+What it says comes as `Content`; this module knows no run.  Its frame is ``page.html``, its looks
+``page.css``, what happens in it ``page.js``; the policy in the frame keeps the browser from loading
+anything else.
+
+Texts of users and of results are escaped wherever they stand (`_text`), and data is JSON in which
+``</`` cannot end the element that holds it.
 """
 
 from __future__ import annotations
@@ -40,9 +44,19 @@ class Tile:
 class Content:
     """What a report says, from top to bottom.
 
-    *facts* stand under the title, by name; *lines* are what a reader must know first, the verdict first; *tables*
-    are folded; *evidence* has rows of kind, what, source; *provenance* and *configuration* say how to get it
-    again.
+    Attributes:
+        over: A few words above the title: what kind of report it is.
+        title: The page's, and its heading.
+        facts: Stand under the title, by name; empty ones are left out.
+        tiles: The few numbers that matter most.
+        lines: What a reader must know first, the verdict first.
+        warnings: Lines before those, marked.
+        figures: In order, each with a link at the top.
+        tables: Folded, but for the first *shown*.
+        shown: How many tables are not folded.
+        evidence: Rows of kind, what, source.
+        provenance: How to get it again, by name.
+        configuration: Every key, folded.
     """
 
     over: str
@@ -177,6 +191,7 @@ def _cell(value: Any) -> str:
 
 
 def _evidence(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return the table of sources, the weakest kinds first."""
     body = "".join(
         f'<tr><td><span class="kind">{_text(kind)}</span></td><td class="text">{_text(what)}</td>'
         f'<td class="text">{_text(source)}</td></tr>'
@@ -188,6 +203,7 @@ def _evidence(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _provenance(content: Content) -> str:
+    """Return how to get the results again, and the folded configuration."""
     keys = content.configuration
     folded = f"<details><summary>Configuration, {len(keys)} keys</summary>{_facts(keys)}</details>" if keys else ""
     return _facts(content.provenance) + folded

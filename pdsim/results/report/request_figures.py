@@ -1,4 +1,8 @@
-"""Figures of the requests of a run: latencies, phases, and how many were where over time."""
+"""Figures of the requests of a run: latencies, phases, and how many were where over time.
+
+Drawn from ``requests.parquet`` alone, with NumPy: a run of a million requests is thinned to what
+can be told apart, always evenly, so that the shape of a curve and its ends stay.
+"""
 
 from __future__ import annotations
 

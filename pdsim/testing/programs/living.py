@@ -1,4 +1,9 @@
-"""Ranks that come and go, talk, and use their device."""
+"""Ranks that come and go, talk, and use their device.
+
+What is asked here of channels and devices is what `pdsim.transfer.Channel` and
+`pdsim.transfer.Device` promise: messages of one sender arrive whole and in order, memory is
+accounted for to the byte, and everything can be closed twice.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,8 @@ def be_reconnected(rank: Rank, by: str, times: int) -> Program:
 def close_twice(rank: Rank, peer: str) -> Program:
     """Move some bytes, close everything twice, and return what is then still in use.
 
-    The order is that of a rank that ends: endpoint, memory, channel.
+    The order is that of a rank that ends: endpoint, memory, channel.  *peer* does the same at the
+    same time, so the end of either must not disturb the other.
     """
     mail = Mail(rank)
     buffer = filled(rank, 4096, 1)
@@ -123,7 +129,9 @@ def send_to_nobody(rank: Rank) -> Program:
 def use_memory(rank: Rank) -> Program:
     """Return what the device says of allocations that fit and that do not.
 
-    *used* counts bytes after each step; *zeroed* is None where memory has no contents.
+    *used* counts bytes after each step; *zeroed* is None where memory has no contents.  A refused
+    allocation takes nothing, and what was freed can be allocated again, up to the last byte but the
+    4,096 that are in use.
     """
     yield rank.clock.timeout(0)
     device = rank.device
@@ -151,7 +159,11 @@ def _raises_on_zero(rank: Rank) -> bool:
 
 
 def touch_outside(rank: Rank) -> Program:
-    """Return the errors of reads and writes outside a buffer, or on a device that keeps no contents."""
+    """Return the errors of reads and writes outside a buffer, or on a device that keeps no contents.
+
+    `IndexError` for the first, `TypeError` for the second; the bytes beside the buffer are somebody
+    else's.
+    """
     yield rank.clock.timeout(0)
     buffer = rank.device.allocate(16)
     found = []
@@ -184,7 +196,10 @@ def copy_within(rank: Rank, region: int) -> Program:
 
 
 def compute_in_turn(rank: Rank) -> Program:
-    """Start three computations at once; return when each ended, in units of their length."""
+    """Return when each of three computations that were started at once ended, in units of their length.
+
+    A device computes one thing at a time, so that is 1, 2, 3; on a real clock a little more.
+    """
     start, length, ends = rank.clock.now, 0.05, []
     for event in [rank.device.compute(length) for _ in range(3)]:
         yield event

@@ -1,4 +1,10 @@
-"""Ranks that move bytes and attach notifications."""
+"""Ranks that move bytes and attach notifications.
+
+Contents are patterns of a seed (`pdsim.testing.programs.tools.pattern`), and what must not change
+is guard bytes; so bytes that went to a wrong place, came twice or not at all are counted on
+whatever implementation holds contents.  Offsets of blocks are drawn from a seed, too, so that both
+ends know them without a message.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,11 @@ from pdsim.transfer import Batch, Notification, Program
 
 
 def write_blocks(rank: Rank, to: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Write *count* scattered blocks in one batch; return what the record says of it."""
+    """Write *count* scattered blocks in one batch; return what the record says of it.
+
+    Each block has *size* bytes, somewhere in regions of *region* bytes on either side.  *to* runs
+    `be_written` with the same numbers.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, region, seed), "source")
     peer = (yield from mail.meet(to))[to]
@@ -53,7 +63,7 @@ def be_written(rank: Rank, by: str, count: int, size: int, region: int, seed: in
 
 
 def read_blocks(rank: Rank, of: str, count: int, size: int, region: int, seed: int) -> Program:
-    """Read *count* scattered blocks in one batch; return route and wrong bytes."""
+    """Read *count* scattered blocks in one batch; return route and wrong bytes.  *of* runs `be_read`."""
     mail = Mail(rank)
     buffer = filled(rank, region, None)
     mine = rank.endpoint.register(buffer, "sink")
@@ -174,7 +184,8 @@ def notify_at_once(rank: Rank, to: str, count: int, size: int) -> Program:
 def be_notified(rank: Rank, by: str, count: int, size: int = 64) -> Program:
     """Return what *count* notifications said, what came beyond, and how many bytes were wrong when one arrived.
 
-    *surplus* are notifications that nobody sent, *early* those that came before their bytes.
+    *surplus* are notifications that nobody sent, *early* those that came before their bytes: a
+    notification promises that the bytes of its transfer are there.
     """
     mail = Mail(rank)
     buffer = filled(rank, max(size * count, 64), None)
