@@ -133,6 +133,11 @@ class QuarantineStall:
             self._clock.call_at(self._until, lambda _: self._wake(), None)
         return self._clock.now >= self._until
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the queue is blocked, and not for too long yet."""
+        return self._until is not None and self._clock.now < self._until
+
     def clear(self) -> None:
         """Take note that the queue is not blocked, or by rooms that will be over by themselves."""
         self._until = None

@@ -10,6 +10,7 @@ from simpy.events import Event
 from pdsim.errors import PeerLost
 from pdsim.job import Rank
 from pdsim.kv.messages import (
+    Busy,
     Enroll,
     Gone,
     KvMessage,
@@ -138,8 +139,12 @@ class RankProcess:
         self.send(sender, self.pong())
 
     def pong(self) -> KvMessage:
-        """Return the answer to a ping."""
-        return Pong()
+        """Return the answer to a ping: whether work goes on that may take longer than requests wait for progress."""
+        return Busy() if self.working() else Pong()
+
+    def working(self) -> bool:
+        """Return whether something that ends by itself is under way for requests, or has ended since the last call."""
+        return False
 
 
 class EngineProcess(RankProcess):

@@ -78,8 +78,9 @@ class Router(RankProcess):
     its other ranks end.  A request that depends on it fails, unless the leader of its other instance says that none
     of its bytes can have moved: then it is sent out anew, in another room, at most `Deployment.retries` times.
 
-    Should everybody answer and yet no request get anywhere and no write of theirs be under way, for as long as a
-    loss can take to be noticed and twice as long as the longest request can take, all that are open fail.
+    Should everybody answer, none with `Busy`, and yet no request get anywhere, for as long as a loss can take to be
+    noticed and twice as long as the longest request can take, all that are open fail. A rank that owes the answer to
+    a ping is waited for: it is heard, or lost, within a deadline.
     """
 
     def __init__(
@@ -146,18 +147,25 @@ class Router(RankProcess):
         return found if self._open is None else found | {"arrivals": self._arrivals}
 
     def watch(self) -> Program:
-        """Ping every rank three times a deadline, and give up instances that do not answer."""
+        """Ping every rank three times a deadline; give up instances that do not answer, and stalled requests."""
         while not self.ended.triggered:
+            asked = self.clock.now
             self.send(self.last_heard, Ping())
             yield self.clock.timeout(self.job.deadline / 3)
             silent = [name for name, at in self.last_heard.items() if self.clock.now - at > self.job.deadline]
             for instance in dict.fromkeys(map(instance_of, silent)):
                 self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
             self.guard(self._begin)
+            if self._owed(asked):
+                self._moved = self.clock.now
             if self.clock.now - self._moved > self._patience:
                 for request in tuple(self._rooms.values()):
                     reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
                     self.guard(self._fail, request, reason)
+
+    def _owed(self, asked: float) -> bool:
+        """Return whether a rank has not been heard since *asked*: it will be, or is lost, within a deadline."""
+        return any(at <= asked for at in self.last_heard.values())
 
     def _busy(self, _: str, __: Busy) -> None:
         self._moved = self.clock.now

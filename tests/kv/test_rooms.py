@@ -37,11 +37,14 @@ def test_what_fades_is_forgotten_in_time_and_does_not_pile_up():
 def test_a_blocked_queue_gives_up_after_its_time_all_of_it_and_not_one_after_the_other():
     clock, woken = Clock(), []
     blocked = QuarantineStall(clock, 2.0, lambda: woken.append(clock.now))
+    assert not blocked.waiting
     assert not blocked.too_long()
     clock.run(until=1.0)
+    assert blocked.waiting
     assert not blocked.too_long()
     clock.run()
     assert [woken, blocked.too_long(), blocked.too_long()] == [[2.0], True, True]
+    assert not blocked.waiting
 
 
 def test_a_queue_that_moves_has_its_time_again():

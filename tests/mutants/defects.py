@@ -75,6 +75,12 @@ def counted_as_done(original: Any, self: KvSender, delivery: Any, error: Excepti
         self._over(delivery.state)
 
 
+def concluded_once(original: Any, self: KvSender, state: Any) -> None:
+    """What is written of a room that is over is not counted: the change to its status is all there is to see."""
+    if state.room in self._rooms:
+        original(self, state)
+
+
 def failure_ignored(self: KvSender, delivery: Any, event: Any) -> None:
     state = delivery.state
     state.moving -= 1

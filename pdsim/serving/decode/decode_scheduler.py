@@ -98,6 +98,10 @@ class DecodeScheduler(BlockManager):
         found["open_rooms"] += len(self._coming) + len(self._queue) + len(self._lookup)
         return found | ({"preemptions": self.preemptions} if self.preemptions else {})
 
+    def working(self) -> bool:
+        """As `DecodeWorker.working`; pages in quarantine that its queue waits for come back, or it gives up."""
+        return super().working() or self._blocked.waiting
+
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:

@@ -9,12 +9,10 @@ from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
     Arrival,
-    Busy,
     Collected,
     Failed,
     Fetch,
     Gone,
-    KvMessage,
     Lent,
     MessageError,
     PullRequest,
@@ -79,9 +77,10 @@ class PullDecodeWorker(DecodeWorker):
             self._register(sender, register)
         self._connected(peer)
 
-    def pong(self) -> KvMessage:
-        """Tell whether reads go on: over a slow link one may take longer than requests may go without progress."""
-        return Busy() if self.receiver.progressed() else super().pong()
+    def working(self) -> bool:
+        """Return whether a read goes on, or has succeeded since: over a slow link one takes long."""
+        read = self.receiver.progressed()
+        return super().working() or read
 
     def _register(self, sender: str, message: Register) -> None:
         """Connect to a prefill rank that makes itself known.

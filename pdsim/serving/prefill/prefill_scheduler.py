@@ -19,7 +19,6 @@ from pdsim.kv.messages import (
     Dropped,
     Failed,
     Forward,
-    KvMessage,
     Offload,
     Preceded,
     Prefilled,
@@ -39,7 +38,6 @@ from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, ins
 from pdsim.serving.prefill.prefill_request import PrefillRequest
 from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefix_cache import page_keys, page_pool
-from pdsim.serving.rank_process import Handler
 from pdsim.serving.scheduler_host import SchedulerHost
 from pdsim.serving.seams import handoff_of, scheduler_of
 from pdsim.transfer import Program
@@ -89,7 +87,7 @@ class PrefillScheduler(PrefillWorker):
         self._stopping = False
         self.policy = scheduler_of(job.engine)
         self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, instance, job.layers(instance))
-        handlers: dict[type[KvMessage], Handler] = {
+        self.handlers |= {
             Ready: lambda sender, message: self._count_ready(index_of(sender), message),
             Submit: self._submit,
             Details: lambda _, message: self._details.set(message.room, message),
@@ -98,7 +96,6 @@ class PrefillScheduler(PrefillWorker):
             Settled: lambda sender, message: self._conclude(index_of(sender), message),
             Abort: self._abort,
         }
-        self.handlers |= handlers
 
     def run(self) -> Program:
         """As `PrefillWorker.run`, and schedule."""
@@ -126,6 +123,10 @@ class PrefillScheduler(PrefillWorker):
     def ready(self, message: Ready) -> None:
         """Count this rank."""
         self._count_ready(self.index, message)
+
+    def working(self) -> bool:
+        """As `PrefillWorker.working`; pages in quarantine that its queue waits for come back, or it gives up."""
+        return super().working() or self._blocked.waiting
 
     def conclude(self, message: Sent | Settled) -> None:
         """Count this rank's part of a room as over."""
@@ -430,8 +431,7 @@ class PrefillScheduler(PrefillWorker):
         slot = self.slots.allocate(request.room)
         assert slot is not None
         self._blocked.clear()
-        room.sent = destination.held
-        room.source_slot = slot
+        room.sent, room.source_slot = destination.held, slot
         room.runs = pair(rest, destination.pages)
         room.state = tuple(map(pair, state, destination.state))
         room.started = self.clock.now

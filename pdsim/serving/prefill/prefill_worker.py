@@ -11,11 +11,9 @@ from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
-    Busy,
     Forward,
     Gone,
     Grant,
-    KvMessage,
     Meet,
     MessageError,
     Offload,
@@ -49,6 +47,8 @@ class PrefillWorker(EngineProcess):
         )  # ranks run in step
         self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._passed = [0.0] * job.prefill.at(index).pp  # when each stage before this one ends its last forward
+        self._computing = 0  # forwards that have not ended; the device ends each
+        self._computed_one = False  # whether one has since `working` was called
         self._met: set[str] = set()  # lives of decode instances
         self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self._ahead: list[Forward | Abort] = []  # of the leader: came before this rank was told of its own life
@@ -80,9 +80,10 @@ class PrefillWorker(EngineProcess):
         """Return why metadata did not go the way of the policy, and how often."""
         return {"fallbacks": self.sender.fallbacks}
 
-    def pong(self) -> KvMessage:
-        """Tell whether writes go on: over a slow link one may take longer than requests may go without progress."""
-        return Busy() if self.sender.progressed() else super().pong()
+    def working(self) -> bool:
+        """Return whether a write or a forward goes on, or has ended since: on a slow link or rank they take long."""
+        written, computed, self._computed_one = self.sender.progressed(), self._computed_one, False
+        return written or computed or self._computing > 0
 
     def ready(self, message: Ready) -> None:
         """Tell the leader that this rank is connected to all ranks of a decode instance that it writes to."""
@@ -114,6 +115,7 @@ class PrefillWorker(EngineProcess):
         """
         cached = message.cached if isinstance(message, Preceded) else ()
         self.sender.expect((*cached, *message.chunks))
+        self._computing += 1
         begin = self.clock.now
         for stage, end in enumerate(self._passed):
             begin = self._passed[stage] = max(begin, end) + message.seconds
@@ -152,6 +154,8 @@ class PrefillWorker(EngineProcess):
 
     def _computed(self, message: Forward) -> None:
         """Write the chunks of a forward that has ended, once the host has done what it does before."""
+        self._computing -= 1
+        self._computed_one = True
         seconds = self._host.send() + self.launching(message.seconds)
         if not seconds:
             self._write(message)
