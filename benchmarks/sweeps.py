@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 PATIENCE = 3600.0
 """Seconds after which a sweep that does not end is given up."""
-POINT = ("workload=poisson", "workload.rate=6", "workload.count=36")
+POINT = ("workload=poisson", "workload.rate=6", "workload.count=80")
 """What a point simulates: about 0.05 s of one core."""
 
 

@@ -166,8 +166,14 @@ def ready(words: Sequence[str], own: Sequence[Path] = ()) -> list[str]:
 
     Raise a `ConfigError` for what is no override, with the one that is meant where it can be guessed.
     """
-    known = {group: options(group, own) for group in groups(own)}
+    known = {group: options(group, own) for group in groups(own)} if own else _installed()
     return [_override(word, known) for word in words]
+
+
+@cache
+def _installed() -> Mapping[str, Sequence[str]]:
+    """Return the options of each group of installed packages: those of a folder of one's own may change."""
+    return {group: options(group) for group in groups()}
 
 
 def set_keys(overrides: Iterable[str]) -> list[str]:
@@ -183,11 +189,11 @@ def leaves(overrides: Iterable[str]) -> list[str]:
     """Return the dotted keys whose values *overrides* say, those within a mapping each: ``a={b: 1}`` sets ``a.b``."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    chosen, parser = set(groups()), OverridesParser.create()
+    chosen = set(groups())
     found: list[str] = []
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
-        value = parser.parse_override(text).value() if "={" in text else None
+        value = OverridesParser.create().parse_override(text).value() if "={" in text else None
         found += _below(key, value) if isinstance(value, Mapping) else [key] if key not in chosen else []
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -161,7 +161,7 @@ def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> No
     keys = tuple(typed)
     found = (
         _bare(quantity, values, keys) or (beyond if config.check.plausible else "")
-        for quantity, beyond in _judged(config)
+        for quantity, beyond in _judged(config, {key.partition(".")[0] for key in keys})
     )
     if problems := [line for line in found if line]:
         raise ConfigError("\n".join(problems))
@@ -211,13 +211,17 @@ _last: dict[str, tuple[Any, list[tuple[Quantity, str]]]] = {}
 """The parts of the configuration that was judged last: in a sweep most are those of the next, too."""
 
 
-def _judged(config: Config) -> Iterator[tuple[Quantity, str]]:
-    """Yield every number of *config* but those of its calibration and of sources, each with what `_beyond` says."""
+def _judged(config: Config, typed: Collection[str]) -> Iterator[tuple[Quantity, str]]:
+    """Yield the numbers of *config* in question, each with what `_beyond` says.
+
+    They are all of the top-level keys *typed*, and of others those beyond their bounds; never those of a calibration
+    and of sources.
+    """
     for name in _JUDGED:
         part = getattr(config, name)
         if name not in _last or _last[name][0] is not part:
             _last[name] = part, [(quantity, _beyond(quantity)) for quantity in _of(part, name)]
-        yield from _last[name][1]
+        yield from (_last[name][1] if name in typed else (pair for pair in _last[name][1] if pair[1]))
 
 
 def _of(instance: Any, at: str) -> Iterator[Quantity]:

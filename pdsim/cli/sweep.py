@@ -264,6 +264,7 @@ class _Composer:
             covers([one], other) for one in set_here for other in self._values if one is not other and one != other
         )
         self._composed: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._settings: dict[str, tuple[str, Any]] = {}
         self._parser = OverridesParser.create()
 
     def point(self, choice: Mapping[str, str]) -> Point:
@@ -290,13 +291,19 @@ class _Composer:
         same as what Hydra would do with all the words.
         """
         base = self._base(choice)
-        settings = self._parser.parse_overrides(overrides.ready([f"{key}={choice[key]}" for key in self._values]))
-        found = [(_key(each), each.value()) for each in settings]
+        found = [self._setting(f"{key}={choice[key]}") for key in self._values]
         if base is None or not self._apart or any(_complex(value) for _, value in found):
             return compose.plain(self._line, words)
         for key, value in found:
             base = _set(base, key.split("."), value)
         return base
+
+    def _setting(self, word: str) -> tuple[str, Any]:
+        """Return the key and the value of the override *word*, parsed once however many points have it."""
+        if word not in self._settings:
+            (parsed,) = self._parser.parse_overrides(overrides.ready([word]))
+            self._settings[word] = _key(parsed), parsed.value()
+        return self._settings[word]
 
     def _base(self, choice: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the composition of this choice of groups; None if it refers to its own values."""

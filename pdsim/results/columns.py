@@ -34,6 +34,9 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
         if values.words is not None:
             return array(values.words, kind).take(array(values.values.astype(np.int64), pa.int64()))
         numbers = values.values
+        if str(kind) == "double" and numbers.dtype == np.float64:
+            known = ~np.isnan(numbers)
+            return _of_buffers(kind, len(numbers), known, np.ascontiguousarray(numbers))
         values = np.ma.array(numbers, mask=np.isnan(numbers)) if numbers.dtype.kind == "f" else numbers
     if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
         known = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,10 +22,21 @@ from pdsim.results import schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["about", "configuration", "nested", "points", "summary"]
+__all__ = [
+    "MetricEntry",
+    "RunFile",
+    "about",
+    "configuration",
+    "metrics",
+    "nested",
+    "points",
+    "run_file",
+    "summary",
+]
 
 _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Number = _Whole | float | None
+_Shape = TypeVar("_Shape", "RunFile", "_Summary")
 _AGAIN = "it was changed since, so run it again"
 
 
@@ -86,9 +97,10 @@ class _Git(msgspec.Struct):
     dirty: bool | None = None
 
 
-class _Run(msgspec.Struct):
+class RunFile(msgspec.Struct):
     """``run.json`` of a run that ended."""
 
+    schema: int
     status: str
     error: str
     experiment: str
@@ -103,7 +115,7 @@ class _Run(msgspec.Struct):
     git: _Git | None = None
 
 
-class _Metric(msgspec.Struct):
+class MetricEntry(msgspec.Struct):
     """One number of ``summary.json``; *tabled* if a table shows it too."""
 
     value: _Number
@@ -133,7 +145,8 @@ def _is_use(row: list[Any]) -> bool:
 class _Summary(msgspec.Struct):
     """``summary.json``."""
 
-    metrics: dict[str, _Metric]
+    schema: int
+    metrics: dict[str, MetricEntry]
     tables: list[_Table]
     failures: list[str]
     notes: list[str]
@@ -146,12 +159,22 @@ def about(path: Path, *, ended: bool = True) -> dict[str, Any]:
 
     A run that was killed has written less of it. Raise a `ConfigError` if the file is not what this version writes.
     """
-    return _read(path, _Run if ended else _Begun)
+    return _read(path, RunFile if ended else _Begun)
 
 
 def summary(path: Path) -> dict[str, Any]:
     """Return the ``summary.json`` at *path*.  Raise a `ConfigError` if it is not what this version writes."""
     return _read(path, _Summary)
+
+
+def run_file(path: Path) -> RunFile:
+    """Return what pdsim itself reads of the ``run.json`` at *path*, of a run that ended; refuses what `about` does."""
+    return _decoded(path, RunFile)
+
+
+def metrics(path: Path) -> Mapping[str, MetricEntry]:
+    """Return the metrics of the ``summary.json`` at *path*, which is refused where `summary` refuses it."""
+    return _decoded(path, _Summary).metrics
 
 
 def configuration(path: Path) -> dict[str, Any]:
@@ -226,6 +249,18 @@ def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
         msgspec.convert(found, shape)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path} is not what pdsim writes: {_line(error)}; {_AGAIN}") from error
+    return found
+
+
+def _decoded(path: Path, shape: type[_Shape]) -> _Shape:
+    """Return the file at *path* as a *shape*; raise as `_read` does, by which it is read again for its words."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=shape)
+    except (msgspec.MsgspecError, OSError, ValueError, RecursionError):
+        _read(path, shape)
+        raise
+    if found.schema != schema.VERSION:
+        _read(path, shape)
     return found
 
 

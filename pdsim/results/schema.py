@@ -9,6 +9,7 @@ of results explains itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.compact import ArrayColumn
@@ -142,7 +143,8 @@ SAMPLES = (
 """Columns of ``samples.parquet``, which only a modelled run with ``samples`` has."""
 
 
-def _schema(columns: Sequence[Column]) -> pa.Schema:
+@cache
+def _schema(columns: tuple[Column, ...]) -> pa.Schema:
     """Return the Arrow schema of *columns*, with units and definitions as metadata of the fields, and `VERSION`."""
     import pyarrow as pa
 
@@ -169,19 +171,26 @@ def transfers_tables(records: Sequence[TransferRecord], rows: int = ROW_GROUP) -
     So a file of millions of transfers is written while no more than a part of it is in memory. The rows and their
     order are those of one table.
     """
-    import pyarrow as pa
-
-    found: list[pa.Table] = []
+    found: list[Mapping[str, ArrayColumn]] = []
     size = 0
     for log in logs(records):
         for columns in log.columns(rows):
-            found.append(_transfers(columns))
-            size += found[-1].num_rows
+            found.append(columns)
+            size += len(columns["submitted"])
             if size >= rows:
-                yield pa.concat_tables(found).combine_chunks()
+                yield _transfers(_one_after_the_other(found))
                 found, size = [], 0
     if found or not records:
-        yield pa.concat_tables(found).combine_chunks() if found else _schema(TRANSFERS).empty_table()
+        yield _transfers(_one_after_the_other(found)) if found else _schema(TRANSFERS).empty_table()
+
+
+def _one_after_the_other(parts: Sequence[Mapping[str, ArrayColumn]]) -> Mapping[str, ArrayColumn]:
+    """Return the columns of *parts*, which have the same ones, joined: a job has many logs, most of them short."""
+    return (
+        parts[0]
+        if len(parts) == 1
+        else {name: ArrayColumn.joined([part[name] for part in parts]) for name in parts[0]}
+    )
 
 
 def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
@@ -245,7 +254,7 @@ def requests_table(requests: Mapping[str, Sequence[Any]]) -> pa.Table:
     if len(set(lengths.values())) > 1:
         raise ValueError(f"requests has columns of different lengths: {lengths}")
     rows = next(iter(lengths.values()), 0)
-    given = (column for column in (*INSTANTS, *OPTIONAL, *LIVE) if column.name in requests)
+    given = [column for column in (*INSTANTS, *OPTIONAL, *LIVE) if column.name in requests]
     schema = _schema((*REQUESTS, *given))
     arrays = []
     for field in schema:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from json import dumps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
     return point
 
 
+@cache
 def _override(text: str) -> tuple[str, Any]:
     """Return the key and the value of ``+key=value``, the value as YAML reads it; what YAML cannot read stays text.
 

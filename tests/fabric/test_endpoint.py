@@ -268,7 +268,7 @@ class TestTimeout:
         assert bench.b.buffer.read(100, 100) == bytes(100)
 
     def test_must_be_positive(self, bench):
-        with pytest.raises(ValueError, match="timeout=0 must be > 0"):
+        with pytest.raises(ValueError, match=r"timeout=0(\.0)? must be > 0"):
             bench.write(timeout=0)
 
     def test_leaves_no_event_behind_for_transfers_that_complete(self, bench):

@@ -15,6 +15,7 @@ from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
 from pdsim.fabric.model import Model
 from pdsim.fabric.payload import Payload
+from pdsim.errors import ConfigError
 from pdsim.job import Outcome
 from pdsim.kv.pages import PagePool
 from pdsim.kv.verify.laws import LAWS, LawChecker, broken
@@ -134,3 +135,9 @@ def test_a_run_that_breaks_a_law_fails(
     monkeypatch.setattr("pdsim.kv.verify.laws._PHASES", ("finished", "joined"))
     assert main(["run", "hw=8xh20", "workload.count=5", f"output={tmp_path}", "checks=on"]) == 1
     assert "law of causality: room 1" in capsys.readouterr().out
+
+
+def test_a_compiled_pdsim_refuses_to_watch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pdsim.clock.__file__", "pdsim/clock.cpython-311-x86_64-linux-gnu.so")
+    with pytest.raises(ConfigError, match="checks=on watches methods"):
+        LawChecker()

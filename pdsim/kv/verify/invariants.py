@@ -30,6 +30,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages
 from pdsim.kv.receiver import KvReceiver
+from pdsim.kv.verify import refuse_compiled
 from pdsim.kv.verify.computed import ComputedChecker, window_differs
 from pdsim.kv.verify.leaks import LeakChecker
 from pdsim.kv.verify.ownership import OwnershipChecker
@@ -78,6 +79,7 @@ class InvariantChecker:
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
+        refuse_compiled("experiment=faults")
         self.violations: list[Violation] = []
         self.held: set[int] = set()
         self.broken_rooms: set[int] = set()

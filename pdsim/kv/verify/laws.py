@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pdsim.job import Outcome
 from pdsim.kv.messages import Finished, MessageError, Submit, decode
+from pdsim.kv.verify import refuse_compiled
 from pdsim.transfer import Batch, TransferRecord
 
 __all__ = ["LAWS", "Law", "LawChecker", "broken"]
@@ -55,6 +56,7 @@ class LawChecker:
     """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken."""
 
     def __init__(self) -> None:
+        refuse_compiled("checks=on")
         self.violations: list[str] = []
         self.landed_bytes = 0
         self._posted: dict[str, int] = {}  # by label: bytes
