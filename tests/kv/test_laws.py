@@ -13,9 +13,9 @@ import pytest
 
 from experiments.faults.scenario import Scenario, draw
 from pdsim.cli.main import main
+from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
 from pdsim.fabric.payload import Payload
-from pdsim.errors import ConfigError
 from pdsim.job import Outcome
 from pdsim.kv.pages import PagePool
 from pdsim.kv.verify.laws import LAWS, LawChecker, broken
