@@ -180,7 +180,7 @@ class TransferLog(_RecordSequence):
         self, records: Iterable[TransferRecord] = (), *, rank: str = "", spill: Spill | None = None
     ) -> None:
         self._kinds: list[Kind] = []
-        self._codes: dict[Kind, int] = {}
+        self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
         self._rank = rank
         self._spill = spill
         self._parts: list[int] = []  # where records are that are not in memory
@@ -216,8 +216,8 @@ class TransferLog(_RecordSequence):
     def append(self, record: TransferRecord) -> None:
         """Add *record*."""
         engine, operation, source, target, nbytes, descriptors, *times, status, label = record
-        self._begin(Kind(engine, operation, source, target, status), label, nbytes, descriptors, 1)
-        for column, time in zip(self._times, times, strict=True):
+        self._begin((engine, operation, source, target, status), label, nbytes, descriptors, 1)
+        for column, time in zip(self._times, times, strict=False):
             column.append(time)
 
     def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
@@ -228,10 +228,12 @@ class TransferLog(_RecordSequence):
         last, data = None, b""
         for column, values in zip(self._times, times, strict=True):
             if values is not last:  # what is prepared when it is submitted, and seen when it is complete
-                last, data = values, np.ascontiguousarray(values, np.float64).tobytes()
+                last, data = values, values.tobytes()
             column.frombytes(data)
 
-    def _begin(self, kind: Kind, label: str, nbytes: int, descriptors: int, count: int) -> None:
+    def _begin(
+        self, kind: tuple[str, str, str, str, str], label: str, nbytes: int, descriptors: int, count: int
+    ) -> None:
         ends = self._ends
         before = ends[-1] if ends else 0
         if before >= KEPT and self._spill is not None:
@@ -239,8 +241,9 @@ class TransferLog(_RecordSequence):
             ends, before = self._ends, 0
         code = self._codes.get(kind)
         if code is None:
-            code = self._codes[kind] = len(self._kinds)
-            self._kinds.append(kind)
+            code = len(self._kinds)
+            self._kinds.append(Kind(*kind))
+            self._codes[self._kinds[code]] = code
         self._of.append(code)
         self._labels.append(label)
         self._nbytes.append(nbytes)

@@ -175,7 +175,6 @@ class _Wire:
         narrowest = min((link.capacity / path.links.count(link) for link in path.links), default=inf)
         self.rate = min(model.fastest(read=read), narrowest)  # of a transfer that is alone
         self.occupancy = model.held_up(narrowest, read=read)
-
         self.streams: Streams | None = None  # of TCP, where the way takes time
         if route.chain is not None:
             answer = model.lanes * model.descriptor  # the engine's own latency is that of the last one only
@@ -197,8 +196,7 @@ class SeriesSteps:
         self._posting = posting
         self._overlap = overlap
         self._latency = latency
-        # asked for twice: by the plan and its owner
-        self._known: tuple[float, float, tuple[Times, ...]] | None = None
+        self._known: tuple[float, float, tuple[Times, ...]] | None = None  # asked for by the plan and its owner
 
     def alike(self, other: Steps) -> bool:
         """Return whether the transfers of *other* take as long in every respect."""
@@ -207,6 +205,10 @@ class SeriesSteps:
     def key(self) -> tuple[float, ...]:
         """Everything that the times depend on beside the start and the flow's length."""
         return self.count, self._posting, self._overlap, self._latency
+
+    def pause(self, seconds: float) -> float:
+        """Return how long the wire rests after each flow of *seconds*, but for rounding."""
+        return max(self._posting - seconds, 0.0) + self._latency if self._overlap else self._latency + self._posting
 
     def stages(self, start: float, seconds: float) -> tuple[Times, ...]:
         """Return when each is submitted, posted, on the wire, off the wire and complete, its flow taking *seconds*.
@@ -222,12 +224,16 @@ class SeriesSteps:
         stages: tuple[float, ...] = (self._posting, seconds, self._latency)
         if self._overlap:
             stages = (max(self._posting, seconds), self._latency)
-        sums = np.add.accumulate([start, *stages * self.count])
         each = len(stages)
+        terms = np.empty(1 + each * self.count)
+        terms[0] = start
+        for place, stage in enumerate(stages):
+            terms[1 + place :: each] = stage
+        sums = np.add.accumulate(terms)
         submitted, complete = sums[:-1:each], sums[each::each]
-        posted = submitted + self._posting
-        begins = submitted if self._overlap else posted
-        return submitted, posted, begins, begins + seconds, complete
+        if not self._overlap:
+            return submitted, sums[1::each], sums[1::each], sums[2::each], complete
+        return submitted, submitted + self._posting, submitted, submitted + seconds, complete
 
     def times(self, start: float, seconds: float) -> tuple[Times, Times]:
         """Return when each flow begins and ends."""

@@ -55,9 +55,15 @@ class HostLatency:
         """Return when it acts upon what comes at *now*; calls are in the order of time."""
         if self._coming:
             self._meet(now)
-        late = self._idle_wake if now - self._last > self._idle_after else 0.0
-        self._last = max(now + self._wake + late, nextafter(self._last, inf))
-        return self._last
+        return self._acts_at(now)
+
+    def _acts_at(self, now: float) -> float:
+        """Act upon what comes at *now*, all before being done."""
+        last = self._last
+        late = self._idle_wake if now - last > self._idle_after else 0.0
+        at = now + self._wake + late
+        self._last = at = at if at > last else nextafter(last, inf)
+        return at
 
     def expect(self, series: Coming) -> None:
         """Act upon what *series* says at its times, until `conclude`."""
@@ -73,12 +79,22 @@ class HostLatency:
 
     def _meet(self, now: float) -> None:
         """Act upon all that has come before *now*, in the order of time."""
-        waiting = [(series, bisect_left(series.coming, now, series.met)) for series in self._coming]
-        if sum(end - series.met for series, end in waiting) > MANY:
-            self._skip([(series, end) for series, end in waiting if end > series.met])
-        while True:
+        waiting, many = [], 0
+        for series in self._coming:
+            end, met = bisect_left(series.coming, now, series.met), series.met
+            if end > met:
+                waiting.append((series, end))
+                many += end - met
+        if many > MANY:
+            self._skip(waiting)
+        if len(waiting) == 1:
+            series, end = waiting[0]
+            while series.met < end:
+                self._act(series)
+            return
+        while waiting:
             first, at = None, now
-            for series in self._coming:
+            for series, _ in waiting:
                 if series.met < len(series.coming) and series.coming[series.met] < at:
                     first, at = series, series.coming[series.met]
             if first is None:
@@ -91,24 +107,28 @@ class HostLatency:
         *waiting* is how far each has come.  When the rank acts depends on what comes just before, and, for as long
         as it takes to wake from the cold, on the first.
         """
-        kept = min(series.coming[max(end - 2, series.met)] for series, end in waiting)
-        ends = [(series, bisect_left(series.coming, kept, series.met, end)) for series, end in waiting]
-        skipped = [series.coming[end - 1] for series, end in ends if end > series.met]
-        if not skipped or kept - max(skipped) < APART:
+        kept, ends, last = inf, [], -inf  # *last*: of those skipped
+        for series, end in waiting:
+            kept = min(kept, series.coming[max(end - 2, series.met)])
+        for series, end in waiting:
+            skipped = bisect_left(series.coming, kept, series.met, end)
+            ends.append((series, skipped))
+            if skipped > series.met:
+                last = max(last, series.coming[skipped - 1])
+        if kept - last < APART or last == -inf:
             return
         if self._idle_wake:
-            first, begun = min(
-                ((series.coming[series.met], series) for series, _ in waiting), key=lambda pair: pair[0]
-            )
+            begun = waiting[0][0]
+            for series, _ in waiting:
+                if series.coming[series.met] < begun.coming[begun.met]:
+                    begun = series
             pause = begun.coming[1] - begun.coming[0] if len(begun.coming) > 1 else inf
-            if pause > self._idle_after or kept - first < self._idle_wake + APART:
+            if pause > self._idle_after or kept - begun.coming[begun.met] < self._idle_wake + APART:
                 return
         for series, end in ends:
             series.met = end
-        self._last = max(self._last, max(skipped) + self._wake)
+        self._last = max(self._last, last + self._wake)
 
     def _act(self, series: Coming) -> None:
-        at = series.coming[series.met]
-        late = self._idle_wake if at - self._last > self._idle_after else 0.0
-        series.acted = self._last = max(at + self._wake + late, nextafter(self._last, inf))
+        series.acted = self._acts_at(series.coming[series.met])
         series.met += 1

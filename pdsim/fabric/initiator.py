@@ -227,7 +227,7 @@ class Initiator:
         count = self.posted.record_series(flight, submitted, posted, complete)
         inbox, now = flight.connection.remote.inbox, 0.0
         if count:
-            flight.connection.send_queue.carried(max(ended[-1], posted[-1]))
+            flight.connection.send_queue.carried(float(max(ended[-1], posted[-1])))
         if last:
             flight.release()
         if flight.notify:

@@ -10,9 +10,9 @@ own, and the rest is the caller's to post.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-import numpy as np
 from simpy.events import NORMAL
 
 from pdsim.clock import LAST, Alarm, fire
@@ -75,7 +75,7 @@ class SimSeries(Series):
         if not self._foreseen.add(self._plan):
             return False
         self._expect()
-        if self._stages[-1][0] - now > limit / 2:
+        if self.coming[0] - now > limit / 2:
             self._foreseen.drop(self._plan, 0)
             self._plan.forget()
             self._alarm = None
@@ -90,7 +90,7 @@ class SimSeries(Series):
         """Wake at the end of the last write."""
         self._stages = self._steps.stages(self._plan.start, self._plan.seconds)
         self.coming = self._stages[-1].tolist()
-        ended, complete = float(self._stages[-2][-1]), self.coming[-1]
+        ended, complete = self._plan.last, self.coming[-1]
         # without latency it completes with its flow, which is after all else of the instant
         self._alarm = Alarm(self._hardware, self._on_end, LAST if ended == complete else NORMAL)
         self._alarm.arm(complete)
@@ -98,20 +98,17 @@ class SimSeries(Series):
     def _on_end(self, alarm: Event) -> None:
         if alarm is self._alarm:
             self._alarm = None
-            count = len(self._stages[0])
+            count = len(self.coming)
             self._foreseen.drop(self._plan, count)
-            self._tell(count, last=True)
+            submitted, posted, _, ended, complete = self._stages
+            self._report(True, submitted, posted, ended, complete)
             self._plan.forget()
             fire(self, (count, None))
 
     def _on_cut(self, flow: Flow | None) -> None:
         self._alarm = None
-        count = int(np.searchsorted(self._stages[-1], self._hardware.now, side="left"))
-        self._tell(count, last=False)
+        count = bisect_left(self.coming, self._hardware.now)
+        self._report(False, *(self._stages[column][:count] for column in (0, 1, 3, 4)))
         submitted, posted, begin, end, complete = (float(column[count]) for column in self._stages)
         self._plan.forget()
         fire(self, (count, self._resume((submitted, posted, begin, end, complete), flow)))
-
-    def _tell(self, count: int, *, last: bool) -> None:
-        submitted, posted, _, ended, complete = (column[:count] for column in self._stages)
-        self._report(last, submitted, posted, ended, complete)

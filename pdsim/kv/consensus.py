@@ -30,7 +30,7 @@ class Consensus:
     @property
     def over(self) -> bool:
         """Whether the status is final: it never changes any more."""
-        return self.status in (Status.FAILED, Status.SUCCESS)
+        return self.status is Status.FAILED or self.status is Status.SUCCESS
 
     def succeed(self, rank: int) -> bool:
         """Take note that *rank* has done its part; return whether that ends the room.

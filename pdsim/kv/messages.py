@@ -488,13 +488,13 @@ def decode(payload: bytes) -> KvMessage:
 
     Raise a `Refused` if it is a `refusal`, else a `MessageError` that names what was got and expected; nothing else.
     """
-    if payload[:1] == _REFUSAL:
-        raise Refused(payload[1:].decode(errors="replace"))
-    if payload[:1] != _PREFIX:
+    if not payload or payload[0] != VERSION:
+        if payload[:1] == _REFUSAL:
+            raise Refused(payload[1:].decode(errors="replace"))
         got = f"schema version {payload[0]}" if payload else "an empty message"
         raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")
     try:
-        message: KvMessage = _decode(memoryview(payload)[1:])
+        message: KvMessage = _decode(payload[1:])
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
     return message

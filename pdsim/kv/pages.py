@@ -159,12 +159,15 @@ class PagePool:
 
     def count(self, owner: int) -> int:
         """Return how many pages *owner* has.  Raise a `KeyError` if it has none."""
-        return sum(count for _, count in self.owners[owner])
+        runs = self.owners[owner]
+        return runs[0][1] if len(runs) == 1 else sum([count for _, count in runs])
 
     def take(self, count: int) -> Pages:
         """Return *count* pages, which are free and nobody's from then on: the caller says whose they are."""
         self.unused -= count
-        self.peak = max(self.peak, self.used)
+        used = self.used
+        if used > self.peak:
+            self.peak = used
         taken: list[tuple[int, int]] = []
         while count:
             index = self._choose(count)
@@ -172,7 +175,7 @@ class PagePool:
             taken.append((self._starts[index], part))
             self._cut(index, part)
             count -= part
-        return tuple(sorted(taken))
+        return tuple(sorted(taken)) if len(taken) > 1 else tuple(taken)
 
     def release(self, owner: int) -> None:
         """Take the pages of *owner* back.  Raise a `KeyError` if it has none: nothing is freed twice."""

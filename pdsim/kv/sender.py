@@ -136,9 +136,8 @@ class KvSender(SenderRooms):
         deliveries: list[ChunkTransfer] = []
         for target in self.links.targets(chunk.decode):
             deliveries += self._plan(state, chunk, target, rows, arrival, finished, seconds > 0)
-        state.unfinished += sum(
-            delivery.writes for delivery in deliveries
-        )  # all of them are counted before the first is posted
+        for delivery in deliveries:  # all of them are counted before the first is posted
+            state.unfinished += 1 if delivery.piece is None else delivery.piece.writes
         for delivery in deliveries:
             if seconds:
                 clock.call_at(clock.now + seconds * delivery.computed, self._put, delivery)
@@ -220,9 +219,10 @@ class KvSender(SenderRooms):
         if not pieces:
             return []
         name = target.peer.name
-        total = state.writes[name] = state.writes.get(name, 0) + sum(
-            piece.writes if piece else 1 for piece in pieces
-        )
+        total = state.writes.get(name, 0)
+        for piece in pieces:
+            total += piece.writes if piece else 1
+        state.writes[name] = total
         if chunk.last if target.part.with_last else finished:
             arrival = replace(arrival, count=total)
         return [ChunkTransfer(state, chunk, target, piece, arrival) for piece in pieces]

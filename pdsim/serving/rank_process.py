@@ -76,8 +76,12 @@ class RankProcess:
     def send(self, receivers: str | Iterable[str], message: KvMessage) -> None:
         """Send to one rank or to several, without waiting; to a rank that is gone it is lost."""
         payload = encode(message)
-        for receiver in (receivers,) if isinstance(receivers, str) else receivers:
-            self.rank.channel.send(receiver, payload)
+        send = self.rank.channel.send
+        if isinstance(receivers, str):
+            send(receivers, payload)
+            return
+        for receiver in receivers:
+            send(receiver, payload)
 
     def ignore(self, *_: Any) -> None:
         """Count a message that has come too late."""
@@ -113,8 +117,12 @@ class RankProcess:
             self.fail(error)
 
     def _on_message(self, message: Envelope) -> None:
-        if not self.ended.triggered:
-            self.guard(self._handle, *message)
+        if self.ended.triggered:
+            return
+        try:
+            self._handle(*message)
+        except Exception as error:
+            self.fail(error)
 
     def _handle(self, sender: str, payload: bytes) -> None:
         """Decode a message and call its handler; refuse the sender of what cannot be read or is not for this rank."""

@@ -25,6 +25,14 @@ __all__ = ["Foreseen", "Plan", "Steps"]
 
 Times = npt.NDArray[np.float64]
 
+_NONE: Times = np.empty(0)
+
+EXACT = 2.0**53
+"""Up to here sums of whole numbers are exact as floats, in whatever order."""
+
+ROUNDING = 1e-14
+"""More than what a few sums of times may be off, in proportion to the time."""
+
 
 class Steps(Protocol):
     """When the flows of a series begin and end, given how long each takes.
@@ -37,6 +45,9 @@ class Steps(Protocol):
 
     def alike(self, other: Steps) -> bool:
         """Return whether `times` of both are the same for the same arguments."""
+
+    def pause(self, seconds: float) -> float:
+        """Return how long it is from the end of each flow of *seconds* to the next one's begin, but for rounding."""
 
 
 class Flows(Protocol):
@@ -76,8 +87,10 @@ class Plan:
         self.start = start
         self.seconds = 0.0
         """How long each flow takes."""
-        self.begins: Times = np.empty(0)
-        self.ends: Times = np.empty(0)
+        self.begins: Times = _NONE
+        self.ends: Times = _NONE
+        self.first = self.last = start
+        """When the first flow begins and the last one ends."""
         self.group: list[Plan] = [self]
         self.changed = changed
         self.cut = cut
@@ -86,6 +99,13 @@ class Plan:
         """Let each flow have the rate *level*."""
         self.seconds = self.size / level
         self.begins, self.ends = self.steps.times(self.start, self.seconds)
+        self.first, self.last = float(self.begins[0]), float(self.ends[-1])
+
+    def apart(self) -> bool:
+        """Return whether each flow ends before the next begins, and not with it."""
+        if self.steps.pause(self.seconds) > ROUNDING * self.last:
+            return True
+        return bool((self.begins[1:] > self.ends[:-1]).all())
 
     def forget(self) -> None:
         """Let go of the owner and of the plans in lockstep: the series is over, and must not be garbage in a circle."""
@@ -112,18 +132,24 @@ class Foreseen:
 
     def add(self, plan: Plan) -> bool:
         """Keep *plan*, which starts now; return False, and cut what is in its way, if its times cannot be known."""
-        links = plan.path.live
-        others = list(dict.fromkeys(other for link in links for other in self._plans.get(link, ())))
-        level = _level([plan])
-        if plan.path.repeats or not 0.0 < level < inf:
+        path = plan.path
+        links, level = path.live, inf
+        for link in links:
+            free = path.cap if link is path.own else link.capacity
+            if free < level:
+                level = free
+        if path.repeats or not 0.0 < level < inf:
             return False
         plan.set(level)
-        if not (plan.begins[1:] > plan.ends[:-1]).all():  # the network would go on with the counters of the path
+        if not plan.apart():  # the network would go on with the counters of the path
             return False
-        guests = self._network.alone_on(links, float(plan.begins[0]))
-        if guests is None or any(_hits(plan, end) for _, end in guests):
+        guests = self._network.alone_on(links, plan.first)
+        if guests is None:
             return False
-        met = [other for other in others if _meet(plan, other)]
+        for _, end in guests:
+            if _hits(plan, end):
+                return False
+        met = [other for other in self._beside(links) if _meet(plan, other)]
         if met:
             group = list(dict.fromkeys(member for other in met for member in other.group))
             if guests or not self._join(plan, group):
@@ -135,6 +161,14 @@ class Foreseen:
         for link in links:
             self._plans.setdefault(link, {})[plan] = None
         return True
+
+    def _beside(self, links: Sequence[Link]) -> dict[Plan, None]:
+        """Return the plans on any of *links*, in order."""
+        found: dict[Plan, None] = {}
+        for link in links:
+            if plans := self._plans.get(link):
+                found |= plans
+        return found
 
     def _join(self, plan: Plan, group: list[Plan]) -> bool:
         """Have *plan* go on in lockstep with *group*; return whether that is possible."""
@@ -168,8 +202,13 @@ class Foreseen:
             plans.pop(plan, None)
             if not plans:
                 del self._plans[link]
-        for _ in range(flows):  # one by one: the sum of floats depends on the order
-            plan.path.ended += plan.size
+        path, size = plan.path, plan.size
+        total = path.ended + flows * size
+        if total < EXACT and size.is_integer() and path.ended.is_integer():
+            path.ended = total
+        else:
+            for _ in range(flows):  # one by one: the sum of floats depends on the order
+                path.ended += size
 
     def carried(self) -> dict[Link, float]:
         """Return the bytes that plans have carried over each link until now, which the paths do not count yet."""
@@ -191,7 +230,7 @@ class Foreseen:
         if self._guests:
             for guest in {other for link in links for other in link.active if other in self._guests}:
                 met |= dict.fromkeys(self._guests.pop(guest))  # whatever its rate will be now
-        plans = dict.fromkeys(plan for link in links for plan in self._plans.get(link, ()))
+        plans = self._beside(links)
         if plans:
             level = min((_free(path, link) for link in links), default=inf)
             if path.repeats or self._network.alone_on(links, now) != [] or not 0.0 < level < inf:
@@ -242,13 +281,21 @@ def _free(path: Path, link: Link) -> float:
 
 def _hits(plan: Plan, end: float, begin: float = -inf) -> bool:
     """Return whether a flow of *plan* is under way between *begin* and *end*, both included."""
-    first = int(np.searchsorted(plan.ends, begin, side="left"))
+    if begin > plan.last or end < plan.first:
+        return False
+    first = int(plan.ends.searchsorted(begin))
     return first < len(plan.begins) and bool(plan.begins[first] <= end)
 
 
 def _meet(plan: Plan, other: Plan) -> bool:
     """Return whether a flow of one is under way, its begin and its end included, when one of the other is."""
-    # the first of the other's that does not end before
-    after = np.searchsorted(other.ends, plan.begins, side="left")
-    inside = after < len(other.begins)
-    return bool((other.begins[after[inside]] <= plan.ends[inside]).any())
+    if plan.first > other.last or plan.last < other.first:
+        return False
+    # the first of the other's that does not end before; there is none for those of the plan that begin last
+    after = other.ends.searchsorted(plan.begins)
+    inside = int(after.searchsorted(len(other.begins)))
+    return bool(_any(other.begins[after[:inside]] <= plan.ends[:inside]))
+
+
+_any = np.logical_or.reduce
+"""As `ndarray.any`, which takes twice as long on a few hundred values."""

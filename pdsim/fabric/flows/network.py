@@ -180,15 +180,23 @@ class Network:
 
         Return None if the end of one is not known, or if one ends now but will be off its links only after *since*.
         """
+        if self._resized:
+            return None
         now, found = self.clock.now, []
-        for path in dict.fromkeys(path for link in links for path in link.active):
+        active: dict[Path, None] = {}
+        for link in links:
+            if link.active:
+                active |= link.active
+        for path in active:
             if not path.flows and since > now:
                 continue
             if path.flows != 1 or not self._waterfill.is_alone(path):
                 return None
             found.append((path, path.limit.eta))
-        met = any(path.flows and not set(links).isdisjoint(path.live) for path in self._changed)
-        return None if met or self._resized else found
+        for path in self._changed:
+            if path.flows and not set(links).isdisjoint(path.live):
+                return None
+        return found
 
     def resume(self, flows: Sequence[tuple[Path, float]], begin: float) -> list[Flow]:
         """Return flows of these sizes that began over these paths at *begin*, when their links were free, as now.
@@ -237,7 +245,8 @@ class Network:
             self._alone_at = now
             self._alone.clear()
         self._alone[path] = False
-        self._arm()
+        if self._wake_at == inf or path.limit.eta < self._wake_at:  # else an end before that is waited for already
+            self._arm()
 
     def _take_back(self, paths: Iterable[Path]) -> None:
         """Solve those of *paths* together with what changes now that got their rates at this instant.
@@ -324,7 +333,10 @@ class Network:
             else:
                 self._waterfill.expect(path.limit, now)
         waterfill = self._waterfill
-        if not self._resized and all(not path.flows and waterfill.is_alone(path) for path in moved):
+        alone = not self._resized
+        for path in moved:
+            alone = alone and not path.flows and waterfill.is_alone(path)
+        if alone:
             for path in moved:
                 waterfill.leave_alone(path)
         else:

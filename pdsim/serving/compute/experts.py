@@ -48,7 +48,7 @@ class Exchange:
 
     def seconds(self, tokens: float) -> float:
         """Return how long those of *tokens* of a rank take when nothing else uses the links."""
-        if not self:
+        if not (self.network or self.port):
             return 0.0
         return max(tokens * self.network / self.network_rate, tokens * self.port / self.port_rate) + self.latency
 
