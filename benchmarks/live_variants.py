@@ -99,6 +99,14 @@ EACH = ",".join(map(str, LENGTHS))
 PUSHED = ("engine.posting_holds=false", "backend.intra.read_descriptor=0s")
 """Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for it."""
 
+SMALL = 9_000_000_000
+NO_WORKERS = NO_THREAD.replace('"progress_thread":false,', "")
+"""vLLM's own option: its progress thread stays, and posts without helpers."""
+ONE_TO_TWO = ("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]")
+TWO_TO_ONE = ("parallel.prefill.tp=2", "live.prefill_gpus=[0,1]", "live.decode_gpus=[1]")
+TOGETHER = ("hw=4xh200",)
+"""The model has no two ranks on a GPU: each gets its own, alike and joined by the same links."""
+
 PLANS: Mapping[str, Mapping[str, Variant]] = {
     "vllm": {
         "vllm": Variant("vllm", "vllm", 26_000_000_000, ALL, EACH, trace=True),
@@ -118,6 +126,25 @@ PLANS: Mapping[str, Mapping[str, Variant]] = {
             "vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPushConnector",), model=PUSHED
         ),
     },
+    # two plans of four pairs each, 127 GB of a GPU at most
+    "again": {
+        "vllm": Variant("vllm", "vllm", SMALL, TWO, EACH),
+        "vllm-again": Variant("vllm", "vllm", SMALL, TWO),  # what a repeat differs by, in the same hour
+        "vllm-page64": Variant("vllm", "vllm", SMALL, TWO, words=("kv.page_size=64",)),
+        "vllm-threads0": Variant(
+            "vllm", "vllm", SMALL, TWO, decode=("--kv-transfer-config", NO_WORKERS),
+            model=("backend.options.num_threads='0'",),
+        ),
+    },
+    "second": {
+        "vllm26-pull": Variant("vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPullConnector",)),
+        "vllm26-push": Variant(
+            "vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPushConnector",), model=PUSHED
+        ),
+        # servers that share GPUs take turns at computing, which the model lacks: single requests only
+        "vllm26-1to2": Variant("vllm", "vllm_push", SMALL, "none", EACH, words=ONE_TO_TWO, model=TOGETHER),
+        "vllm26-2to1": Variant("vllm", "vllm_push", SMALL, "none", EACH, words=TWO_TO_ONE, model=TOGETHER),
+    },
 }  # fmt: skip
 """Variants by name, in the order in which they are measured."""
 
@@ -125,6 +152,9 @@ CHANGES = {
     "chunk 8192 -> 2048": ("vllm", "vllm-chunk2k"),
     "progress thread on -> off at decode": ("vllm", "vllm-nothread"),
     "pull -> push": ("vllm26-pull", "vllm26-push"),
+    "blocks of 16 -> 64": ("vllm", "vllm-page64"),
+    "posting threads 4 -> 0 at decode": ("vllm", "vllm-threads0"),
+    "again": ("vllm", "vllm-again"),
 }
 """What a change gains: before and after, of which the loads that both have are compared."""
 
@@ -254,7 +284,8 @@ def _write(path: Path, engine: str, base: Sequence[str], parts: Mapping[str, Seq
 
 def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Request]]:
     """Return the requests of *variant*, in its order."""
-    base = ["hw=2xh200", *GPUS[1:], SEED, *(word for word in variant.words if not word.startswith("live."))]
+    own = [word for word in (*variant.words, *variant.model) if not word.startswith("live.")]
+    base = ["hw=2xh200", *GPUS[1:], SEED, *own]
     context = compose(base).model.context
     found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, REPEAT, context)
     loads = dict(scaled(variant.loads, SECONDS, 1.0))

@@ -74,19 +74,21 @@ class Http:
     def __init__(self, opened: Any) -> None:
         self._session = opened
 
-    async def answer(self, server: LiveServer, path: str, body: bytes) -> bytes:
+    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
         """Return the whole answer.  Raise a `RequestFailed`."""
         with _failures(server), _connection_failures(server):
-            async with self._session.post(server.url + path, data=body) as response:
+            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
                 data: bytes = await response.read()
                 _check(response.status, server, data)
                 return data
 
-    async def events(self, server: LiveServer, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+    async def events(
+        self, server: LiveServer, path: str, body: bytes, name: str = ""
+    ) -> AsyncIterator[tuple[float, bytes]]:
         """Yield time and data of each server-sent event up to ``[DONE]``.  Raise a `RequestFailed`."""
         clock = asyncio.get_running_loop().time
         with _failures(server), _connection_failures(server):
-            async with self._session.post(server.url + path, data=body) as response:
+            async with self._session.post(server.url + path, data=body, headers=_named(name)) as response:
                 if response.status != 200:
                     _check(response.status, server, await response.read())
                 async for line in response.content:
@@ -100,6 +102,11 @@ class Http:
                     if data == b"[DONE]":
                         return
                     yield clock(), data
+
+
+def _named(name: str) -> dict[str, str] | None:
+    """Return the header by which vLLM takes *name* for a request's, or None for none."""
+    return {"X-Request-Id": name} if name else None
 
 
 def _check(status: int, server: LiveServer, data: bytes) -> None:

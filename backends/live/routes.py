@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import msgspec
 
@@ -71,10 +72,12 @@ class LiveServer:
 class Post(Protocol):
     """Sends a body to a server; every failure is a `RequestFailed`."""
 
-    async def answer(self, server: LiveServer, path: str, body: bytes) -> bytes:
-        """Return the whole answer."""
+    async def answer(self, server: LiveServer, path: str, body: bytes, name: str = "") -> bytes:
+        """Return the whole answer.  *name*, if there is one, is what the server is to call the request."""
 
-    def events(self, server: LiveServer, path: str, body: bytes) -> AsyncIterator[tuple[float, bytes]]:
+    def events(
+        self, server: LiveServer, path: str, body: bytes, name: str = ""
+    ) -> AsyncIterator[tuple[float, bytes]]:
         """Yield the data of each event of the stream that is the answer, with the time at which it was read."""
 
 
@@ -126,7 +129,15 @@ class _Visit:
 
 
 async def _stream(
-    post: Post, server: LiveServer, form: Format, body: bytes, row: RequestRow, output: int, *, exact: bool
+    post: Post,
+    server: LiveServer,
+    form: Format,
+    body: bytes,
+    row: RequestRow,
+    output: int,
+    *,
+    exact: bool,
+    name: str = "",
 ) -> None:
     """Read the tokens of *row* from *server*.
 
@@ -137,7 +148,7 @@ async def _stream(
     """
     counts: bool | None = None
     now = 0.0
-    async for now, data in post.events(server, form.path, body):
+    async for now, data in post.events(server, form.path, body, name):
         try:
             chunk = form.chunk(data)
         except msgspec.MsgspecError as error:
@@ -210,8 +221,10 @@ _NEW = {
 
 
 class VllmPair:
-    """Prefill, then decode, in series.
+    """Prefill, then decode, in series, under one name of the request.
 
+    vLLM's `NixlPushConnector` finds by that name, the header ``X-Request-Id``, which prefill belongs to what decode
+    has registered: without it each server makes up a name of its own, and nothing is ever written.
     The load of a server counts the prompt for prefill, and prompt and output for decode.
     """
 
@@ -231,17 +244,17 @@ class VllmPair:
 
     async def serve(self, post: Post, prompt: bytes, request: Request, row: RequestRow) -> None:
         """Ask prefill for one token, and decode for all with the parameters in its answer; see `RequestRoute`."""
-        form, clock = self._format, asyncio.get_running_loop().time
+        form, clock, name = self._format, asyncio.get_running_loop().time, uuid4().hex
         with _Visit(self._prefills.choose(), request.input) as server:
             row.prefill = server.name
             body = form.body(prompt, 1, stream=False, extra={"kv_transfer_params": _NEW})
-            data = await post.answer(server, form.path, body)
+            data = await post.answer(server, form.path, body, name)
             row.prefilled = clock()
         params = self._params(server, data)
         with _Visit(self._decodes.choose(), request.input + request.output) as server:
             row.decode = server.name
             body = form.body(prompt, request.output, stream=True, extra={"kv_transfer_params": params})
-            await _stream(post, server, form, body, row, request.output, exact=self._exact)
+            await _stream(post, server, form, body, row, request.output, exact=self._exact, name=name)
 
     @staticmethod
     def _params(server: LiveServer, data: bytes) -> dict[str, Any]:

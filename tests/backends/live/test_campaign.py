@@ -41,7 +41,13 @@ def test_every_variant_starts_servers_whose_pool_is_the_one_that_is_predicted(pl
     variant = live_variants.PLANS[plan][name]
     line = live_variants.command(variant, tmp_path, 60.0, tmp_path / "trace", 0)
     asked = live_campaign._options(line[3:])
-    own = [*ENGINES[variant.engine], *GPUS, *ARGUMENTS[variant.engine], f"live.engine={variant.engine}"]
+    own = [
+        *ENGINES[variant.engine],
+        *GPUS,
+        *ARGUMENTS[variant.engine],
+        f"live.engine={variant.engine}",
+        *("target=live", "live.prefill=http://a:1", "live.decode=http://b:1"),
+    ]
     config = compose([*own, *asked.words])
     servers = launches(config, variant.engine, tmp_path)
     model = config.model
@@ -49,8 +55,10 @@ def test_every_variant_starts_servers_whose_pool_is_the_one_that_is_predicted(pl
     amount = str(variant.pool if variant.engine == "vllm" else variant.pool // token)
     assert [amount in server.command for server in servers] == [True, True]
     assert variant.token == token
-    assert set(asked.loads.split(",")) <= set(BLIND)
+    assert asked.loads == "none" or set(asked.loads.split(",")) <= set(BLIND)
     assert len({server.port for server in servers}) == 2
+    model = [word for word in (*variant.words, *variant.model) if not word.startswith("live.")]
+    compose(["hw=2xh200", *GPUS[1:], *live_variants._system(variant.engine, variant), *model])
 
 
 def test_a_change_is_the_ratio_of_what_both_have():
