@@ -26,7 +26,7 @@ from pdsim.errors import BackendUnavailable, ConfigError, TransferError
 from pdsim.job import Outcome, Place, RankResult, RankSpec, Target
 from pdsim.progress import ShowProgress
 from pdsim.results.record import Result
-from pdsim.units import Size
+from pdsim.units import Seconds, Size
 
 __all__ = ["TransferOptions", "check", "run"]
 
@@ -67,6 +67,7 @@ class TransferOptions(ExperimentOptions):
     layout: str = "contiguous"  # or "scattered": every block at a random place of an area twice as large
     placement: tuple[str, ...] = ("packed",)  # or "spread": one node after the other; or the GPU of each rank
     order: str = "listed"  # or "shuffled", by the seed
+    pause: Seconds = 0.0  # of the model: what a program takes from the end of a transfer to its next one
     verify: bool = True  # compare checksums at the receiver, where memory has contents
 
     def __post_init__(self) -> None:
@@ -293,6 +294,7 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
         "points": [point.task(options.ranks) for point in points],
         "warmup": options.warmup,
         "verify": options.verify,
+        "pause": options.pause if config.target == "model" else 0.0,
         "seed": config.seed,
         "timeout": config.backend.timeout,
     }

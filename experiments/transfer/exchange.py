@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,6 +20,7 @@ from pdsim.clock import Clock
 from pdsim.errors import TransferError
 from pdsim.job import Rank
 from pdsim.transfer import Batch, Buffer, Peer, Program, Region, Transfer
+from pdsim.units import Seconds
 
 __all__ = ["SCHEDULES", "Task", "area_bytes", "exchange", "region_bytes"]
 
@@ -67,14 +69,26 @@ def _area(task: Task) -> int:
     return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
 
 
-def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, seed: int, timeout: float) -> Program:
+def exchange(
+    rank: Rank,
+    *,
+    points: Sequence[Task],
+    warmup: int,
+    verify: bool,
+    seed: int,
+    timeout: float,
+    pause: Seconds = 0.0,
+) -> Program:
     """Run *points* one after the other and return ``{"points": [{"slots": n, "verified": k}, ...], "error": ""}``.
 
     In each, the initiator of every flow (the source, or the sink if it reads) keeps ``concurrency`` transfers in
     flight until ``repeat`` are done, after *warmup* that are labelled `WARMUP` and without a pause between the two:
-    a process that has slept needs several transfers until it is as fast as it can be.  All ranks begin each point
-    together, those without a flow in it too, over one region that is registered once.  *n* counts the slots of all
-    ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing was checked.
+    a process that has slept needs several transfers until it is as fast as it can be.  Between two of them a loop
+    waits for *pause*, by half of it more or less, drawn from *seed*: what a real program takes.
+
+    All ranks begin each point together, those without a flow in it too, over one region that is registered once.
+    *n* counts the slots of all ranks in which bytes arrived, *k* those with the bytes sent; it is None if nothing
+    was checked.
 
     An error ends the list before the point that met it, and is returned, so that what was before it is kept:
     `PeerLost` if a rank is not heard of for *timeout* seconds, and whatever a transfer fails with.
@@ -84,15 +98,15 @@ def exchange(rank: Rank, *, points: Sequence[Task], warmup: int, verify: bool, s
     buffer = rank.device.allocate(region_bytes(rank.name, points))
     region = rank.endpoint.register(buffer, "blocks")
     done: list[dict[str, Any]] = []
+    pauses = _pauses(pause, seed, rank.name)
     if rank.name == min(rank.name, *rank.peers):  # one is enough
         rank.counts(lambda: len(done), len(points))
     try:
         addresses = yield from party.meet("address", rank.endpoint.address())
         peers = {name: rank.endpoint.connect(address) for name, address in addresses.items()}
         for number, task in enumerate(points):
-            work = _TransferLoop(
-                rank, task, buffer, region, peers, seed, verify and rank.device.holds_bytes, timeout
-            )
+            check = verify and rank.device.holds_bytes
+            work = _TransferLoop(rank, task, buffer, region, peers, seed, check, timeout, pauses)
             work.fill()
             rank.clock.settle()
             yield from party.start(f"{number} begins")
@@ -131,8 +145,10 @@ class _TransferLoop:
         seed: int,
         check: bool,
         timeout: float,
+        pauses: Iterator[Seconds] | None,
     ) -> None:
         self._rank, self._task, self._buffer = rank, task, buffer
+        self._pauses = pauses
         self._plan = _Plan(task, seed)
         self._check = check
         self._timeout = timeout
@@ -189,7 +205,8 @@ class _TransferLoop:
                 range(count if self._task["schedule"] == "free" else -(-count // self._task["concurrency"]))
             )
             clock = self._rank.clock
-            running = [_loop(clock, waves, budget, start | {"label": label}) for waves in loops]
+            after = self._pauses
+            running = [_loop(clock, waves, budget, start | {"label": label}, after) for waves in loops]
             if error := (yield from _all(clock, running)):
                 return error
         return None
@@ -204,14 +221,33 @@ def _all(clock: Clock, loops: Sequence[_Loop]) -> _Loop:
     return first
 
 
-def _loop(clock: Clock, waves: _Waves, budget: Iterator[int], start: Mapping[str, Any]) -> _Loop:
-    """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows."""
+def _pauses(mean: Seconds, seed: int, rank: str) -> Iterator[Seconds] | None:
+    """Return the pauses of *rank*, from half of *mean* to one and a half, or None for none."""
+    if not mean:
+        return None
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *f"pause {rank}".encode()])))
+    return (mean * (0.5 + share) for _ in repeat(None) for share in random.random(64).tolist())
+
+
+def _loop(
+    clock: Clock,
+    waves: _Waves,
+    budget: Iterator[int],
+    start: Mapping[str, Any],
+    pauses: Iterator[Seconds] | None,
+) -> _Loop:
+    """Post what is in a wave together and wait for all of it, wave after wave, as often as *budget* allows.
+
+    After each wave comes one of *pauses*.
+    """
     try:
         for _ in budget:
             clock.settle()
             for wave in waves:
                 for transfer in [post(**start) for post in wave]:  # noqa: UP028 a list cannot be sent values
                     yield transfer
+                if pauses is not None:
+                    yield clock.timeout(next(pauses))
     except TransferError as error:
         return error
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,17 @@ def test_more_bytes_than_memory_are_refused_before_anything_runs():
 def test_what_just_fits_runs():
     assert list(check(configured(blocks=(1,), size=(1 << 30,)))) == []
     assert list(check(configured(blocks=(1,), size=((1 << 30) + 1,)))) != []
+
+
+def test_a_program_pauses_between_transfers_and_the_transfers_take_as_long():
+    def records(pause: float, seed: int = 0) -> list[Any]:
+        config = replace(configured(repeat=50, pause=pause), seed=seed)
+        return list(run(config, Model(EIGHT, ENGINE), silent).transfers)
+
+    straight, paused = records(0.0), records(16e-6)
+    gaps = [after.submitted - before.seen for before, after in pairwise(paused)]
+    assert all(8e-6 <= gap <= 24e-6 for gap in gaps)
+    assert len({round(gap, 12) for gap in gaps}) == len(gaps) == 49
+    times = [[round(record.seen - record.submitted, 12) for record in each] for each in (straight, paused)]
+    assert times[0] == times[1]
+    assert records(16e-6) == paused != records(16e-6, seed=1)
