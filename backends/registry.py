@@ -48,7 +48,10 @@ def load(name: str) -> Any:
 
 
 def variants(implementation: str) -> tuple[Variant, ...]:
-    """Return what the class called *implementation* declares; one that declares nothing is a backend of that name."""
+    """Return what the class called *implementation* declares.
+
+    One that declares nothing is a backend of that name.
+    """
     declared: tuple[Variant, ...] = getattr(load(implementation), "variants", ())
     return declared or (Variant(backend=implementation),)
 
@@ -82,7 +85,10 @@ def on_hosts(nodes: int = 1) -> tuple[str, ...]:
 
 @cache
 def _implementations() -> dict[str, str]:
-    """Return which implementation provides each backend; one that cannot be imported provides that of its own name."""
+    """Return which implementation provides each backend.
+
+    One that cannot be imported provides that of its own name.
+    """
     importable = _importable()
     found = {variant.backend: name for name in importable for variant in variants(name)}
     return found | {name: name for name in names() if name not in importable}

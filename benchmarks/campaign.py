@@ -47,7 +47,8 @@ LIMITS = {
 """Seconds of each kind of step; on 2 x H200, with three jobs, a validation took 55 and a calibration 20."""
 
 JOBS = "experiment.jobs=3"
-"""Of a validation, whose ranks take several seconds to start: nine, as without a campaign, would take five minutes."""
+"""Of a validation, whose ranks take several seconds to start: nine, as without a campaign, would take five
+minutes."""
 
 SEEDS = {"symmetric_allgather": "", "intranode_metadata": "mooncake_nvlink", "nixl_staging": "nixl"}
 """The reports about GPUs of one node, each with the engine that it is about; "" is any."""
@@ -64,7 +65,7 @@ GRACE = 20.0
 
 @dataclass(frozen=True)
 class Step:
-    """One command: its name, such as ``"validate nvlink"``, the words after ``python -m pdsim``, and its deadline."""
+    """One command: its name, as ``"validate nvlink"``, the words after ``python -m pdsim``, and its deadline."""
 
     name: str
     words: tuple[str, ...]

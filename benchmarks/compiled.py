@@ -84,7 +84,7 @@ def run(site: Path | None, case: str, requests: int) -> dict[str, Any]:
 
 
 def compare(site: Path, cases: Sequence[str], requests: int) -> bool:
-    """Print a line for each of *cases*, and return whether all results of the pdsim in *site* are those of the pure."""
+    """Print a line for each of *cases*; return whether all results of the pdsim in *site* are those of the pure."""
     same = True
     print(f"{'case':16}{'pure CPU s':>12}{'compiled':>10}{'times':>7}  results")
     for case in cases:

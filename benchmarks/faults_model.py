@@ -144,7 +144,7 @@ def _cpu() -> float:
 
 
 def table(files: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield the lines of a table of *files*, those of `STORED` if there are none: a row for the parts of each code."""
+    """Yield the lines of a table of *files*, by default those of `STORED`: a row for the parts of each code."""
     parts: dict[tuple[str, int, float], list[Part]] = {}
     for path in files or sorted(STORED.glob("*.json")):
         part = Part.read(path)

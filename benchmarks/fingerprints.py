@@ -1,4 +1,4 @@
-"""Fingerprint what a run left behind, so that two versions of the code can be compared by the content of their results.
+"""Fingerprint what a run left behind, to compare two versions of the code by the content of their results.
 
 A Parquet table is hashed column by column: its type, and its values in order, so that another writer, another row
 group or another order of columns changes nothing.  `summary.json` and `run.json` are taken apart into numbers, which
@@ -50,7 +50,8 @@ VOLATILE = {
 """Fields of JSON files, and metrics, that are not compared, and why."""
 
 UNREAD = {".yaml", ".html", ".svg", ".png"}
-"""Files that are not compared: the configuration is what a run was asked for, and pages show what other files hold."""
+"""Files that are not compared: the configuration is what a run was asked for, and pages show what other files
+hold."""
 
 
 @dataclass(frozen=True)

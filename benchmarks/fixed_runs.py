@@ -52,7 +52,8 @@ SERVED = {
         *("grouped_bytes", "metadata_bytes", "metadata_descriptors"),
     ),
 }
-"""What is the same in every run on a real engine.  Which request ends first decides how pages lie, thus descriptors."""
+"""What is the same in every run on a real engine.  Which request ends first decides how pages lie, thus
+descriptors."""
 
 REAL = SERVED | {"transfers.parquet": (*SERVED["transfers.parquet"], "batch_size", "block_size")}
 """The same where one request, or one point, follows another."""
@@ -109,7 +110,8 @@ RUNS = {
     "faults": Run("experiment=faults experiment.scenarios=6 experiment.workers=1"),
     "validate": Run(
         "experiment=validate experiment.predict=only hw=2xh200 experiment.size=[96KiB] experiment.blocks=[1,37] "
-        "experiment.patterns=[bidirectional] experiment.contended=[96KiB] experiment.tokens=[512] experiment.repeat=4"
+        "experiment.patterns=[bidirectional] experiment.contended=[96KiB] experiment.tokens=[512] "
+        "experiment.repeat=4"
     ),
     "seed-intranode-metadata": Run("experiment=seed_intranode_metadata"),
     "seed-mooncake-tcp": Run(

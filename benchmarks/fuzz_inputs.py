@@ -1,4 +1,4 @@
-"""Right inputs of every kind that `benchmarks.fuzz` changes: what is wrong with a changed one is the change alone."""
+"""Right inputs of every kind that `benchmarks.fuzz` changes: what is wrong with one is the change alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ ENGINE = {
     "inter": None,
 }
 MODEL = {
-    "name": "m", "parameters": 1e9, "active": 1e9, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16,
+    "name": "m", "parameters": 1e9, "active": 1e9, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4,
+    "head_dim": 16,
 }  # fmt: skip
 CONFIG = {
     "target": "model",

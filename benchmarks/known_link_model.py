@@ -93,7 +93,8 @@ def compare(path: Path) -> None:
         plain.append(((backend, "all"), [pair for key, own in plain if key[0] == backend for pair in own]))
     columns = {
         "backend": "", "link": "",
-        "large %": "messages of 1 MiB and more: median of the absolute error of the median time", "worst %": "of those",
+        "large %": "messages of 1 MiB and more: median of the absolute error of the median time",
+        "worst %": "of those",
         "small ms": "smaller messages: the same", "worst ms": "of those",
         "blocks %": "batches of blocks: the same", "idle %": "messages after a long gap: the same",
     }  # fmt: skip
@@ -111,7 +112,7 @@ def _point(row: Mapping[str, str], seconds: float) -> list[Any]:
 
 
 def _errors(found: Pairs) -> list[float]:
-    """Return median and worst absolute error of large and small messages, and the medians of batches and after gaps."""
+    """Return median and worst absolute error of large and small messages, and medians of batches and after gaps."""
     kinds: dict[str, list[float]] = {"large": [], "small": [], "blocks": [], "idle": []}
     for row, seconds in found:
         measured, blocks, size = float(row["seconds"]), int(row["blocks"]), int(row["size"])

@@ -98,7 +98,7 @@ def _counted() -> Iterator[str]:
 
 
 def _change_rows() -> Iterator[str]:
-    """Yield the table of what a change gains, of the loads that were measured before and after it, if there are any."""
+    """Yield the table of what a change gains, of loads that were measured before and after it, if there are any."""
     found = list(changes())
     if not found:
         return
@@ -240,7 +240,7 @@ def _row(label: str, values: Mapping[str, float]) -> str:
 
 
 def figure() -> str:
-    """Return docs/live.svg: TTFT and TPOT, predicted and measured, over the loads of fixed lengths, of both engines."""
+    """Return docs/live.svg: TTFT and TPOT, predicted and measured, over loads of fixed lengths, of both engines."""
     import io
 
     import matplotlib as mpl

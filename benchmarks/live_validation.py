@@ -36,7 +36,10 @@ MEMORY = "scheduler.memory_fraction=0.6"
 """Of the 141 GB of the model's H200, what 0.55 is of the 150 that the servers count."""
 
 SYSTEMS = {
-    "vllm": ["engine=vllm", "backend=nixl_vllm", "compute=h200_fa3", "kv.page_size=16", "kv.pool=65017479168B", MEMORY],
+    "vllm": [
+        *("engine=vllm", "backend=nixl_vllm", "compute=h200_fa3", "kv.page_size=16"),
+        *("kv.pool=65017479168B", MEMORY),
+    ],
     "sglang": [
         "engine=sglang", "backend=mooncake_nvlink", "compute=h200_triton", "kv.page_size=1", "kv.pool=65722466304B",
         MEMORY,

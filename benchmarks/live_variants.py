@@ -38,7 +38,8 @@ SEED = "seed=7"
 SECONDS = 14.0
 REPEAT = 3
 COUNT, SHARE, SKIP = 36, 0.4, 400
-"""Of the slice of the trace: its requests, the share of the capacity that they ask for, and those left out before."""
+"""Of the slice of the trace: its requests, the share of the capacity that they ask for, and those left out
+before."""
 ALL = "mixed3k-70,answers-45,mixed1k-45,fixed3k-55,fixed3k-75,short-90,gamma-50,long12k-40,fixed1k-30"
 TWO = "mixed3k-70,answers-45"
 PORTS = range(20100, 32000, 2000)
@@ -47,7 +48,10 @@ PORTS = range(20100, 32000, 2000)
 
 @dataclass(frozen=True)
 class Variant:
-    """One pair of servers.  *pool* is the memory for KV of each, in bytes; *model* are words of the prediction only."""
+    """One pair of servers.
+
+    *pool* is the memory for KV of each, in bytes; *model* are words of the prediction only.
+    """
 
     engine: str
     site: str
@@ -97,7 +101,8 @@ PATCH = (
 """For `sed -i` on vLLM 0.22.1's nixl/worker.py."""
 EACH = ",".join(map(str, LENGTHS))
 PUSHED = ("engine.posting_holds=false", "backend.intra.read_descriptor=0s")
-"""Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for it."""
+"""Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for
+it."""
 
 SMALL = 9_000_000_000
 NO_WORKERS = NO_THREAD.replace('"progress_thread":false,', "")
@@ -110,7 +115,9 @@ TOGETHER = ("hw=4xh200",)
 PLANS: Mapping[str, Mapping[str, Variant]] = {
     "vllm": {
         "vllm": Variant("vllm", "vllm", 26_000_000_000, ALL, EACH, trace=True),
-        "vllm-chunk2k": Variant("vllm", "vllm", 11_000_000_000, f"{TWO},long12k-40", words=("scheduler.chunk=2048",)),
+        "vllm-chunk2k": Variant(
+        "vllm", "vllm", 11_000_000_000, f"{TWO},long12k-40", words=("scheduler.chunk=2048",)
+    ),
         "vllm-llama": Variant("vllm", "vllm", 12_000_000_000, f"{TWO},mixed1k-45,fixed3k-55", words=LLAMA),
         # 2.9 us a descriptor: 3.2 by 3,427 to 3,820 us, 1,024 descriptors of 16 KiB without and with it
         "vllm-nothread": Variant(
@@ -121,7 +128,9 @@ PLANS: Mapping[str, Mapping[str, Variant]] = {
     "sglang": {
         "sglang": Variant("sglang", "sglang", 176_000 * 147456, ALL, EACH, trace=True),
         "sglang-llama": Variant("sglang", "sglang", 80_000 * 131072, f"{TWO},fixed3k-55", words=LLAMA),
-        "vllm26-pull": Variant("vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPullConnector",)),
+        "vllm26-pull": Variant(
+        "vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPullConnector",)
+    ),
         "vllm26-push": Variant(
             "vllm", "vllm_push", 11_000_000_000, TWO, words=("live.connector=NixlPushConnector",), model=PUSHED
         ),
@@ -239,7 +248,7 @@ def _wait(done: Any, seconds: float) -> None:
 
 
 def predict(plan: Mapping[str, Variant], folder: Path, trace: Path) -> None:
-    """Write into *folder* what the model says of each variant of *plan*, and of the engines' by the other's model."""
+    """Write into *folder* what the model says of each variant of *plan*, and of each engine's by the other's."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, variant in plan.items():
         base = [*GPUS[1:], *_system(variant.engine, variant), *variant.words, *variant.model]

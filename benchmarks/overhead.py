@@ -1,4 +1,4 @@
-"""What pdsim costs above the bare library: the same transfers through our endpoint and by calling the engine directly.
+"""What pdsim costs above the bare library: the same transfers through our endpoint and by the engine directly.
 
 ``python -m benchmarks.overhead [ENGINE ...]`` prints a table and exits with 1 if the bandwidth of the largest
 transfer (64 MiB, between GPUs 256 MiB) is below 0.97 of the library's or, between GPUs, if 4 KiB take 15 us longer.
@@ -37,7 +37,8 @@ GPU_SHAPES = ((1, 4 << 10), (1, 1 << 20), (1, 256 << 20), (1000, 16 << 10))
 FLOOR = 0.97
 """Of the library's bandwidth in the largest transfer."""
 WARM = 5
-"""Transfers before those of a turn that are timed: both ways begin it after a message, for which the process slept."""
+"""Transfers before those of a turn that are timed: both ways begin it after a message, for which the process
+slept."""
 ADDED = 15e-6
 """Seconds that the interface may add to 4 KiB between GPUs."""
 REGION = 64 << 20
@@ -216,7 +217,8 @@ def table(engine: str, rows: Sequence[Sequence[float]]) -> str:
     """Return the figures of one engine, a line for each shape."""
     lines = [
         f"{engine}",
-        f"{'batch':>16} {'pdsim us':>10} {'bare us':>10} {'added us':>9} {'added, least':>12} {'bandwidth ratio':>15}",
+        f"{'batch':>16} {'pdsim us':>10} {'bare us':>10} {'added us':>9} {'added, least':>12} "
+        f"{'bandwidth ratio':>15}",
     ]
     for count, size, ours, bare, ours_least, bare_least, ratio in rows:
         shape = f"{count:.0f} x {format_size(size)}"

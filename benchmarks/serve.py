@@ -94,7 +94,7 @@ def command(overrides: Sequence[str]) -> float:
 
 
 def overrides_of(case: Case, trace: str | None, requests: int | None) -> list[str]:
-    """Return the overrides of *case*, with the requests of *trace* if it is for one, and at most so many *requests*."""
+    """Return the overrides of *case*, with the requests of *trace* if it is for one, at most so many *requests*."""
     count = [f"workload.count={requests}"] if requests else []
     if trace and case.speed:
         return [*case.overrides.split(), f"workload.trace={trace}", f"workload.speed={case.speed}", *count]

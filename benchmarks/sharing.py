@@ -185,7 +185,10 @@ class SimGrid:
     """SimGrid's C++ core, driven by simgrid_core.cpp."""
 
     def __init__(self, library: Path, source: Path, scratch: Path) -> None:
-        """Compile the driver in *scratch*; *source* is SimGrid's source, for its headers, and *library* its build."""
+        """Compile the driver in *scratch*.
+
+        *source* is SimGrid's source, for its headers, and *library* its build.
+        """
         self.scratch = scratch
         self.version = next(
             (

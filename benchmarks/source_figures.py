@@ -23,9 +23,10 @@ GENERIC = ("__init__", "__main__", "conftest")
 
 @dataclass(frozen=True)
 class Room:
-    """Modules, with all that is below them, or after ``=`` one module alone; and the other rooms that they may import.
+    """Modules, and the other rooms that they may import.
 
-    The longest name that fits a module counts.
+    *modules* are names with all that is below them, or after ``=`` one module alone; the longest
+    name that fits a module counts.  *may* names rooms.
     """
 
     modules: tuple[str, ...]
@@ -212,7 +213,7 @@ class Source:
         return [pairs[key] for key in sorted(pairs)]
 
     def private_of_others(self) -> dict[str, list[str]]:
-        """Return, by module, ``line: x._name`` of each private attribute of anything but ``self``, ``cls`` or super."""
+        """Return, by module, ``line: x._name`` of each private attribute of all but ``self``, ``cls`` or super."""
         found = {
             module.name: sorted((node.lineno, ast.unparse(node)) for node in _attributes(module))
             for module in self.modules.values()

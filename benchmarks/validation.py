@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/validation.md from the committed validations: ``python -m benchmarks.validation``.
+"""Write the generated parts of docs/validation.md: ``python -m benchmarks.validation``.
 
 ``python -m benchmarks.validation predictions`` prints the medians of what is predicted for machines not yet
 measured.
@@ -32,7 +32,7 @@ AHEAD, END_AHEAD = "<!-- generated, predictions: python -m benchmarks.validation
 
 
 def reached(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines of the errors of every class in *folders*, a column each, and which predictions they are of."""
+    """Yield the lines of the errors of every class in *folders*, a column each, and whose predictions they are."""
     pairs = [(read(folder / EXPECTED), read(folder / MEASURED)) for folder in folders]
     rows: dict[str, dict[int, Class]] = {}
     for number, (expected, measured) in enumerate(pairs):
@@ -124,7 +124,7 @@ def predictions(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def medians(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield the lines of a table for each machine in *folders*: the predicted median of each class on each engine."""
+    """Yield a table for each machine in *folders*: the predicted median of each class on each engine."""
     made = [read(folder / EXPECTED) for folder in folders]
     for hw in sorted({expected["hw"] for expected in made}, reverse=True):
         yield f"### {hw}"

@@ -193,7 +193,8 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=loopback", "backend.options.thread=4"),
-        "backend.options.thread is no option of backend=mooncake_tcp; did you mean threads? there are threads, device,",
+        "backend.options.thread is no option of backend=mooncake_tcp; did you mean threads? "
+        "there are threads, device,",
     ),
     (("run", "target=real"), "target=real on hw=8xh20 needs 8 nvidia GPUs, but"),
     (
@@ -202,7 +203,8 @@ REFUSALS = [
     ),
     (
         ("run", "target=real", "hw=rdma_guest", "backend=nixl_shm"),
-        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: backend=mooncake, mori, mori_inline,",
+        "target=real emulates hw=rdma_guest: it takes engines that go over RDMA: "
+        "backend=mooncake, mori, mori_inline,",
     ),
     (
         ("run", "experiment=transfer", "experiment.ranks=9"),

@@ -1,4 +1,7 @@
-"""Shell completion: what is offered for a beginning, through argcomplete as the shell calls it; NO_COLOR; statuses."""
+"""Shell completion: what is offered for a beginning, through argcomplete as the shell calls it.
+
+NO_COLOR; statuses.
+"""
 
 import os
 import pty

@@ -234,7 +234,7 @@ def test_every_backend_moves_bytes_on_the_machine_or_is_refused_with_a_reason(hw
 
 
 def modelled(config: Config, blocks: int, size: int) -> float:
-    """Return the seconds that one transfer takes: between two GPUs of one node or, if there are more, of two nodes."""
+    """Return the seconds that one transfer takes, between two GPUs of one node or, if there are more, of two."""
     point = replace(TRANSFER, blocks=(blocks,), size=(size,), repeat=1, placement=("spread",))
     result = transfer.run(replace(config, experiment=point), Model(config.hw, config.backend), silent)
     (record,) = result.transfers

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "examples" / "policies"
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory):
-    """Return what runs a command of pdsim where the package is installed, in an empty folder, and returns its JSON."""
+    """Return what runs a command of pdsim where the package is installed, and returns its JSON."""
     target, folder = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("elsewhere")
     offline = ("--no-index", "--no-build-isolation", "--no-deps", "--disable-pip-version-check")
     pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(PACKAGE)]

@@ -1,4 +1,4 @@
-"""What is said while something runs: at once where it takes minutes, in pipes too, and how long it will still take."""
+"""What is said while something runs: at once where it takes minutes, in pipes too, and how long it will take."""
 
 import io
 import os

@@ -1,1 +1,5 @@
-"""What every real endpoint shares: the transfer state machine, control messages beside the engine, memory, liveness."""
+"""What every real endpoint shares, whatever its engine.
+
+The states of a transfer, control messages beside the engine, memory and who may write to it, and
+whether peers live.
+"""

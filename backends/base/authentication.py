@@ -76,7 +76,10 @@ def job_keys(names: Iterable[str]) -> dict[str, Keys]:
 
 
 def sender_of(frame: Any) -> str:
-    """Return the rank whose key the connection proved that *frame* came over: no part of the message can forge it."""
+    """Return the rank whose key the connection proved that *frame* came over.
+
+    No part of the message can forge it.
+    """
     name: str = frame.get("User-Id")
     return name
 

@@ -1,9 +1,9 @@
 """The endpoints that an endpoint knows: what their addresses said, and what they have withdrawn since.
 
 This is the borrower's side of `backends.base.withdrawal`.  An address is a snapshot, counted by its epoch.  Whoever
-connects says `MEET` with that epoch; the owner answers `WELCOME` with the names that it withdrew since, and from then
-on tells of each further one with `WITHDRAW`, to which a borrower answers `RETURN` once none of its transfers moves
-there.  Until the welcome has come, transfers to the peer wait.
+connects says `MEET` with that epoch; the owner answers `WELCOME` with the names that it withdrew since, and from
+then on tells of each further one with `WITHDRAW`, to which a borrower answers `RETURN` once none of its transfers
+moves there.  Until the welcome has come, transfers to the peer wait.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class ConnectedPeers:
 
         Raises:
             InvalidBatch: *peer* is another endpoint's, *local* is not a region of this rank, or *remote* is not one
-                that the peer's address named.  Whether it has been withdrawn since is seen when the transfer is posted.
+                that the peer's address named.  Whether it has been withdrawn since is seen when the transfer is
+                posted.
         """
         state, rank = peer.handle, self._control.card.name
         if not isinstance(state, PeerState) or self.by_token.get(state.line.card.token) is not state:
@@ -118,7 +119,10 @@ class ConnectedPeers:
         self._dispatch(state)
 
     def on_withdraw(self, line: PeerLine, body: list[bytes]) -> None:
-        """Address the withdrawn region no more, and return it: at once, or when the last transfer there has settled."""
+        """Address the withdrawn region no more, and return it.
+
+        At once, or when the last transfer there has settled.
+        """
         name, epoch = withdrawn(body)
         state = self.by_token.get(line.card.token)
         if state is None:

@@ -69,7 +69,10 @@ Handler = Callable[[PeerLine, list[bytes]], None]
 
 
 def fields(body: list[bytes], *kinds: type[_Kind]) -> list[_Kind]:
-    """Return *body* as one field of each of *kinds*, ``str`` or ``int``.  Raise a `MessageError` if it is not that."""
+    """Return *body* as one field of each of *kinds*, ``str`` or ``int``.
+
+    Raise a `MessageError` if it is not that.
+    """
     if len(body) != len(kinds):
         raise MessageError(f"{len(body)} fields in a note, need {len(kinds)}")
     try:
@@ -248,7 +251,10 @@ class Control:
             raise
 
     def _hear(self, sender: str, frames: list[bytes]) -> None:
-        """Act on one note of *sender*.  Raise a `MessageError` for what is no note, or carries another rank's token."""
+        """Act on one note of *sender*.
+
+        Raise a `MessageError` for what is no note, or carries another rank's token.
+        """
         if len(frames) < 3:
             raise MessageError(f"{len(frames)} frames, need a kind and two tokens")
         kind, token, target, *body = frames

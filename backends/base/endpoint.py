@@ -176,8 +176,8 @@ class RealEndpoint(EngineHooks):
             raise RegistrationError(f"the endpoint of {self.rank} is closed")
         if os.getpid() != self._pid:
             raise RegistrationError(
-                f"the endpoint of {self.rank} belongs to process {self._pid}; engines do not survive a fork, so make "
-                f"another in the child"
+                f"the endpoint of {self.rank} belongs to process {self._pid}; engines do not survive a fork, so "
+                f"make another in the child"
             )
 
     # --- Endpoint: peers -------------------------------------------------------------------------------------------
@@ -284,7 +284,10 @@ class RealEndpoint(EngineHooks):
         self._transfers.fail(transfer, error, moving=moving)
 
     def engine_failed(self, transfer: PostedTransfer, text: str, *, moving: bool = True) -> None:
-        """Fail *transfer*, which the engine has let go of with *text*; *moving* says whether bytes may still move."""
+        """Fail *transfer*, which the engine has let go of with *text*.
+
+        *moving* says whether bytes may still move.
+        """
         line = transfer.peer.line
 
         def decide(_: Event) -> None:

@@ -42,7 +42,10 @@ class EngineHooks(ABC):
 
     @abstractmethod
     def start_engine(self) -> str:
-        """Start the engine; return what it is, as it reports itself.  Raise `BackendUnavailable` if it cannot work."""
+        """Start the engine; return what it is, as it reports itself.
+
+        Raise `BackendUnavailable` if it cannot work.
+        """
 
     @abstractmethod
     def pin(self, buffer: RealBuffer) -> Any:

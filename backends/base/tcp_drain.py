@@ -34,7 +34,10 @@ class _Socket(NamedTuple):
 
 
 def _sockets(process: Path = _SELF) -> Iterator[_Socket]:
-    """Yield every TCP socket of the network namespace of *process*, as its ``net/tcp`` and ``net/tcp6`` list them."""
+    """Yield every TCP socket of the network namespace of *process*.
+
+    They are those of ``net/tcp`` and ``net/tcp6`` below its folder in ``/proc``.
+    """
     for table in ("tcp", "tcp6"):
         try:
             lines = (process / "net" / table).read_text().splitlines()[1:]

@@ -23,7 +23,8 @@ class TransferAccount:
     """Where each transfer of one endpoint stands; the only place that ends one.
 
     Each transfer is recorded once, when it completes or fails, and let go once, when nothing of it moves any more:
-    its event `Transfer.settled` fires then, and its regions no longer count it.  All calls are on the clock's thread.
+    its event `Transfer.settled` fires then, and its regions no longer count it.  All calls are on the clock's
+    thread.
 
     Attributes:
         engine: The engine as it reports itself, for the records; set when it has started.
@@ -82,7 +83,10 @@ class TransferAccount:
             self.quiesce(transfer)
 
     def give_up(self, transfer: PostedTransfer, error: TransferError) -> None:
-        """Fail *transfer* with *error*; bytes may move only if the engine has got it, so those that wait are let go."""
+        """Fail *transfer* with *error*.
+
+        Bytes may move only if the engine has got it, so those that wait are let go.
+        """
         waiting = transfer.peer.waiting
         posted = transfer not in waiting
         if not posted:

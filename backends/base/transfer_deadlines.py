@@ -44,7 +44,10 @@ class TransferDeadlines:
         event.callbacks.append(self._check)
 
     def _check(self, _: Event) -> None:
-        """Expire what is due, and wait for the next: transfers seldom last until a check, so there are few to ask."""
+        """Expire what is due, and wait for the next deadline.
+
+        Transfers seldom last until a check, so there are few to ask.
+        """
         self._next, now = math.inf, self._clock.now
         due = [transfer for transfer in self._transfers if transfer.deadline <= now]
         for transfer in sorted(due, key=lambda transfer: transfer.deadline):

@@ -77,7 +77,10 @@ class Withdrawal:
 
 
 def withdrawn(body: list[bytes]) -> tuple[str, int]:
-    """Return the region and the epoch in a note of `WITHDRAW` or `RETURN`.  Raise a `MessageError` if it has none."""
+    """Return the region and the epoch in a note of `WITHDRAW` or `RETURN`.
+
+    Raise a `MessageError` if it has none.
+    """
     name, epoch = fields(body[:1], str), fields(body[1:], int)
     return name[0], epoch[0]
 

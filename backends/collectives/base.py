@@ -86,7 +86,10 @@ class Library(ABC):
 
     @abstractmethod
     def connect(self, index: int, count: int, host: str, port: int, listener: socket.socket | None) -> None:
-        """Meet the other ranks at a store, which the first opens on *listener*.  On a thread of its own; may block."""
+        """Meet the other ranks at a store, which the first opens on *listener*.
+
+        On a thread of its own; may block.
+        """
 
     @abstractmethod
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
@@ -225,8 +228,8 @@ class GatherCall:
     ) -> TransferRecord:
         """Return the record of this call, which ended with *status* on *rank*, in the group of *names*.
 
-        Its bytes are those of all ranks, or of this one for a reservation; its descriptors are the ranks.  *completed*
-        is when the library was done, *seen* when this rank noticed.
+        Its bytes are those of all ranks, or of this one for a reservation; its descriptors are the ranks.
+        *completed* is when the library was done, *seen* when this rank noticed.
         """
         ranks, title = len(names), "+".join(names)
         nbytes = self.size * (1 if self.buffers is None else ranks)

@@ -33,7 +33,8 @@ def library(settings: Settings, device: Any) -> Library:
     if chosen.memory != memory:
         fit = [name for name in plugins.names(plugins.COLLECTIVES) if _memory(name) == memory]
         raise ConfigError(
-            f"collective={settings.name} does not gather memory of {device.name}; choose collective={' or '.join(fit)}"
+            f"collective={settings.name} does not gather memory of {device.name}; "
+            f"choose collective={' or '.join(fit)}"
         )
     found = chosen(device, settings.timeout)
     found.timing = settings.timing

@@ -1,8 +1,8 @@
 """The ranks of a group: who has said hello, what each is about to do, who has left, and who has died.
 
-What ranks tell each other goes over their control channels, in order, so a rank hears of another's calls in the order
-in which that one makes them.  A message may come before this rank has begun the call that it is about: intents are
-kept by the number of the call until it is over.
+What ranks tell each other goes over their control channels, in order, so a rank hears of another's calls in the
+order in which that one makes them.  A message may come before this rank has begun the call that it is about: intents
+are kept by the number of the call until it is over.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class Members:
         return next((n for n, hello in self.hello.items() if n not in self.gone and is_dead(hello.identity)), "")
 
     def late_for(self, call: GatherCall) -> list[str]:
-        """Return the ranks that *call* waits for: those that never said hello, else those that did not announce it."""
+        """Return the ranks that *call* waits for.
+
+        Those that never said hello, or if all have, those that did not announce the call.
+        """
         unheard = [name for name in self.others if name not in self.hello]
         return unheard or [name for name in self.others if call.announced and name not in self.intents[call.number]]

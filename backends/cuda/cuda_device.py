@@ -58,8 +58,8 @@ class CudaDevice(RealDevice):
             raise BackendUnavailable(f"no GPU works on this machine: {error}; check the NVIDIA driver") from error
         if gpu >= count:
             raise BackendUnavailable(
-                f"a rank is placed on GPU {gpu}, but this process sees {count}; choose a machine (hw) with as many, or "
-                f"look at CUDA_VISIBLE_DEVICES"
+                f"a rank is placed on GPU {gpu}, but this process sees {count}; choose a machine (hw) with as many, "
+                f"or look at CUDA_VISIBLE_DEVICES"
             )
         self.gpu = gpu
         self.enter()

@@ -30,8 +30,8 @@ HANDLE_BYTES = 64
 """Of what another process needs to map memory: CUDA_IPC_HANDLE_SIZE."""
 
 SEGMENT = 2 << 20
-"""Bytes that memory is allocated in.  CUDA shares whole segments of 2 MiB with other processes, so smaller pieces would
-be shared with their neighbours (CUDA C++ Programming Guide, Interprocess Communication)."""
+"""Bytes that memory is allocated in.  CUDA shares whole segments of 2 MiB with other processes, so smaller pieces
+would be shared with their neighbours (CUDA C++ Programming Guide, Interprocess Communication)."""
 
 _NAMES = ("libcudart.so.13", "libcudart.so.12")
 _BATCHES_SINCE = 13000

@@ -60,8 +60,8 @@ SLICE = 10e-3
 """Seconds of a processor that a thread takes which polls: longer than what the kernel gives others, 0.7 to 3 ms."""
 
 SMALL, FEW = 1 << 16, 16
-"""Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as long
-as two turns of the clock."""
+"""Bytes and descriptors up to which a batch over NVLink is done at once, if nothing else is under way: 12 us, as
+long as two turns of the clock."""
 
 # what `transfer_check_status` says of a batch that has ended, and that must not be asked again
 _MOVED, _FAILED = 1, -1
@@ -86,10 +86,11 @@ MOONCAKE = EngineLibrary(
     "pip install 'pdsim[mooncake]'; apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4",
 )
 MOONCAKE_CUDA = EngineLibrary(
-    "from mooncake import engine; engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
+    "from mooncake import engine; "
+    "engine.SUPPORT_INTRA_NVLINK or exit('Mooncake was built without intra-node NVLink')",
     MOONCAKE.distributions,
-    "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA 12); "
-    "apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
+    "pip install mooncake-transfer-engine-cuda13==0.3.14 in place of any other (mooncake-transfer-engine for CUDA "
+    "12); apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libnuma1 libcurl4",
 )
 
 
@@ -101,8 +102,8 @@ def _not_forced(engine: Engine) -> Iterator[str]:
     ):
         if value != "1":
             yield (
-                f"backend={engine.name} needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, or "
-                "use backend=mooncake for RDMA"
+                f"backend={engine.name} needs MC_FORCE_TCP=1, but {where} has MC_FORCE_TCP={value}; take that out, "
+                "or use backend=mooncake for RDMA"
             )
 
 
@@ -244,8 +245,8 @@ class MooncakeEndpoint(RealEndpoint):
         if self._transport.gpu_only:
             if not isinstance(buffer, CudaBuffer):
                 raise RegistrationError(
-                    f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it on "
-                    f"a GPU, or use backend=mooncake_tcp"
+                    f"backend {self.settings.name!r} takes GPU memory only and {self.rank} is on the host; place it "
+                    f"on a GPU, or use backend=mooncake_tcp"
                 )
             buffer.kept = True
         code = self._native.register_memory(buffer.address, buffer.size)
@@ -322,7 +323,10 @@ class MooncakeEndpoint(RealEndpoint):
         return True
 
     def _ended(self) -> dict[PostedTransfer, int]:
-        """Return what the engine says of the batches that have ended since it was asked, and forget their tickets."""
+        """Return what the engine says of batches that have ended since it was asked.
+
+        Their tickets are forgotten: the engine has freed what they point to.
+        """
         ask = self._ask
         ended = {
             transfer: code

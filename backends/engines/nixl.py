@@ -53,7 +53,8 @@ from pdsim.transfer import Notification, Region
 __all__ = ["NixlEndpoint"]
 
 BEAT = 0.02
-"""Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last use."""
+"""Seconds between two looks at an engine that has nothing to do, and for which a peer is polled after its last
+use."""
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -175,8 +176,8 @@ class NixlEndpoint(RealEndpoint):
             transports = set()  # of GPU memory UCX says nothing yet
         elif not transports or not transports <= allowed:
             raise BackendUnavailable(
-                f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; backend {self.settings.name!r} "
-                f"means {', '.join(sorted(allowed))} only"
+                f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
+                f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
             )
         self.clock.watch(self)
         self.call_at(self.clock.now + BEAT, self._beat)
@@ -218,7 +219,10 @@ class NixlEndpoint(RealEndpoint):
             del self._agent
 
     def inbound_drained(self) -> bool:
-        """As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card."""
+        """Return whether it is proven that nothing of dead processes still comes in.
+
+        As for any engine over TCP; GPUs' copies end with their process; nobody sees into shared memory or a card.
+        """
         return self._way.proves_quiescence and super().inbound_drained()
 
     # --- memory and peers ------------------------------------------------------------------------------------------
@@ -227,8 +231,8 @@ class NixlEndpoint(RealEndpoint):
         """Register memory with the engine; see `EngineHooks.pin`."""
         if self._gpus_only and self._memory != "VRAM":
             raise RegistrationError(
-                f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place it "
-                f"on a GPU, or use backend=nixl_tcp"
+                f"without RDMA devices backend 'nixl' moves GPU memory only and {self.rank} is on the host; place "
+                f"it on a GPU, or use backend=nixl_tcp"
             )
         try:
             return self._agent.register_memory([(buffer.address, buffer.size, self._number, "")], self._memory)
@@ -460,5 +464,8 @@ def _transports_between_gpus(log: str) -> set[str]:
 
 
 def _transports(log: str) -> set[str]:
-    """Return the transports that UCX's log names for its connection to itself: ``cfg#0 rma(posix/memory) am(...)``."""
+    """Return the transports that UCX's log names for its connection to itself.
+
+    Its lines are like ``cfg#0 rma(posix/memory) am(...)``.
+    """
     return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

@@ -1,4 +1,6 @@
-"""Copies between GPUs of one machine by CUDA itself: each maps the other's memory, and copies on a stream of its own.
+"""Copies between GPUs of one machine by CUDA itself.
+
+Each rank maps the other's memory, and copies on a stream of its own.
 
 What there is to know of it:
 
@@ -117,8 +119,8 @@ class NvlinkEndpoint(RealEndpoint):
         """Register memory with the engine; see `EngineHooks.pin`."""
         if not isinstance(buffer, CudaBuffer):
             raise RegistrationError(
-                f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a GPU, "
-                f"or use backend=mooncake_tcp"
+                f"backend {self.settings.name!r} moves GPU memory and {self.rank} is on the host; place it on a "
+                f"GPU, or use backend=mooncake_tcp"
             )
         try:
             return self._gpu.cuda.share(buffer.address)

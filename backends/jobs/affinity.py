@@ -18,8 +18,8 @@ LEAST = 4
 """Processors of a rank: for its program, its engine's threads and its driver's.  With fewer, ranks may roam."""
 
 SLOWER = 1.3
-"""Times the shortest `pace` seen, above which a processor is left: undisturbed ones differ by a tenth, those that share
-their core with somebody else's thread take 1.6 to 2.0 (docs/validation.md)."""
+"""Times the shortest `pace` seen, above which a processor is left: undisturbed ones differ by a tenth, those that
+share their core with somebody else's thread take 1.6 to 2.0 (docs/validation.md)."""
 
 EVERY = 5e-3
 """Seconds between two looks, which take 10 us each: processors change between quick and slow after 0.1 to 0.4 s."""

@@ -1,20 +1,19 @@
 """Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
 
-Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the children are killed
-on the way out), not after SIGKILL (the kernel kills them).  There are no files and no ports to clean up: a rank is
-spoken to over a socket pair, and its output goes to a file that has no name.
+Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the
+children are killed on the way out), not after SIGKILL (the kernel kills them).  There are no files
+and no ports to clean up: a rank is spoken to over a socket pair, and its output goes to a file that
+has no name.
+
+What is said over the socket is `backends.jobs.supervision`, what a rank does with it
+`backends.jobs.worker`.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import selectors
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +27,15 @@ from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
 from backends.jobs import supervision
 from backends.jobs.affinity import shares
+from backends.jobs.rank_process import RankProcess, Spawn, spawn
 from pdsim import errors
 from pdsim.costs import Collective, Engine
-from pdsim.errors import MessageError, PdsimError, TransferError, TransferTimeout
+from pdsim.errors import PdsimError, TransferError, TransferTimeout
 from pdsim.guards import positive, ranks_named
 from pdsim.hardware import NetworkLink
-from pdsim.job import Outcome, RankResult, RankSpec
+from pdsim.job import Outcome, RankSpec
 
-__all__ = ["SILENCE", "Processes", "Spawn", "spawn"]
-
-Spawn = Callable[[int, IO[bytes]], Any]
-"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
+__all__ = ["SILENCE", "Processes"]
 
 SILENCE = 300.0
 """Seconds after which a rank that says nothing is ended, where nothing else is asked for."""
@@ -46,26 +43,11 @@ SILENCE = 300.0
 CLOSING = 10.0
 """Seconds more that a rank may take, after its program, to close what it has open."""
 
-TAIL = 2000
-"""Characters of a rank's output that go into the error of a rank that died."""
-
-
-def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a rank's process anew, as `Spawn` says."""
-    path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
-    return subprocess.Popen(
-        [sys.executable, "-m", "backends.jobs.worker", str(connection)],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-        pass_fds=[connection],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
-    )
-
 
 class Processes:
-    """A `Target` on this machine: a rank whose `Place` names a GPU is on that of this machine, any other on the host.
+    """A `Target` on this machine: every rank is a process.
+
+    A rank whose `Place` names a GPU is on that of this machine, any other on the host.
 
     *deadline*: seconds after which ranks that still run are killed; *startup*: seconds for all of them to get ready;
     *silence*: seconds after which a rank is killed whose clock does not go, because its process is stopped or hangs;
@@ -199,6 +181,7 @@ def _signals(pause: Mapping[str, Sequence[tuple[float, float]]]) -> list[tuple[f
 
 
 def _settings(library: Collective | None) -> Settings | None:
+    """Return what ranks are told of the collective *library*, None without one."""
     if library is None:
         return None
     return Settings(
@@ -206,121 +189,19 @@ def _settings(library: Collective | None) -> Settings | None:
     )
 
 
-class _Child:
-    """One rank's process, from the supervisor's side.
-
-    Life: the process is started when this is made, and told what to become; messages come in through `receive`,
-    which notes the end of the process, too; `stop` leaves nothing behind.  *done* is None until the program has
-    ended.
-    """
-
-    def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
-        self.name = start.name
-        self.start = start
-        self.spawn = spawn
-        self.uri = ""
-        self.done: supervision.Done | None = None
-        self.error = ""
-        self.ended = False
-        self.seconds = 0.0
-        self.heard = time.monotonic()
-        self._decoder = supervision.Decoder()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
-        self.connection, other = socket.socketpair()
-        with other:
-            self.process = spawn(other.fileno(), self._output)
-        self.connection.settimeout(startup)
-        with suppress(OSError):  # it has ended, or is stopped and takes nothing: it will not be ready in time
-            supervision.send(self.connection, start)
-
-    def receive(self) -> list[supervision.Message]:
-        """Return the messages that have arrived; note the end of the process when its socket closes."""
-        try:
-            piece = self.connection.recv(1 << 20)
-        except ConnectionError:
-            piece = b""
-        if not piece:
-            self.ended = True
-            return []
-        self.heard = time.monotonic()
-        try:
-            return self._decoder.feed(piece)
-        except MessageError as error:
-            self.end(f"MessageError: {error}")
-            return []
-
-    @property
-    def broken(self) -> bool:
-        """Whether it has ended without a result, or with an error."""
-        return self.ended and (self.done is None or bool(self.done.error))
-
-    @property
-    def dying(self) -> bool:
-        """Whether it was killed and its end is not noticed yet."""
-        return bool(self.error) and not self.ended
-
-    def end(self, error: str) -> None:
-        """Kill the process because of *error*, unless it has ended."""
-        if not self.ended:
-            self.error = error
-            self.kill()
-
-    def kill(self) -> None:
-        """End the process by SIGKILL, which also ends one that is stopped."""
-        if self.process.poll() is None:
-            self.process.kill()
-
-    def signal(self, number: int) -> None:
-        """Send the process a signal, unless it has ended."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-
-    def stop(self) -> None:
-        """Make sure that nothing of the process is left."""
-        self.kill()
-        self.process.wait()
-        self.connection.close()
-        self._output.close()
-
-    def tail(self) -> str:
-        """Return the end of what the process printed, on lines of its own."""
-        self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, self._output.tell() - TAIL))
-        text = self._output.read().decode(errors="replace").strip()
-        return f"\n{text}" if text else ""
-
-    def result(self) -> RankResult:
-        """Return how the rank ended.
-
-        An error of a class that is not pdsim's, and a death, carry the end of what the process printed.
-        """
-        code = self.process.wait()
-        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
-        if self.done is None:
-            error = self.error or f"{died or 'ended without a result'}{self.tail()}"
-            return RankResult(self.name, error=error)
-        error = self.done.error
-        # not one of ours: the traceback is in the output
-        if error and error.partition(":")[0] not in errors.__all__:
-            error += self.tail()
-        elif not error and died:
-            error = f"{self.error or died} after its program had ended{self.tail()}"
-        done = self.done
-        return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)
-
-
 class _ProcessJob:
     """All children of one run.
 
-    A context manager: whatever happens, its end kills all children, and then waits for them.  The steps are `start`
-    for each rank, `until_ready`, `go`, `until_done` and `outcome`.
+    A context manager: whatever happens, its end kills all children, and then waits for them.  The
+    steps are `start` for each rank, `until_ready`, `go`, `until_done` and `outcome`.  Messages of
+    all children are waited for with one selector.
     """
 
     def __init__(self, startup: float, silence: float, progress: Callable[[float, int, int], None]) -> None:
         self._startup = startup
         self._silence = silence
         self._progress = progress
-        self._children: list[_Child] = []
+        self._children: list[RankProcess] = []
         self._origin = 0.0  # of the job's time, on the monotonic clock
         self._restarts = False
         self._selector = selectors.DefaultSelector()
@@ -336,7 +217,7 @@ class _ProcessJob:
         self._selector.close()
 
     def start(self, start: supervision.Start, spawn: Spawn) -> None:
-        child = _Child(start, spawn, self._startup)
+        child = RankProcess(start, spawn, self._startup)
         self._children.append(child)
         self._selector.register(child.connection, selectors.EVENT_READ, child)
 
@@ -365,24 +246,25 @@ class _ProcessJob:
             self._release(child)
         return self._origin
 
-    def _release(self, child: _Child) -> None:
+    def _release(self, child: RankProcess) -> None:
+        """Tell *child* to run, with the job's zero and where the others are."""
         others = {other.name: other.uri for other in self._children if other.name != child.name}
         with suppress(OSError):  # it has just ended
             go = supervision.Go(self._origin, others, self._silence / 4, self._restarts)
             supervision.send(child.connection, go)
 
-    def _again(self, old: _Child) -> None:
+    def _again(self, old: RankProcess) -> None:
         """Start the rank of *old*, which has ended, anew.
 
         The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
         at once.
         """
-        child = _Child(old.start, old.spawn, self._startup)
+        child = RankProcess(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
         self._selector.register(child.connection, selectors.EVENT_READ, child)
         old.stop()
 
-    def _rejoin(self, child: _Child, uri: str) -> None:
+    def _rejoin(self, child: RankProcess, uri: str) -> None:
         """Let *child*, which was started again and is ready, run, once the others have been told where it is."""
         child.uri = uri
         for other in self._children:
@@ -429,7 +311,7 @@ class _ProcessJob:
             said = child.tail()
             child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
 
-    def _silent(self) -> list[tuple[_Child, float]]:
+    def _silent(self) -> list[tuple[RankProcess, float]]:
         """Return the children of which too long nothing was heard, and how long that is in seconds."""
         found, now = [], time.monotonic()
         for child in self._children:
@@ -466,16 +348,17 @@ class _ProcessJob:
         seconds = max((child.seconds for child in self._children), default=0.0)
         return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
 
-    def _messages(self, timeout: float) -> Iterator[tuple[_Child, supervision.Message]]:
+    def _messages(self, timeout: float) -> Iterator[tuple[RankProcess, supervision.Message]]:
+        """Yield what children say within *timeout* seconds; one that has ended is listened to no more."""
         for key, _ in self._selector.select(max(0.0, timeout)):
-            child: _Child = key.data
+            child: RankProcess = key.data
             for message in child.receive():
                 yield child, message
             if child.ended:
                 self._selector.unregister(child.connection)
 
 
-def _rebuilt(child: _Child, message: supervision.WorkerFailed) -> PdsimError:
+def _rebuilt(child: RankProcess, message: supervision.WorkerFailed) -> PdsimError:
     """Return the exception that kept *child* from starting, as the class that it was."""
     kind = getattr(errors, message.kind, None)
     if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):
@@ -485,7 +368,10 @@ def _rebuilt(child: _Child, message: supervision.WorkerFailed) -> PdsimError:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Turn SIGTERM into an exception while ranks run, so that they are ended on the way out."""
+    """Turn SIGTERM into an exception while ranks run, so that they are ended on the way out.
+
+    Only the main thread can: on another one this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -87,7 +87,10 @@ class Moved(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """Worker to supervisor: the clock of this rank still goes; *done* of *of* pieces of work are done, if it counts."""
+    """Worker to supervisor: the clock of this rank still goes.
+
+    *done* of *of* pieces of work are done, if it counts.
+    """
 
     done: int = 0
     of: int = 0

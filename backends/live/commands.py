@@ -210,8 +210,8 @@ def _connector(config: Config, names: Mapping[str, str]) -> str:
     family = config.backend.name.partition("_")[0]
     if family not in names:
         raise ConfigError(
-            f"backend={config.backend.name} has no KV connector in this engine; use one of {', '.join(_known(names))}, "
-            "or name one with live.connector"
+            f"backend={config.backend.name} has no KV connector in this engine; "
+            f"use one of {', '.join(_known(names))}, or name one with live.connector"
         )
     return names[family]
 

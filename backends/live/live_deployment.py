@@ -90,8 +90,8 @@ def _launch_problems(config: Config, engine: str) -> Iterator[str]:
     if not installed(engine, config.live.python):
         where = config.live.python or sys.executable
         yield (
-            f"live.launch=true needs {engine}, which {where} does not have; install it there, or name the interpreter "
-            "that has it with live.python"
+            f"live.launch=true needs {engine}, which {where} does not have; install it there, or name the "
+            "interpreter that has it with live.python"
         )
     if (needed := gpus_needed(config)) > (here := gpu_count() if needed else 0):
         yield (

@@ -21,8 +21,8 @@ def problem(model: Llm) -> str:
     if "architectures" in model.hf_config:
         return ""
     return (
-        f"live.launch=true needs the architecture of model={model.name}, which conf/model/{model.name}.yaml does not "
-        "name; add it there under hf_config, or choose a model that has it, such as model=qwen3-8b"
+        f"live.launch=true needs the architecture of model={model.name}, which conf/model/{model.name}.yaml "
+        "does not name; add it there under hf_config, or choose a model that has it, such as model=qwen3-8b"
     )
 
 

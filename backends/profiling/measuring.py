@@ -89,7 +89,10 @@ class _Measurer:
         return self._watch.eager(calls) if case["mode"] == "eager" else self._watch.graph(calls)
 
     def _whole(self, case: Mapping[str, Any]) -> Callable[[], object]:
-        """Return one forward of a whole decoder, built anew only if its shape differs from that of the case before."""
+        """Return one forward of a whole decoder.
+
+        It is built anew only if its shape differs from that of the case before.
+        """
         import torch
 
         with torch.inference_mode():

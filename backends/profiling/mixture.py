@@ -74,7 +74,11 @@ def routing(case: Mapping[str, Any], device: str) -> Calls:
 
 
 def assigned(logits: torch.Tensor, per: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the weights of each token's experts, the order that sorts rows by expert, and where each expert ends."""
+    """Return weights, order and ends of the experts that *logits* choose.
+
+    Weights are of each token's *per* experts, (token, expert); the order sorts rows, a token and
+    expert each, by expert; the ends say where each expert's rows end.
+    """
     import torch
 
     weights, chosen = torch.topk(torch.softmax(logits.float(), -1), per)
@@ -99,7 +103,11 @@ def mix(x: torch.Tensor, logits: torch.Tensor, per: int, up: torch.Tensor, down:
 
 
 def weights(count: int, hidden: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices of *count* experts: gate and up in one, and down; each with its rows first, as engines do."""
+    """Return the matrices of *count* experts: gate and up in one, and down.
+
+    Shapes (expert, 2 x width, hidden) and (expert, hidden, width): rows first, as engines keep
+    them.
+    """
     import torch
 
     shapes = ((count, 2 * width, hidden), (count, hidden, width))

@@ -1,4 +1,8 @@
-"""The pointwise parts of a layer, each as one kernel: what engines have hand-written, a compiler makes here."""
+"""Pointwise parts of a layer, compiled into one kernel each by Inductor, as engines have kernels for them.
+
+Uncompiled, each would be a handful of launches, of which none is what an engine runs.  On a
+processor, and where no compiler works, they stay as they are, and the log says so.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> tuple[t
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return the product of the second half of *x* with the activation of the first."""
+    """Return the product of the second half of *x* with the activation of the first: (row, 2 n) to (row, n)."""
     import torch
 
     gate, up = x.chunk(2, -1)
@@ -32,7 +36,11 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 def rotate(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, gain: torch.Tensor, heads: int, kv: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of *qkv*; queries and keys normed a head, as in Qwen3, and rotated."""
+    """Return queries, keys and values of *qkv*; queries and keys normed a head, as in Qwen3, and rotated.
+
+    *qkv* is (row, (heads + 2 kv) x width), *cos* and *sin* (row, width / 2), *gain* (width,); the
+    results are (row, head, width).
+    """
     import torch
 
     width = gain.shape[0]
@@ -47,7 +55,10 @@ def rotate(
 
 @cache
 def compiled(name: str, device: str) -> Callable[..., Any]:
-    """Return the pointwise function *name* as one kernel, as engines have it; as it is where it cannot be compiled."""
+    """Return the pointwise function *name* as one kernel, as engines have it.
+
+    Where it cannot be compiled it is returned as it is.
+    """
     import torch
 
     known: dict[str, Callable[..., Any]] = {"norm": norm, "silu_mul": silu_mul, "rotate": rotate}

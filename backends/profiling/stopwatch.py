@@ -53,7 +53,10 @@ class Stopwatch:
         self._agree = agree
 
     def graph(self, calls: Sequence[Call]) -> Timing:
-        """Return the time of one of *calls*, all captured in a CUDA graph; on a processor, of one after the other."""
+        """Return the time of one of *calls*, all captured in a CUDA graph.
+
+        On a processor they run one after the other.
+        """
         if self.device == "cpu":
             return self.eager(calls)
         import torch
@@ -88,7 +91,10 @@ class Stopwatch:
         return self._on_gpu(every, len(calls))
 
     def _on_gpu(self, run: Callable[[], object], loops: int) -> Timing:
-        """Return the time of one of *loops* calls that *run* makes, by events around as many runs as take a while."""
+        """Return the time of one of *loops* calls that *run* makes.
+
+        It is taken by events around as many runs as take a while.
+        """
         import torch
 
         def elapsed(count: int) -> float:

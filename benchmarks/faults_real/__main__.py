@@ -34,7 +34,7 @@ def row(plan: Plan, found: Found) -> dict[str, object]:
 
 
 def run(seeds: range, to: Path) -> int:
-    """Run the jobs of *seeds* that *to* does not have, append their rows, and return how many show what must not be."""
+    """Run the jobs of *seeds* that *to* has not, append their rows, and return how many show what must not be."""
     done = {int(each["seed"]) for each in read([to])} if to.exists() else set()
     bad = 0
     for seed in seeds:

@@ -96,7 +96,7 @@ def draw(seed: int) -> Plan:
 
 
 def _requests(chance: np.random.Generator, link: bool) -> list[Request]:
-    """Return requests of 1 to 10 MB of KV, over the link of 1 to 4 MB, that arrive until the last fault has begun."""
+    """Return requests of 1 to 10 MB of KV, over the link of 1 to 4, that arrive until the last fault has begun."""
     low, high = (64, 256) if link else (64, 640)
     arrivals = np.arange(0.2, _LAST + 2.5, 0.2)
     return [Request(float(at), int(chance.integers(low, high)), int(chance.integers(1, 6))) for at in arrivals]

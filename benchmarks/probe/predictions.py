@@ -30,7 +30,8 @@ MOST = max(len([flow for flow in flows if flow[0] == name]) for flows in PATTERN
 """Flows of one initiator, at most: so many threads has a rank that posts each from its own."""
 
 WARM = 1e-3
-"""Seconds before the start at which every initiator moves 4 KiB: copy engines are awake then, as in a turn's turn."""
+"""Seconds before the start at which every initiator moves 4 KiB: copy engines are awake then, as in a turn's
+turn."""
 
 Key = tuple[str, ...]  # all columns but *flow* and the times
 

@@ -1,4 +1,4 @@
-"""One rank's process: it waits for orders on a pipe, meets the others, transfers in turns, and answers with times."""
+"""One rank's process: it waits for orders on a pipe, meets the others, transfers in turns, and answers."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def check(config: Config) -> Iterator[str]:
     need = max((point.ranks + 1) * point.size for job in options.jobs() for point in job)
     if config.collective.pool + 2 * need > room:
         yield (
-            f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers of {need} "
-            f"bytes do not fit into the {room} that a rank has; lower collective.pool or experiment.size"
+            f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers "
+            f"of {need} bytes do not fit into the {room} that a rank has; lower collective.pool or experiment.size"
         )
 
 

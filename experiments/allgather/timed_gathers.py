@@ -80,7 +80,10 @@ def _equal(
 def _padded(
     rank: Rank, group: Group, point: dict[str, Any], row: int, repeat: int, warmup: int, verify: bool
 ) -> Program:
-    """Gather a batch that is split in a zigzag; return how many of its tokens were checked, and how many were right."""
+    """Gather a batch that is split in a zigzag.
+
+    Return how many of its tokens were checked, and how many were right.
+    """
     split = zigzag(point["batch"], len(group.names))
     gather = PaddedAllGather(rank, group, row, split.longest, point["pool"])
     yield from gather.open()

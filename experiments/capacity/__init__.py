@@ -115,8 +115,8 @@ def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     shapes, refused = feasible(config, *lists, requests)
     if not shapes:
         raise ConfigError(
-            f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} on "
-            f"hw={config.hw.name}: {next(iter(refused.values()))}"
+            f"no deployment of experiment.prefill_tp, decode_tp and instances can serve model={config.model.name} "
+            f"on hw={config.hw.name}: {next(iter(refused.values()))}"
         )
     search = options.search()
     chains = [

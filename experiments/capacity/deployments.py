@@ -1,4 +1,7 @@
-"""The deployments that are compared: every parallelism and number of instances of given lists that fits the machine."""
+"""The deployments that are compared.
+
+Every parallelism and number of instances of given lists that fits the machine.
+"""
 
 from __future__ import annotations
 

@@ -154,7 +154,10 @@ def _answer(
     config: Config,
     search: Search,
 ) -> list[list[str]]:
-    """Return the lines of the answer: what was searched, the best deployment, its interval, and how many come close."""
+    """Return the lines of the answer.
+
+    What was searched, the best deployment, its interval, and how many come close.
+    """
     slo = f"TTFT <= {format_time(config.slo.ttft)} and TPOT <= {format_time(config.slo.tpot)}"
     searched = f"{len(found)} deployments searched, {len(refused)} skipped; {config.model.name} on {config.hw.name}"
     lines = [["searched", searched], ["SLO", f"{slo} for {search.attainment:.0%} of requests"]]

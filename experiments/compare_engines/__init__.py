@@ -151,7 +151,10 @@ def _combinations(options: CompareEnginesOptions) -> Iterator[_Combination]:
 def _served(
     config: Config, target: Target, options: CompareEnginesOptions, one: _Combination, progress: ShowProgress
 ) -> Result:
-    """Return what serving as *one* says.  Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing."""
+    """Return what serving as *one* says.
+
+    Raise a `ConfigError` or a `ValueError` if it cannot be, or means nothing.
+    """
     engine = options.engines[one.engine]
     if one.backend not in options.backends:
         colocated = ServeOptions(router=options.router, deployment="colocated")
@@ -182,7 +185,9 @@ def _served(
 
 
 def _on_hardware(backend: TransferEngine, config: Config) -> Engine:
-    """Return *backend* with rates of NVLink as shares of the machine's line rate, and costs as its options have them.
+    """Return *backend* as it is on the machine of *config*.
+
+    Rates of NVLink are shares of the machine's line rate, costs as its options have them.
 
     As a run does with `backend=`, except that no calibration is laid over it.
     """

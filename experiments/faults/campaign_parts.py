@@ -83,8 +83,8 @@ class CampaignParts:
         for key, value in head.items():
             if found[key] != value:
                 raise ConfigError(
-                    f"experiment.parts={self._path} keeps scenarios of {key}={found[key]}, these are of {value}: they "
-                    "do not add up; name another file"
+                    f"experiment.parts={self._path} keeps scenarios of {key}={found[key]}, these are of {value}: "
+                    "they do not add up; name another file"
                 )
         if lines and not lines[-1].endswith("\n"):
             torn = lines.pop()

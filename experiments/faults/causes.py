@@ -1,4 +1,7 @@
-"""Which failures of a scenario its faults explain: those that reached the request's own instances in its lifetime."""
+"""Which failures of a scenario its faults explain.
+
+A fault explains a failure if it reached the request's own instances in its lifetime.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,10 @@ class Causes:
         self._broken: Set[int] = frozenset()
 
     def rank(self, name: str, error: str, at: float) -> bool:
-        """Return whether rank *name* may end with *error* at that time: it is killed, or its instance has lost one."""
+        """Return whether rank *name* may end with *error* at that time.
+
+        It may if it is killed, or if its instance has lost a rank.
+        """
         kind, kill = error.partition(":")[0], self._scenario.kill
         if kind == "Killed":
             return name in kill
@@ -126,10 +132,11 @@ class Causes:
         return lost <= at <= max(heard) + 1.5 * deadline + GRACE
 
     def know(self, outcome: Outcome, held: Set[int], broken: Set[int] = frozenset()) -> list[str]:
-        """Take note of what became of the scenario; return the statuses of its requests, none if the router was lost.
+        """Take note of what became of the scenario.
 
-        *held* are the rooms of which the completion of a transfer was held up, *broken* those of which the engine
-        reported one as failed.
+        Return the statuses of its requests, none if the router was lost.  *held* are the rooms of
+        which the completion of a transfer was held up, *broken* those of which the engine reported
+        one as failed.
         """
         value = outcome.ranks[ROUTER].value
         self._broken = broken
@@ -174,7 +181,10 @@ class Causes:
         return self._scenario.engine.intra, self._scenario.engine.inter
 
     def _limited(self, status: str, life: Life) -> bool:
-        """Return whether the scenario limits the time of a room as *status* says, and the request has taken so long."""
+        """Return whether a limit of the scenario explains *status*.
+
+        The scenario limits the time of a room as *status* says, and the request has taken so long.
+        """
         job = self._scenario.job
         for limit, words in ((job.bootstrap_timeout, "no pages at decode"), (job.waiting_timeout, "not all of it")):
             if limit and words in status:
@@ -210,7 +220,10 @@ class Causes:
         return instance in self._outages and self._outages[instance].reaches(start, end)
 
     def _slowed(self, life: Life) -> bool:
-        """Return whether a transfer of the request was held up, or a rank or link of its instances slow meanwhile."""
+        """Return whether the request was slowed down.
+
+        A transfer of it was held up, or a rank or link of its instances slow meanwhile.
+        """
         if any(room in self._held for _, room, *_ in life.tries) or self._queued(life):
             return True
         windows = [self._disturbed[name] for name in life.instances if name in self._disturbed]

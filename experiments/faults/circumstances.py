@@ -67,7 +67,10 @@ def wider(config: Config, random: np.random.Generator) -> Config:
 
 
 def two_nodes(config: Config) -> Config:
-    """Return *config* on two nodes of half the GPUs each, joined by network cards as slow as the links within one."""
+    """Return *config* on two nodes of half the GPUs each.
+
+    Their network cards are as slow as the links within one.
+    """
     machine, intra = config.hw, config.backend.intra
     assert intra is not None
     cards = Nic(count=machine.gpus // 2, rate=machine.interconnect.rate, latency=5e-6)

@@ -1,4 +1,4 @@
-"""The kinds of faults and of unusual circumstances that a scenario of `experiment=faults` may have, and their effects.
+"""The kinds of faults and unusual circumstances of `experiment=faults`, and their effects.
 
 `docs/faults.md` has this table.  New kinds are appended: each is drawn in this order, so that the kinds of earlier
 seeds stay as they were.
@@ -21,8 +21,8 @@ KINDS = {
     "torn": "a transfer moves in two to four parts, each at an instant of its own",
     "losses": "one rank of each of several instances is killed",
     "together": "all ranks of a prefill and a decode instance are killed at one instant and start again",
-    "silences": "no control message reaches or leaves a rank for up to two deadlines, then all do; its instance may be "
-    "given up meanwhile though it lives, writes, and comes back",
+    "silences": "no control message reaches or leaves a rank for up to two deadlines, then all do; its instance may "
+    "be given up meanwhile though it lives, writes, and comes back",
     "router": "the router is killed; every rank ends by itself",
     "broken": "the engine reports transfers as failed of which none, some or all bytes have moved",
     "full": "the engine's send queue holds few descriptors: posting waits, or is refused",
@@ -33,8 +33,8 @@ KINDS = {
     "nodes": "the two sides are on two nodes, and KV moves over RDMA",
     "edges": "lengths are multiples of page and chunk, or one more; outputs have one or two tokens",
     "scatter": "pools hold little more than the longest request, and scattering is as slow as the wire",
-    "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP, and goes on; what it has posted goes on "
-    "meanwhile, and it may be given up",
+    "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP, and goes on; what it has posted goes "
+    "on meanwhile, and it may be given up",
 }
 """Effect by name."""
 

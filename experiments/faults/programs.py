@@ -21,7 +21,8 @@ from pdsim.transfer import Program
 __all__ = ["LINGER", "HoldingScheduler", "decode", "router"]
 
 LINGER = 5.0
-"""Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for good."""
+"""Seconds without a request before the probes, and before the ranks are stopped: what is left then is left for
+good."""
 
 _LOOK = 0.2
 """Seconds between two looks whether the expected instances are connected."""
@@ -41,7 +42,9 @@ def router(
     expected: Sequence[str] = (),
     patience: float = 0.0,
 ) -> Program:
-    """Serve as `pdsim.serving.router.program` does, send a probe through every pair of instances, and stop the ranks.
+    """Serve as `pdsim.serving.router.program` does, then probe, and stop the ranks.
+
+    A probe goes through every pair of instances.
 
     The probes are sent *linger* seconds after the last request has ended and after *calm*, the time of the last
     fault; if then not every pair of the *expected* instances is connected, up to *patience* seconds later.  The

@@ -264,7 +264,10 @@ def _config(seed: int, random: np.random.Generator) -> Config:
 
 
 def _squeezed(job: Deployment, random: np.random.Generator, fixed: bool = False) -> Deployment:
-    """Return *job* with pools that hold from one to six of the longest requests; its policy is drawn unless *fixed*."""
+    """Return *job* with pools that hold from one to six of the longest requests.
+
+    Its policy is drawn unless *fixed*.
+    """
     least = job.page_count(_LONGEST[0]), job.page_count(sum(_LONGEST))
     prefill, decode = (int(pages * factor) for pages, factor in zip(least, random.uniform(1.0, 6.0, 2), strict=True))
     job = replace(

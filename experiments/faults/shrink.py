@@ -1,4 +1,8 @@
-"""One scenario of `experiment=faults` as it can be named, repeated, and made smaller."""
+"""Take away from a scenario that fails what it does not need to fail.
+
+Kinds of faults first, then requests from the end.  Since each part of a scenario is drawn from a
+stream of its own, what is left stays what it was; a scenario is tried again for each step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,15 @@ CRASH = "crash"
 
 
 class FaultTrial(NamedTuple):
-    """Which scenario, and how much of it."""
+    """Which scenario, and how much of it; with `command` anybody can try it again.
+
+    Attributes:
+        seed: Of the scenario.
+        requests: How many.
+        intensity: How probable each kind of fault is, as `experiments.faults.scenario.draw` takes
+            it.
+        without: Kinds of faults that are left out.
+    """
 
     seed: int
     requests: int = 50
@@ -24,7 +36,11 @@ class FaultTrial(NamedTuple):
     without: frozenset[str] = frozenset()
 
     def run(self) -> Tried:
-        """Run it.  An exception of the model itself, rather than of one of its ranks, is a violation too: `CRASH`."""
+        """Run it.
+
+        An exception of the model itself, rather than of one of its ranks, is a violation too:
+        `CRASH`.
+        """
         try:
             return attempt(draw(self.seed, self.requests, self.intensity, self.without))
         except Exception as error:  # a campaign goes on
@@ -42,9 +58,10 @@ class FaultTrial(NamedTuple):
 
 
 def shrunk(trial: FaultTrial, invariant: str) -> tuple[FaultTrial, Violation]:
-    """Return the smallest scenario like *trial* that still violates *invariant*: fewer faults, then fewer requests.
+    """Return the smallest scenario like *trial* that still violates *invariant*, and the violation.
 
-    Raise a `ValueError` if *trial* does not violate it.
+    Kinds of faults are left out one by one, then requests by halves, quarters and so on, as long as
+    the invariant stays violated.  Raise a `ValueError` if *trial* does not violate it.
     """
     found = _violation(trial, invariant)
     if found is None:

@@ -35,8 +35,8 @@ METADATA: dict[str, dict[str, str]] = {
     "data": {"metadata": "batch", "metadata_memory": "device"},
     "control": {"metadata": "control", "metadata_memory": "host"},
 }
-"""How first-token metadata goes, and which memory its rows lie in: as the backend's policy says; in device memory, with
-the last batch of KV; in host memory, as a message."""
+"""How first-token metadata goes, and which memory its rows lie in: as the backend's policy says; in device memory,
+with the last batch of KV; in host memory, as a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,10 @@ class Way(NamedTuple):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: a model that cannot be divided, too few GPUs, pools that are too small, no staged path."""
+    """Yield what cannot be, a line each.
+
+    That is a model that cannot be divided, too few GPUs, pools that are too small, no staged path.
+    """
     options = HandoffOptions.of(config)
     longest = max(options.tokens)
     if longest + 1 > config.model.context:

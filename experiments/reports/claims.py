@@ -138,7 +138,10 @@ class ReportRun:
 
 
 def as_rows(result: Result, title: str) -> list[dict[str, Any]]:
-    """Return the rows of the table *title* of *result*, by heading.  Raise a `KeyError` if there is no such table."""
+    """Return the rows of the table *title* of *result*, by heading.
+
+    Raise a `KeyError` if there is no such table.
+    """
     table = {table.title: table for table in result.tables}[title]
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 

@@ -78,7 +78,10 @@ class ReportFiguresOptions(ExperimentOptions):
 
 
 class Parts:
-    """Serves what a figure asks for, with the machines, models and engines of *options* in place of those of *base*."""
+    """Serves what a figure asks for.
+
+    Machines, models and engines are those of *options*, everything else is that of *base*.
+    """
 
     def __init__(self, base: Config, options: ReportFiguresOptions) -> None:
         self.base = replace(base, experiment=ServeOptions(), calibration=None)

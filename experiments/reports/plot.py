@@ -1,7 +1,8 @@
-"""Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,... FOLDER...``, the folders of runs.
+"""Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,...
 
-Every claim is a row: simulated at the left, measured at the right, before and after the change.  What a line and a
-mark mean: `pdsim.results.report.before_after`.
+FOLDER...``, the folders of runs.  Every claim is a row: simulated at the left, measured at the
+right, before and after the change.  What a line and a mark mean:
+`pdsim.results.report.before_after`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ __all__ = ["draw"]
 
 
 def draw(figure: Path, claims: Sequence[str], runs: Sequence[Path]) -> None:
-    """Draw the points of *claims*, by name, in *runs*, folders of seeds, into *figure*: SVG, PDF or PNG by its ending.
+    """Draw the points of *claims* in *runs* into *figure*.
+
+    Claims are names, runs folders of seeds; the figure's ending says whether it is SVG, PDF or PNG.
 
     Needs matplotlib, the extra ``report`` of pdsim.  Raise a `ConfigError` if a folder is no complete run.
     """

@@ -450,14 +450,14 @@ def check_fits(what: Deployment, requests: Sequence[Request]) -> None:
             window = what.window_need(tokens)
             if what.shape.state.window and window > what.window_pages(have):
                 raise ConfigError(
-                    f"request {number} needs {window} pages of sliding-window layers on the {side} side, whose ranks "
-                    f"have {what.window_pages(have)}; raise kv.window_share or kv.pool, or lower kv.page_size"
+                    f"request {number} needs {window} pages of sliding-window layers on the {side} side, whose "
+                    f"ranks have {what.window_pages(have)}; raise kv.window_share or kv.pool, or lower kv.page_size"
                 )
             if what.page_count(tokens) > have:
                 raise ConfigError(
-                    f"request {number} needs {what.page_count(tokens)} pages of {what.page_size} tokens on the {side} "
-                    f"side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or parallel.{side}.tp, "
-                    "or choose a workload of shorter requests"
+                    f"request {number} needs {what.page_count(tokens)} pages of {what.page_size} tokens on the "
+                    f"{side} side, whose ranks have {have}; raise kv.pool, scheduler.memory_fraction or "
+                    f"parallel.{side}.tp, or choose a workload of shorter requests"
                 )
 
 

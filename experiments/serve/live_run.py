@@ -96,7 +96,10 @@ def result(config: Config, requests: Sequence[Request], served: Served) -> Resul
 
 
 def _columns(requests: Sequence[Request], served: Served) -> dict[str, list[Any]]:
-    """Return one row a request, in columns; times of a failed request are None but what was seen before it failed."""
+    """Return one row a request, in columns.
+
+    Times of a failed request are None but what was seen before it failed.
+    """
     rows: list[dict[str, Any]] = [
         {"id": number, "arrival": request.arrival, "input": request.input, "output": request.output}
         | {"patience": request.patience, "prefill": row.prefill, "decode": row.decode, "status": row.status}

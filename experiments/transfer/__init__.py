@@ -143,7 +143,8 @@ def _listed(placement: Sequence[str], ranks: int, gpus: int, hw: str) -> Iterato
         yield f"experiment.placement lists {len(placement)} GPUs for {ranks} ranks; name one for each"
     for gpu in placement:
         if int(gpu) >= gpus:
-            yield f"experiment.placement: hw={hw} has {gpus} GPUs, numbered from 0, and no {gpu}; set packed or spread"
+            known = f"hw={hw} has {gpus} GPUs, numbered from 0, and no {gpu}"
+            yield f"experiment.placement: {known}; set packed or spread"
             return
 
 
@@ -162,8 +163,8 @@ def _memory(config: Config, options: TransferOptions, points: Sequence[TransferP
 
     worst = max(range(len(points)), key=lambda index: need(tasks[index]))
     yield (
-        f"{points[worst].label} needs {line}: each end of a flow holds blocks x size x concurrency bytes, twice that "
-        "if scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
+        f"{points[worst].label} needs {line}: each end of a flow holds blocks x size x concurrency bytes, twice "
+        "that if scattered; lower experiment.blocks, experiment.size, experiment.concurrency or experiment.ranks"
     )
 
 

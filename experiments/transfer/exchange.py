@@ -1,4 +1,6 @@
-"""The rank program of `experiments.transfer`: ranks that keep transfers in flight to each other, and check the bytes.
+"""The rank program of `experiments.transfer`.
+
+Ranks keep transfers in flight to each other, and check the bytes.
 
 Written against the waist only.  What is measured is in the records of the endpoints; this module knows no
 statistics.

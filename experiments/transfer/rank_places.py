@@ -13,8 +13,8 @@ from pdsim.units import format_size
 __all__ = ["PATTERNS", "Flow", "check_pattern", "flows", "names", "places", "shortage"]
 
 PATTERNS = ("pair", "pairs", "bidirectional", "incast", "fanout", "cross", "alltoall")
-"""``name`` or ``name:count``: *count* disjoint pairs, in one direction or both; *count* sources to one sink; one source
-to *count* sinks; ``cross:2x3``, two sources each to three sinks; *count* ranks each to every other."""
+"""``name`` or ``name:count``: *count* disjoint pairs, in one direction or both; *count* sources to one sink; one
+source to *count* sinks; ``cross:2x3``, two sources each to three sinks; *count* ranks each to every other."""
 
 Flow = tuple[str, str]  # the rank that the bytes come from, the rank that they go to
 

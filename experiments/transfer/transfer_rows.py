@@ -108,11 +108,15 @@ def tables(rows: Sequence[TransferRow]) -> tuple[Table, ...]:
     The column names are those of nixlbench where they mean the same; each column has its definition.
     """
     who = {
-        "pattern": "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall",
+        "pattern": (
+            "pair(s), bidirectional; incast: all to one; fanout: one to all; cross: sources to sinks; alltoall"
+        ),
         "block": "bytes of a descriptor",
         "batch": "descriptors of a transfer",
         "conc": "transfers that an initiator keeps in flight to each peer",
-        "how": "write or read, blocks contiguous or scattered, and the order of an initiator's flows, if not the usual",
+        "how": (
+            "write or read, blocks contiguous or scattered, and the order of an initiator's flows, if not the usual"
+        ),
     }
     rates = who | {
         "B/W GB/s": "bytes of all flows / time from the first call to the last completion, 1 GB = 1e9 bytes",

@@ -90,8 +90,8 @@ class ValidateOptions(Design):
             raise ValueError(f"experiment.predict must be one of before, only, now, got {self.predict!r}")
         if self.expected and (self.stored or self.predict != "before"):
             raise ValueError(
-                "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it is "
-                f"of a run that measures, got {self.expected!r}"
+                "experiment.expected must be left out with experiment.stored, predict=only and predict=now, for it "
+                f"is of a run that measures, got {self.expected!r}"
             )
         if self.stored and self.predict == "only":
             raise ValueError(
@@ -157,11 +157,14 @@ def _take(config: Config, options: ValidateOptions, folder: Path, progress: Show
 def _expected(
     config: Config, options: ValidateOptions, folder: Path, notes: list[str], progress: ShowProgress
 ) -> list[DesignPart]:
-    """Return the design that is to be measured, whose predictions are in *folder*: of an earlier run, or new ones."""
+    """Return the design that is to be measured.
+
+    Its predictions are in *folder* then, those of an earlier run or new ones.
+    """
     if config.target != "real":
         raise ConfigError(
-            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was measured, "
-            "or experiment.predict=only for predictions alone"
+            "validate measures on a real engine: set target=real, or experiment.stored=FOLDER with what was "
+            "measured, or experiment.predict=only for predictions alone"
         )
     if options.expected:
         return _design(config, adopt(config, Path(options.expected), folder), notes)

@@ -111,7 +111,10 @@ class DesignPart(NamedTuple):
         return self.options.name
 
     def jobs(self, most: int) -> int:
-        """Return in how many jobs it is run: *most* or, of what takes long, handoffs and `serve`, a third of that."""
+        """Return in how many jobs it is run: *most*, or a third of that.
+
+        A third for what takes long, handoffs and `serve`; at least one.
+        """
         return most if self.experiment in ("transfer", "allgather") else max(1, most // 3)
 
     def config(self, config: Config) -> Config:
@@ -163,7 +166,10 @@ def parts(config: Config, design: Design, folder: Path, notes: list[str]) -> Ite
 
 
 def _handoffs(config: Config, design: Design, ways: Sequence[str], notes: list[str]) -> Iterator[DesignPart]:
-    """Yield the handoffs between *ways*, and those between equal ones with their metadata by the engine and by TCP."""
+    """Yield the handoffs between *ways*, and those of metadata alone.
+
+    Metadata is handed over between equal ranks, by the engine and by TCP.
+    """
     gpus = config.hw.gpus * config.hw.nodes
     most = max(sum(map(int, way.split("to"))) for way in ways)
     placement = "packed" if not gpus or gpus >= most else "sides"

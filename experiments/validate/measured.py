@@ -65,7 +65,9 @@ def measure(
 
 
 def _ends(design: Sequence[DesignPart], jobs: int, seconds: Sequence[float]) -> list[float]:
-    """Return the share of all measuring that is done when each part of *design* is, if jobs take *seconds* and `START`.
+    """Return the share of all measuring that is done when each part of *design* is.
+
+    Jobs are taken to last *seconds* and `START`.
 
     Without *seconds*, as in predictions of an earlier version, all jobs count the same.
     """

@@ -68,17 +68,18 @@ def _modelled(config: Config) -> tuple[Config, Model]:
 
 
 def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
-    """Copy the expectations *source*, a file or the folder that it is in, to *folder*; return the design they are of.
+    """Copy the expectations *source*, a file or the folder that it is in, to *folder*.
 
-    Raise a `ConfigError` if there are none, if they were changed since, or if they are of another system than
-    *config*.
+    Return the design they are of.  Raise a `ConfigError` if there are none, if they were changed
+    since, or if they are of another system than *config*.
     """
     path = source / EXPECTED if source.is_dir() else source
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"experiment.expected={source}: {error.strerror}; name the {EXPECTED} of a run with experiment.predict=only"
+            f"experiment.expected={source}: {error.strerror}; "
+            f"name the {EXPECTED} of a run with experiment.predict=only"
         ) from error
     check_same(config, read(path), path)
     keep(folder / EXPECTED, content)

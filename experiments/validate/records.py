@@ -52,7 +52,10 @@ def _ways(folder: Path) -> list[str]:
 
 
 def _writes(folder: Path) -> Iterator[list[object]]:
-    """Yield the columns of each write of a handoff, but the first two; jobs follow one another, and number from 1."""
+    """Yield the columns of each write of a handoff, but the first two.
+
+    Jobs follow one another, and number from 1.
+    """
     import pyarrow.parquet as pq
 
     ways, job, before, earlier = _ways(folder), -1, 0, dict.fromkeys(WAYS, -1)

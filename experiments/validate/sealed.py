@@ -99,7 +99,9 @@ def design_of(source: Path, folder: Path) -> list[DesignPart]:
 
 
 def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
-    """Return the part whose options are *values*, as JSON or YAML hold them, with their points in a file in *folder*.
+    """Return the part whose options are *values*, as JSON or YAML hold them.
+
+    Their points are written to a file in *folder*.
 
     Raise a `ConfigError` if the experiment has no such options.
     """

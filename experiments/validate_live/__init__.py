@@ -75,8 +75,8 @@ class ValidateLiveOptions(ExperimentOptions):
             raise ValueError(f"experiment.loads must be shares > 0 of the workload's rate, got {list(self.loads)}")
         if min(self.runs, self.singles, self.single_output, *self.lengths) < 1:
             raise ValueError(
-                f"experiment.runs, singles, single_output and lengths must be >= 1, got {self.runs}, {self.singles}, "
-                f"{self.single_output} and {list(self.lengths)}"
+                f"experiment.runs, singles, single_output and lengths must be >= 1, got {self.runs}, "
+                f"{self.singles}, {self.single_output} and {list(self.lengths)}"
             )
         if unknown := sorted(set(self.bounds) - set(BOUNDS)):
             raise ValueError(f"experiment.bounds must be of {', '.join(BOUNDS)}, got {unknown[0]!r}")
@@ -98,8 +98,8 @@ def run(config: Config, target: Any, progress: ShowProgress, folder: Path) -> Re
     options = ValidateLiveOptions.of(config)
     if config.target != "live" and options.predict != "only" and not options.stored:
         raise ConfigError(
-            "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, or "
-            "experiment.predict=only for predictions alone"
+            "validate measures real servers: set target=live, or experiment.stored=FOLDER with what was measured, "
+            "or experiment.predict=only for predictions alone"
         )
     if options.stored:
         _take(config, options, folder, progress)
@@ -247,7 +247,10 @@ def _foretold(folder: Path) -> Result:
 
 
 def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str]) -> Result:
-    """Return the errors of what is in *folder*; a metric beyond its bound, and beyond twice its floor, is a failure."""
+    """Return the errors of what is in *folder*.
+
+    A metric beyond its bound, and beyond twice its floor, is a failure.
+    """
     expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
     runs = [{name: quantiles(_well(rows)) for name, rows in run.items()} for run in measured["runs"]]
     found = judged(expected["predicted"], runs)

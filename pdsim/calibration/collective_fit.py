@@ -98,7 +98,10 @@ def _read(name: str) -> Iterator[dict[str, str]]:
 
 
 def _two() -> Iterator[tuple[str, str, int, float]]:
-    """Yield library, label, bytes and microseconds from a file with a row for each rank, in the order of the calls."""
+    """Yield library, label, bytes and microseconds, in the order of the calls.
+
+    The file has a row for each rank.
+    """
     by_rank: dict[tuple[str, str], dict[str, list[tuple[int, float, float]]]] = {}
     for row in _read("interface-2xh200.csv"):
         key = row["collective"], row["label"] or "reserve"

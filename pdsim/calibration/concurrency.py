@@ -84,7 +84,7 @@ def _loss(found: Fit, crowds: Points) -> Floats:
 
 
 def _least(losses: Floats, samples: int) -> Ints:
-    """Return for each column of *losses*, shape (cell, resample), the first cell whose loss is the least or equals it.
+    """Return for each column of *losses*, shape (cell, resample), the first cell with the least loss.
 
     Equal cells are common, and rounding, which depends on the processor, would choose among them.
     """

@@ -134,7 +134,9 @@ def widening(factor: float) -> float:
 def applied(
     values: Mapping[str, Any], calibration: Calibration, overridden: Iterable[str]
 ) -> tuple[dict[str, Any], Calibration, dict[str, str]]:
-    """Return plain *values* with the calibration in them, what is left of it to keep, and the sources, by dotted key.
+    """Return plain *values* with the calibration in them, its remainder, and the sources.
+
+    The remainder is what a run keeps of it; sources are by dotted key.
 
     What is *overridden* by hand stays as it is.  What is kept has no parameters any more, for they are in the
     values: a run that is repeated from its own ``config.yaml`` changes nothing.  Raise a `ConfigError` if the

@@ -42,7 +42,8 @@ WIDEST = 4.0
 """An interval from x / 2 to 2 x, or wider, says that the samples do not tell the parameter."""
 
 KNEE = 16.0
-"""The same for where a ramp ends, which is told by the counts on either side of it only, each twice the one before."""
+"""The same for where a ramp ends, which is told by the counts on either side of it only, each twice the one
+before."""
 
 NEGLIGIBLE = 1e-5
 """Relative errors that differ by less are equal: a solver stops within 1e-8, and a calibration has five digits."""

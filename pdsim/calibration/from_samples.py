@@ -96,7 +96,9 @@ def _nbytes(row: Sample) -> int:
 
 
 def _place(row: Sample) -> tuple[Any, ...]:
-    """Return where *row* comes: as in the grid, single descriptors first, so that the order of a file decides nothing.
+    """Return where *row* comes: as in the grid, single descriptors first.
+
+    So the order of a file decides nothing.
 
     Folds, and the samples that a bootstrap draws, are chosen by their place.
     """
@@ -148,7 +150,10 @@ def _beyond(found: Fit, every: Sequence[Sample], base: EngineModel, at: str, ope
 
 
 def _unidentified(parameters: Sequence[str], at: str, told: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of *parameters* but those with an interval in *told*, as of a ramp of which one step is known."""
+    """Return the keys of *parameters* that have no interval in *told*.
+
+    Those within a key that has one are left out, too, as of a ramp of which one step is known.
+    """
     return tuple(dict.fromkeys(key for name in parameters if (key := files.key_of(at, name)) not in told))
 
 

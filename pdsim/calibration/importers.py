@@ -128,7 +128,10 @@ def _tebench(text: str) -> Rows:
 
 
 def _transfer_engine_bench(text: str) -> Rows:
-    """Yield a row for each result below its command line, which it does not repeat; defaults are those of its flags."""
+    """Yield a row for each result below its command line, which it does not repeat.
+
+    Defaults are those of its flags.
+    """
     command = ""
     for line in text.splitlines():
         if re.search(r"transfer_engine_bench .*-segment_id", line):  # the initiator's
@@ -151,7 +154,11 @@ def _transfer_engine_bench(text: str) -> Rows:
 
 
 def _mori(text: str) -> Rows:
-    """Yield rows; Avg Lat is of a batch in the Python benchmark, and of a block in the C++ one, which has a total."""
+    """Yield the rows of MORI-IO's benchmarks, the Python and the C++ one.
+
+    Avg Lat is of a batch in the first, and of a block in the second, which has a total for each
+    message size.
+    """
     where = {"operation": _option(text, "op-type", _option(text, "op", "read"))}
     queues = int(_option(text, "num-qp-per-transfer", "4"))
     rows = list(_table(text, "MsgSize (B)", r"\s*\|\s*|\s{2,}"))
@@ -167,7 +174,11 @@ def _mori(text: str) -> Rows:
 
 
 def _perftest(text: str) -> Rows:
-    """Yield the rows of a latency or a bandwidth test, which keeps TX depth writes in flight; its MB is 2**20 bytes."""
+    """Yield the rows of a latency or a bandwidth test.
+
+    A bandwidth test keeps TX depth writes in flight, 128 if it does not say.  Its MB is 2**20
+    bytes.
+    """
     operation = "read" if re.search(r"RDMA_Read|ib_read", text) else "write"
     depth, queues = (re.search(rf"{name}\s*:\s*(\d+)", text) for name in ("TX depth", "Number of qps"))
     where = {"blocks": 1, "operation": operation, "queues": int(queues[1]) if queues else 0}
@@ -183,7 +194,10 @@ def _perftest(text: str) -> Rows:
 
 
 def _nvbandwidth(text: str) -> Rows:
-    """Yield a sample for each matrix of rates between GPUs: its cells are copies of the buffer, the median counts."""
+    """Yield a sample for each matrix of rates between GPUs.
+
+    Its cells are copies of the buffer; the median counts.
+    """
     size = int(_option(text, "bufferSize", _option(text, "b", "512"))) << 20
     matrix = r"memcpy \w+ GPU\(row\) (<?->?) GPU\(column\) bandwidth \(GB/s\)\n(.*\n)((?:\s*\d+ .*\n)+)"
     for arrow, _, body in re.findall(matrix, text):
@@ -220,7 +234,9 @@ def _nccl(text: str) -> Rows:
 
 
 def _vllm(text: str) -> Rows:
-    """Yield a row for each line of vLLM's log on KV transfers: the means of some seconds, reads of blocks of one size.
+    """Yield a row for each line of vLLM's log on KV transfers.
+
+    A line has the means of some seconds, of reads of blocks of one size.
 
     Its MB is 2**20 bytes.  A line of fewer than one descriptor or byte says nothing.
     """

@@ -30,7 +30,9 @@ class LinkParameter(NamedTuple):
 
 
 def fit(predicted: Callable[[float, float], Sequence[float]], measured: Sequence[float]) -> list[LinkParameter]:
-    """Return the latency and the cost of a descriptor that bring *predicted* nearest to *measured*, in relative terms.
+    """Return the latency and the descriptor cost that bring *predicted* nearest to *measured*.
+
+    Nearest is in relative terms.
 
     *predicted* returns the seconds of each sample from latency and descriptor; *measured* are medians, in seconds.
     Outliers count less (scipy's ``soft_l1`` from 2 % on).

@@ -109,7 +109,9 @@ def spans(base: EngineModel, sets: Sequence[ProcessSet]) -> dict[str, tuple[floa
 
 
 def spread(sets: Sequence[ProcessSet]) -> npt.NDArray[np.float64]:
-    """Return how far one set is from the mean of the others at pairs of less than 1,024 descriptors, where all agree.
+    """Return how far one set is from the mean of the others.
+
+    At pairs of less than 1,024 descriptors, where all agree.
 
     That is the error of a model that knows the mean of every pair.
     """

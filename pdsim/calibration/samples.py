@@ -187,7 +187,10 @@ def _parsed(row: Mapping[str, str], where: str) -> Sample:
 
 
 def _value(kind: str, text: str) -> Any:
-    """Return *text* of a column as the type *kind* of its field; a tuple is written with blanks between its numbers."""
+    """Return *text* of a column as the type *kind* of its field.
+
+    A tuple is written with blanks between its numbers.
+    """
     if kind == "bool":
         return text == "1"
     if kind.startswith("tuple"):

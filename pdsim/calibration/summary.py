@@ -43,8 +43,8 @@ def apart(samples: Samples) -> str:
     if found is None:
         return ""
     return (
-        f"jobs differ by {found.apart:.1%} in the median: the mean of {found.jobs} is off by {found.median:.1%}, and "
-        f"by {found.p95:.1%} at the 95th percentile, whatever the model"
+        f"jobs differ by {found.apart:.1%} in the median: the mean of {found.jobs} is off by {found.median:.1%}, "
+        f"and by {found.p95:.1%} at the 95th percentile, whatever the model"
     )
 
 

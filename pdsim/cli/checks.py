@@ -1,6 +1,12 @@
 """Combinations that cannot be run, each valid by itself: found before anything is started or written.
 
-A rule is a function that yields one line for each violation: what was asked for, the rule, the way out.
+A rule is a function that yields one line for each violation: what was asked for, the rule, the way
+out.  All rules are asked, so that a user sees every line at once.
+
+Rules here are about several parts of a configuration, or about this machine.  What one part can
+find wrong by itself it refuses when it is made (its ``__post_init__``), and quantities that nobody
+has are found by `pdsim.cli.plausible`.  Experiments that place ranks in their own way have a
+``check`` of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +52,11 @@ def check(config: Config) -> None:
 
 
 def notes(config: Config, typed: Iterable[str]) -> list[str]:
-    """Return what was *typed*, as dotted keys say, and changes nothing of this run: a line each."""
+    """Return what was *typed*, as dotted keys say, and changes nothing of this run: a line each.
+
+    So far these are options of a backend that the model does not look at (`Engine.modelled` has
+    those that it does).
+    """
     typed_options = {".".join(key.split(".")[2:]) for key in typed if covers(["backend.options"], key)}
     options = sorted(typed_options - set(config.backend.modelled))
     if not options or config.target != "model":
@@ -56,7 +66,10 @@ def notes(config: Config, typed: Iterable[str]) -> list[str]:
 
 
 def _general(config: Config) -> Iterator[str]:
-    """Yield what no experiment can do: this backend on this machine, and `target=real` on what this machine lacks."""
+    """Yield what no experiment can do.
+
+    This backend on this machine, and `target=real` on what this machine lacks.
+    """
     name = config.experiment.name
     if config.target not in (
         able := getattr(plugins.resolve(plugins.EXPERIMENTS, name), "TARGETS", ("model", "real"))
@@ -125,7 +138,11 @@ def _paths(config: Config) -> Iterator[str]:
 
 
 def _elsewhere(config: Config) -> str:
-    """Return what to do where the engine has no path: name engines for hosts, or let the machine choose its own."""
+    """Return what to do where the engine has no path.
+
+    On hosts that is to name engines which work there; on machines with GPUs, to let the machine
+    choose its own.
+    """
     if config.hw.vendor == "cpu":
         from backends import registry
 
@@ -158,7 +175,10 @@ def _real(config: Config) -> Iterator[str]:
 
 
 def _engine(backend: Engine) -> Iterator[str]:
-    """Yield if the engine is provided by no package, or if its library does not work on this machine."""
+    """Yield if the engine is provided by no package, or if its library does not work on this machine.
+
+    A library is tried in a process of its own (`backends.registry.diagnose`), which takes a second.
+    """
     from backends import registry
 
     if backend.name in registry.backends():
@@ -173,7 +193,7 @@ def _engine(backend: Engine) -> Iterator[str]:
 
 
 def _own_rules(backend: Engine) -> Iterator[str]:
-    """Yield what the implementation itself finds wrong with its configuration."""
+    """Yield what the implementation itself finds wrong with its configuration: `Variant.check` of its class."""
     from backends import registry
 
     if backend.implementation in registry.names():
@@ -248,7 +268,11 @@ _USES = {
 
 
 def _workload(workload: Workload) -> Iterator[str]:
-    """Yield for each key that was set and changes nothing: who asks for a rate must not be shown a trace's times."""
+    """Yield for each key that was set and changes nothing.
+
+    Who asks for a rate must not be shown a trace's times.  A key counts as set if it has not its
+    default.
+    """
     arrivals = "embedded" if workload.trace is not None else workload.arrivals
     unset = Workload()
     for name, uses in _USES.items():
@@ -258,14 +282,19 @@ def _workload(workload: Workload) -> Iterator[str]:
                 yield f"workload.{name}={value} changes nothing of a trace; leave it out, and any workload=NAME too"
                 continue
             other = "or set workload.speed, which replays a trace faster" if name == "rate" else "or leave it out"
-            yield f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
+            yield (
+                f"workload.{name}={value} changes nothing of {arrivals} arrivals; choose workload={uses[0]}, {other}"
+            )
 
 
 # --- placement -----------------------------------------------------------------------------------------------------
 
 
 def _placement(config: Config) -> Iterator[str]:
-    """Yield if there are too few GPUs, if an instance would lie on several nodes, or where the engine does not work."""
+    """Yield for each reason why ranks cannot be placed.
+
+    Too few GPUs, an instance on several nodes, or a place where the engine does not work.
+    """
     try:
         prefill, decode = places(config.parallel, config.hw)
     except ConfigError as error:
@@ -301,7 +330,9 @@ def _connections(config: Config, prefill: set[int], decode: set[int]) -> Iterato
     """Yield if prefill and decode meet within a node, or across nodes, where the engine does not work."""
     backend, nodes = config.backend, prefill | decode
     if backend.intra is None and prefill & decode:
-        yield f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(config)}"
+        yield (
+            f"backend={backend.name} works across nodes only, but prefill and decode share one; {_elsewhere(config)}"
+        )
     if backend.inter is None and len(nodes) > 1:
         yield (
             f"backend={backend.name} works within a node only, but prefill and decode lie on different nodes of "
@@ -331,7 +362,10 @@ def _serving_engine(config: Config) -> Iterator[str]:
     if not handoff_of(engine).serial:
         return
     if config.kv.staging:
-        yield f"kv.staging=true, but engine={engine.name} pulls (engine.handoff={engine.handoff}); leave kv.staging out"
+        yield (
+            f"kv.staging=true, but engine={engine.name} pulls (engine.handoff={engine.handoff}); "
+            "leave kv.staging out"
+        )
     if getattr(config.experiment, "dp_rank", "") == "query":
         yield (
             f"experiment.dp_rank=query, but engine={engine.name} pulls (engine.handoff={engine.handoff}): prefill's "
@@ -363,7 +397,12 @@ def _heads(config: Config, name: str, side: Side) -> Iterator[str]:
 
 
 def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
-    """Yield if weights and KV pool exceed what a GPU may use.  A host emulates compute and holds no weights."""
+    """Yield if weights and KV pool exceed what a GPU may use.
+
+    *name* is the side, for the message.  ``scheduler.memory_fraction`` of a GPU may be used, and a
+    pool that is left out takes what the weights leave.  A host emulates compute and holds no
+    weights.
+    """
     gpu, model = config.hw.gpu, config.model
     if gpu is None or not config.hw.gpus:
         return
@@ -371,13 +410,13 @@ def _memory(config: Config, name: str, side: Side) -> Iterator[str]:
     usable = gpu.memory * config.scheduler.memory_fraction
     if share >= usable:
         yield (
-            f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={side.tp}, and "
-            f"{format_size(usable)} of {config.hw.name}'s {gpu.name} are usable (scheduler.memory_fraction="
+            f"model={model.name} puts {format_size(share)} of weights on each GPU at parallel.{name}.tp={side.tp}, "
+            f"and {format_size(usable)} of {config.hw.name}'s {gpu.name} are usable (scheduler.memory_fraction="
             f"{config.scheduler.memory_fraction}); raise tp or choose a smaller model (pdsim list model)"
         )
     elif share + config.kv.pool > usable:
         yield (
             f"kv.pool={format_size(config.kv.pool)} and {format_size(share)} of weights exceed the "
-            f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={side.tp}; lower kv.pool, or leave it out "
-            f"for what is left"
+            f"{format_size(usable)} usable on each GPU at parallel.{name}.tp={side.tp}; lower kv.pool, or leave it "
+            f"out for what is left"
         )

@@ -39,7 +39,9 @@ _PACKAGES = {
 
 
 def report(own: Sequence[Path] = ()) -> str:
-    """Return the text of ``pdsim doctor``: what works on this machine, and for what does not, why and what would help.
+    """Return the text of ``pdsim doctor``.
+
+    What works on this machine, and for what does not, why and what would help.
 
     It covers devices, engines, servers that can be started, optional packages and the emulated link, with the
     engines and options of the folders *own* beside those of pdsim. Probes every engine's library in a process of its

@@ -28,7 +28,7 @@ COMMANDS = {
     "calibrate": "fit an engine's parameters to transfers that it measures, or that a file has, and write them down",
     "refit": "fit shipped numbers again, from the samples that they name, and say how far they are from others",
     "profile": "measure what a model's forward is made of on a GPU, fit, and write it down for compute=",
-    "validate": "predict held-out points, then measure them on a real engine, and say how far off the predictions are",
+    "validate": "predict held-out points, then measure them on a real engine, and say how far off they are",
     "observe": "make a workload and a measured run of what a deployment has logged",
     "list": "what there is to choose from: pdsim list, pdsim list hw",
     "doctor": "which engines and devices work on this machine, and what the others need",
@@ -108,14 +108,15 @@ Options:
 _BEST = """\
 usage: pdsim best FOLDER [--slo ttft=2s,tpot=30ms] [-v] [--json]
 
-Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of each
-point's configuration.  Ten rows, and the Pareto front of throughput over speed.  --slo takes ttft, tpot and e2e."""
+Rank the points of the sweep in FOLDER by goodput: requests a second and GPU that meet the SLO, by default that of
+each point's configuration.  Ten rows, and the Pareto front of throughput over speed.
+--slo takes ttft, tpot and e2e."""
 
 _EXPLAIN = """\
 usage: pdsim explain FOLDER [FOLDER] [OPTION ...]
 
-Of one run: the share of the time that each cause takes (compute, queue, admission, posting, link, host, polling), and
-what it would bring to relieve it twofold, by simulating the run again with its numbers halved or doubled.
+Of one run: the share of the time that each cause takes (compute, queue, admission, posting, link, host, polling),
+and what it would bring to relieve it twofold, by simulating the run again with its numbers halved or doubled.
 Of two: in a sentence with numbers which cause makes the difference, each phase, and A with one group of B's
 configuration at a time, simulated.
 
@@ -134,15 +135,16 @@ _REPORT = """\
 usage: pdsim report FOLDER [-o FILE.html] [--slo ttft=2s,tpot=30ms]
        pdsim report FOLDER --figure NAME [--format svg|pdf|png] [-o FILE]
 
-Write one HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens without a network.
---figure writes one of its figures instead, by the name in its link; --slo is that of a sweep's points.
+Write one HTML page about a run, a sweep or a validation, by default report.html in FOLDER.  It opens without a
+network.  --figure writes one of its figures instead, by the name in its link; --slo is that of a sweep's points.
 Pages need plotly and figures matplotlib: pip install 'pdsim[report]'."""
 
 _TIMELINE = """\
 usage: pdsim timeline FOLDER [FOLDER ...] [-o FILE.json[.gz]]
 
-Write the trace events of complete runs, several side by side, by default timeline.json.gz in the first FOLDER: tracks
-of queues, instances, ranks and engines, an arrow from prefill to decode of each request, counters of what is in use.
+Write the trace events of complete runs, several side by side, by default timeline.json.gz in the first FOLDER:
+tracks of queues, instances, ranks and engines, an arrow from prefill to decode of each request, and counters of
+what is in use.
 Open it at https://ui.perfetto.dev.  A run with samples=500 has counters of links, memories and staging rings too."""
 
 _SHOW = """\
@@ -154,17 +156,17 @@ Print again what a run, or a sweep, printed at its end; -v prints every number w
 _COMPARE = """\
 usage: pdsim compare FOLDER FOLDER [FOLDER ...] [--json]
 
-Print what differs in the configurations of complete runs, and each metric of all of them, as a number and as a multiple
-of the first run's.  All of them are of one experiment.  --json prints one JSON object instead."""
+Print what differs in the configurations of complete runs, and each metric of all of them, as a number and as a
+multiple of the first run's.  All of them are of one experiment.  --json prints one JSON object instead."""
 
 _VALIDATE = """\
 usage: pdsim validate [KEY=VALUE ...] [OPTION ...]
 
   pdsim validate target=real hw=loopback backend=nixl_shm           predict, keep the predictions, measure, compare
   pdsim validate experiment.stored=FOLDER hw=2xh200 backend=nixl    compare again what an earlier run measured
-  pdsim validate target=live live.prefill=URL live.decode=URL       the same of real servers, at shares of workload.rate
+  pdsim validate target=live live.prefill=URL live.decode=URL       the same of servers, at shares of workload.rate
 
-It is pdsim run experiment=validate (target=live: validate_live), and takes what that takes (pdsim validate --cfg job):
+It is pdsim run experiment=validate (target=live: validate_live), and takes what that takes (--cfg job shows it):
   experiment.classes=[pair,serve]    what is compared; of pair, read, contention, handoff, allgather, serve
   experiment.predict=now             of what is stored: with the model of today
   experiment.repeat, jobs, limit     how much is measured
@@ -175,7 +177,7 @@ usage: pdsim observe FILE [KEY=VALUE ...] [OPTION ...]
 
   pdsim observe result.json hw=2xh200 model=qwen3-8b engine=vllm    of vllm bench serve --save-detailed
   pdsim observe profile_export.jsonl hw=8xh200                      of aiperf
-  pdsim observe decode.log                                          of transfers, as vLLM, NIXL and Mooncake count them
+  pdsim observe decode.log                                          of transfers, as vLLM, NIXL, Mooncake count them
 
 Writes FILE.trace.jsonl for workload.trace, and a run for pdsim compare, whose KEY=VALUE describe the deployment; the
 same KEY=VALUE with pdsim run workload.trace=FILE.trace.jsonl predict it. Of transfers it writes FILE.samples.csv for
@@ -220,8 +222,8 @@ usage: pdsim profile [KEY=VALUE ...] [OPTION ...]
   pdsim profile hw=8xh100                                 measure on the GPUs here, fit, write h100.csv and h100.yaml
   pdsim profile --from data/compute/h100.csv hw=8xh100    fit what was measured before
 
-Matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps in CUDA graphs and without,
-as PyTorch runs them.  Every second size and the whole steps are held out of the fit.  hw= names the peaks.
+Matrix products, attention, experts, latent attention, norms, all-reduces, and whole steps in CUDA graphs and
+without, as PyTorch runs them.  Every second size and the whole steps are held out of the fit.  hw= names the peaks.
 
 Options:
   --models LIST     MODEL, MODEL:TP or MODEL:TP:LAYERS with commas; LAYERS of a whole step (default: eight of them)
@@ -244,7 +246,7 @@ usage: pdsim doctor [--host] [--config-dir DIR]
 
 Try every engine and device on this machine, and say of those that do not work why, and what would help.
 
-  --host            in a second, what this host takes for its part of a transfer: host_factor= of a run on the model"""
+  --host            in a second, what this host takes for its part of a transfer: host_factor= of a run"""
 
 
 def overview() -> str:

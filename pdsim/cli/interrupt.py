@@ -36,7 +36,9 @@ def begun() -> None:
 
 
 def ended() -> None:
-    """From now on Ctrl-C is ignored, if there is no thread to wait for: all is printed and kept, and the status known.
+    """From now on Ctrl-C is ignored, if there is no thread to wait for.
+
+    All is printed and kept, and the status known.
 
     Python would end by SIGINT instead of that status, or with a traceback out of what it runs at its exit.
     """

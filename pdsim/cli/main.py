@@ -129,7 +129,10 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _sweep(words: Sequence[str]) -> int:
-    """Run every combination of the values in *words*, or those that an earlier call with the same words has not run."""
+    """Run every combination of the values in *words*.
+
+    Those that an earlier call with the same words has run are not run again.
+    """
     from pdsim.cli.sweep import sweep
 
     begun()
@@ -152,7 +155,10 @@ def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
 
 
 def _show(words: Sequence[str]) -> int:
-    """Print what each of the folders in *words* keeps, a run or a sweep, as a report or as one JSON object a folder."""
+    """Print what each of the folders in *words* keeps, a run or a sweep.
+
+    As a report, or as one JSON object a folder.
+    """
     from pdsim.cli.report import is_sweep
     from pdsim.results import terminal
 

@@ -24,7 +24,8 @@ from pdsim.units import is_number
 __all__ = ["BATCH", "OptunaSearch", "search"]
 
 BATCH = 4
-"""Points that are asked for before the first of them is told: they run side by side, on any machine the same ones."""
+"""Points that are asked for before the first of them is told: they run side by side, on any machine the same
+ones."""
 
 _GPU = "goodput per GPU"
 

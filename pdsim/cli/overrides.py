@@ -39,7 +39,8 @@ _FLAGS = {
     "--cfg": "cfg", "-c": "cfg", "--config-dir": "folder", "-cd": "folder", "--config-name": "name", "-cn": "name",
     "--config-path": "path", "-cp": "path",
 }  # fmt: skip
-"""Options of every command that composes a configuration, with the field of `CommandLine` that takes the next word."""
+"""Options of every command that composes a configuration, with the field of `CommandLine` that takes the next
+word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,10 @@ def set_keys(overrides: Iterable[str]) -> list[str]:
 
 
 def leaves(overrides: Iterable[str]) -> list[str]:
-    """Return the dotted keys whose values *overrides* say, those within a mapping each: ``a={b: 1}`` sets ``a.b``."""
+    """Return the dotted keys whose values *overrides* say.
+
+    Those within a mapping are keys of their own: ``a={b: 1}`` sets ``a.b``.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     chosen = set(groups())
@@ -273,8 +277,8 @@ def explain(error: BaseException) -> str | None:
         return _missing(error.missing_cfg_file, error.options)
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its own "
-            f"within those of the shell, as in 'key=\"a, b\"'"
+            f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its "
+            f"own within those of the shell, as in 'key=\"a, b\"'"
         )
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return None
@@ -288,7 +292,10 @@ def explain(error: BaseException) -> str | None:
 
 
 def _missing(file: str, known: Sequence[str] | None) -> str:
-    """Return that *file*, ``GROUP/NAME`` or the primary configuration, does not exist, with the nearest of *known*."""
+    """Return that *file* does not exist, with the nearest of *known*.
+
+    A file is ``GROUP/NAME``, or the primary configuration.
+    """
     if "/" not in file:
         return f"--config-name {file} does not exist; leave it out, or name a file of --config-dir"
     group, _, name = file.rpartition("/")

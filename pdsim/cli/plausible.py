@@ -1,8 +1,12 @@
 """Guards of sense: numbers without their unit, and quantities that no machine, model or workload has.
 
-Both find slips of the keyboard, not errors of logic: ``hw.nic.rate=400`` is 400 bytes a second to the code and 400
-Gbps to whoever wrote it.  What a file says in base units is taken as it is; `BOUNDS` hold wherever a value comes
-from.
+Both find slips of the keyboard, not errors of logic: ``hw.nic.rate=400`` is 400 bytes a second to
+the code and 400 Gbps to whoever wrote it.  What a file says in base units is taken as it is;
+`BOUNDS` hold wherever a value comes from.
+
+Which numbers are rates, times or sizes is read from the annotations of the configuration's
+dataclasses (`pdsim.units.Rate` and so on), so a new key is guarded without a word here; `BOUNDS`
+need a row for it only if they are to say what is plausible.
 """
 
 from __future__ import annotations
@@ -120,7 +124,13 @@ BOUNDS: tuple[tuple[str, float, float, float], ...] = (
 
 
 class Quantity(NamedTuple):
-    """A number of a configuration: its dotted *key*, its *kind*, and its *value* in the base unit of that."""
+    """A number of a configuration.
+
+    Attributes:
+        key: Dotted, with places in lists in brackets: ``hw.link.changes[0].start``.
+        kind: Of `_UNITS`: rate, time, computation, size or count; empty for what has no unit.
+        value: In the base unit of its kind.
+    """
 
     key: str
     kind: str  # of `_UNITS`, or "" for what is counted
@@ -216,6 +226,9 @@ def _judged(config: Config, typed: Collection[str]) -> Iterator[tuple[Quantity, 
 
     They are all of the top-level keys *typed*, and of others those beyond their bounds; never those of a calibration
     and of sources.
+
+    A part of the configuration that is the very object of the call before is not looked at again:
+    in a sweep most are.
     """
     for name in _JUDGED:
         part = getattr(config, name)
@@ -240,7 +253,11 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def _under(hint: Any, value: Any, at: str) -> Iterator[Quantity]:
-    """Yield the quantities of *value*, which *hint* is the annotation of."""
+    """Yield the quantities of *value*, which *hint* is the annotation of; *at* is its key.
+
+    Dataclasses and sequences are gone into; mappings, such as options and sources, have no
+    quantities.
+    """
     if is_dataclass(value):
         yield from _of(value, at)
     elif isinstance(value, tuple | list):
@@ -268,7 +285,10 @@ def _plain(key: str) -> str:
 
 
 def _written(values: Any, key: str) -> str:
-    """Return what *values* say at *key*, "" if that is no number and no text; one value may stand for a list of one."""
+    """Return what *values* say at *key*, "" if that is no number and no text.
+
+    One value may stand for a list of one.
+    """
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(values, Mapping):
             values = values.get(part)
@@ -284,7 +304,10 @@ def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
 
 
 def _meant(key: str, kind: str, number: float) -> str:
-    """Return *number* with the unit that brings it nearest to what *key* usually is; "" if none is plausible."""
+    """Return *number* with the unit that brings it nearest to what *key* usually is; "" if none is plausible.
+
+    Nearest is by ratio.  A key without bounds gets the first unit of its kind.
+    """
     row, parse = _row(key, kind), _BY_KIND[kind][0]
     if row is None:
         return f"{number:.12g}{_UNITS[kind][0]}"

@@ -282,7 +282,10 @@ def with_idle_wake(config: Config, seconds: float) -> Config:
 
 
 def _row(host: str, engine: str, what: str, nbytes: int, real: float, model: float) -> list[object]:
-    """Return the row of one median: both times in us, the error in %, and whether the model was fitted to this host."""
+    """Return the row of one median.
+
+    It has both times in us, the error in %, and whether the model was fitted to this host.
+    """
     known = "in part" if what in ("transfer", "e2e") else "yes"
     fitted_to = known if handoff_fit.is_fitted(host, engine) else "no"
     tokens = nbytes // handoff_fit.TOKEN or None

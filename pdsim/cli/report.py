@@ -88,7 +88,9 @@ def _is_validation(folder: Path) -> bool:
 
 
 def timeline(folders: Sequence[Path], output: str = "") -> Path:
-    """Write the trace of the runs in *folders* to *output* and return it, by default ``timeline.json.gz`` in the first.
+    """Write the trace of the runs in *folders* to *output* and return its path.
+
+    By default it is ``timeline.json.gz`` in the first folder.
 
     Raise a `ConfigError` for a sweep, and for what `pdsim.results.timeline.trace` refuses.
     """

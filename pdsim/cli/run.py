@@ -67,7 +67,10 @@ def _show(config: Config) -> int:
 
 @contextmanager
 def only_json(json: bool) -> Iterator[TextIO]:
-    """Yield standard output; with *json*, whatever else writes there, engines included, is sent to standard error."""
+    """Yield standard output.
+
+    With *json*, whatever else writes there, engines included, is sent to standard error.
+    """
     if not json:
         yield sys.stdout
         return

@@ -86,7 +86,8 @@ def _host(config: Config, calibration: Calibration | None) -> tuple[float, str]:
     if calibration is None or len(calibration.hosts) < 2:
         name = "none" if calibration is None else calibration.name
         raise ConfigError(
-            f"draw_host=true needs a calibration of several hosts, and calibration={name} knows none; set host_factor="
+            f"draw_host=true needs a calibration of several hosts, and calibration={name} knows none; "
+            "set host_factor="
         )
     (factor,) = drawn(calibration.hosts, config.seed, 1)
     return factor, f", drawn from seed={config.seed} as {len(calibration.hosts)} hosts differ"
@@ -109,7 +110,10 @@ def defaults(cls: type = Config) -> dict[str, Any]:
 
 
 def _without_policy(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return *values* without ``backend.policy``, and that: it is written with the engine, which need not know it."""
+    """Return *values* without ``backend.policy``, and that.
+
+    It is written with the engine, which need not know it.
+    """
     if "policy" in values:
         raise ConfigError(f"unknown key policy; it belongs to the backend: set backend.policy={values['policy']!r}")
     found, backend = dict(values), values.get("backend")

@@ -21,7 +21,8 @@ Lent = TypeVar("Lent", Engine, Collective, ServingEngine)
 Sourced = TypeVar("Sourced", Machine, Engine, Llm, Collective, ServingEngine)
 
 SOURCE, SOURCES, OTHERS = "source", "sources", "others"
-"""In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in it."""
+"""In YAML a mapping has the sources of its own keys beside them, under `SOURCE`; `OTHERS` speaks for all else in
+it."""
 ON_THE_COMMAND_LINE = "assumed: set on the command line"
 UNSAID = "assumed: the configuration does not say where it comes from"
 

@@ -24,7 +24,9 @@ _NUMBERS: dict[str, tuple[Any, set[type]]] = {"double": (np.float64, {float, int
 
 
 def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Return *values* as an Arrow array of the type *kind*, None and what is masked as null, as `pyarrow.array` does.
+    """Return *values* as an Arrow array of the type *kind*, as `pyarrow.array` does.
+
+    None and what is masked is null.
 
     Raise what that raises for values that *kind* does not hold.
     """

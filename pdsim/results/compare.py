@@ -127,7 +127,10 @@ def _commit(git: Mapping[str, Any] | None) -> str | None:
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the run in *folder* by dotted key, without where a number comes from or goes to."""
+    """Return the configuration of the run in *folder* by dotted key.
+
+    Where a number comes from and where results go is left out.
+    """
     flat = reading.configuration(folder / "config.yaml")
     return {
         key: value for key, value in flat.items() if not key.startswith(_NOT_ASKED_FOR) and _SOURCES not in f"{key}."

@@ -75,7 +75,9 @@ def as_written(config: Config) -> dict[str, Any]:
 
 
 def config_yaml(config: Config) -> str:
-    """Return *config* as YAML that gives the same `Config` again, alone or as the primary configuration of `pdsim run`.
+    """Return *config* as YAML that gives the same `Config` again.
+
+    It does so alone, or as the primary configuration of `pdsim run`.
 
     An infinite rate is left out: it is the default, and no quantity that a configuration could state.
     """

@@ -254,7 +254,10 @@ def _outside(
     counts: Mapping[tuple[int, int], int],
     place: int,
 ) -> Iterator[str]:
-    """Yield a warning if the values in *place* of *counts*, which says how many transfers have each, leave *span*."""
+    """Yield a warning if the values in *place* of *counts* leave *span*.
+
+    *counts* says how many transfers have each pair of descriptors and bytes.
+    """
     if not span:
         return
     low, high = span

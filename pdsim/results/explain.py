@@ -104,7 +104,9 @@ def _one(title: str, means: Mapping[str, float], what: Mapping[str, str]) -> Tab
 
 
 def accounts(folder: Path, request: int | None = None) -> dict[str, float]:
-    """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*, else of its transfers.
+    """Return mean seconds by cause, of the requests of the run in *folder* or of one *request*.
+
+    Of a run without requests, of its transfers.
 
     The phase `transfer` is divided as the stages of transfers are in the mean: posting has prep and post, the link
     the wire, the host what the poller added, and the handshake. So the causes of requests add up to their end-to-end
@@ -161,8 +163,8 @@ def _requests(name: str, means: Sequence[Mapping[str, float]]) -> str:
     most = max(change, key=lambda phase: change[phase] * (1 if second > first else -1))
     part = change[most] / (second - first)
     return (
-        f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in the mean), "
-        f"{'all' if part > 0.995 else share(part)} of it by {most} "
+        f"{name} serves a request {_times(second, first)} ({format_time(first)} -> {format_time(second)} in the "
+        f"mean), {'all' if part > 0.995 else share(part)} of it by {most} "
         f"({format_time(means[0][most])} -> {format_time(means[1][most])}: {PHASES[most]})"
     )
 
@@ -199,7 +201,10 @@ def _times(second: float, first: float) -> str:
 
 
 def _amount(values: Sequence[float], what: str) -> str:
-    """Return how the second of *values*, an amount of *what*, stands to the first; half a per cent counts as equal."""
+    """Return how the second of *values*, an amount of *what*, stands to the first.
+
+    Half a per cent counts as equal.
+    """
     first, second = values
     ratio = second / first if first else 0.0
     if 0.995 <= ratio <= 1.005:

@@ -71,9 +71,10 @@ class KeptRun:
 
     @cached_property
     def samples(self) -> pa.Table | None:
-        """Use of links, memories, KV pages and staging rings over time; None unless the run was asked for ``samples``.
+        """Use of links, memories, KV pages and staging rings over time.
 
-        Columns: ``time`` in seconds, ``kind`` (link, pool, pages or ring), ``name``, ``value`` from 0 to 1.
+        None unless the run was asked for ``samples``.  Columns: ``time`` in seconds, ``kind``
+        (link, pool, pages or ring), ``name``, ``value`` from 0 to 1.
         """
         return self._table("samples") if (self.folder / "samples.parquet").is_file() else None
 

@@ -41,7 +41,10 @@ _AGAIN = "it was changed since, so run it again"
 
 
 class _HeldOut(msgspec.Struct):
-    """Errors on samples that the fit of a calibration has not seen, as shares: mean, 95th percentile, and the floor."""
+    """Errors on samples that the fit of a calibration has not seen.
+
+    Shares: the mean, the 95th percentile, and the floor that jobs leave.
+    """
 
     points: int
     how: str
@@ -242,8 +245,8 @@ def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON: {_line(error)}; {_AGAIN}") from error
     if found.get("schema") != schema.VERSION:
         raise ConfigError(
-            f"{path} has schema {found.get('schema')!r:.20}, and pdsim reads {schema.VERSION}; run it again, or read "
-            f"it with the version of pdsim that wrote it"
+            f"{path} has schema {found.get('schema')!r:.20}, and pdsim reads {schema.VERSION}; run it again, or "
+            f"read it with the version of pdsim that wrote it"
         )
     try:
         msgspec.convert(found, shape)

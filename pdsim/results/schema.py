@@ -226,7 +226,10 @@ def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
 
 
 def samples_table(samples: Sequence[SampleRow]) -> pa.Table:
-    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given; without any it has no rows."""
+    """Return *samples* as an Arrow table of the columns `SAMPLES`, in the order given.
+
+    Without any it has no rows.
+    """
     import pyarrow as pa
 
     columns = list(zip(*samples, strict=True)) or [()] * len(SAMPLES)

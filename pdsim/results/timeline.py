@@ -30,7 +30,8 @@ __all__ = ["events", "trace"]
 
 _NS = 1e9
 _ROOM = re.compile(r"(\d+)/")
-"""How labels of transfers of a handoff begin: with the room, from 1, which grows by the requests for each new try."""
+"""How labels of transfers of a handoff begin: with the room, from 1, which grows by the requests for each new
+try."""
 _SPANS = (
     # of which instance, name of the track, begin, end; of a run of our own schedulers
     ("decode", "waiting for pages", "asked_at", "reserved_at"),
@@ -309,7 +310,10 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def _track(name: str) -> tuple[int, str]:
-    """Return where a track stands within its process: phases in the order of a request's life, then others by name."""
+    """Return where a track stands within its process.
+
+    Phases in the order of a request's life, then others by name.
+    """
     known = [track for _, track, _, _ in (*_SPANS, *_LIVE_SPANS)]
     return (known.index(name) if name in known else len(known), name)
 

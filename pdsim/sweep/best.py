@@ -57,7 +57,9 @@ class Ranked:
 
 
 def parse_slo(text: str) -> SloLimits:
-    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.  Raise a `ConfigError` for an unknown latency and a wrong time.
+    """Return ``ttft=2s,tpot=30ms`` as an `SloLimits`.
+
+    Raise a `ConfigError` for an unknown latency and a wrong time.
 
     >>> str(parse_slo("ttft=2s,tpot=30ms"))
     'ttft <= 2 s, tpot <= 30 ms'

@@ -23,7 +23,8 @@ from pdsim.units import Seconds
 __all__ = ["Ray", "Slurm"]
 
 _ATTEMPTS = 3
-"""How often a chunk is begun whose worker dies: each time one of its points at least is over, or none ever will be."""
+"""How often a chunk is begun whose worker dies: each time one of its points at least is over, or none ever will
+be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,10 @@ class Slurm:
         positive("executor", workers=self.workers, timeout=self.timeout)
 
     def run(self, measure: Measure, points: Sequence[Point]) -> Generator[Row, None, None]:
-        """See `pdsim.sweep.executors.Executor`.  Raise a `ConfigError` if submitit is not installed or has no Slurm."""
+        """See `pdsim.sweep.executors.Executor`.
+
+        Raise a `ConfigError` if submitit is not installed or has no Slurm.
+        """
         try:
             import submitit
         except ImportError:

@@ -142,7 +142,9 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _arrow(points: Sequence[dict[str, Any]], definitions: Mapping[str, str]) -> pa.Table:
-    """Return *points* as a table of Arrow, with the unit, the definition and the part of each column in its metadata.
+    """Return *points* as a table of Arrow.
+
+    The metadata of each column has its unit, its definition and its part.
 
     An override with the name of a column of `_ABOUT` is left out: that column has it.
     """
@@ -211,7 +213,9 @@ def short(keys: Iterable[str]) -> list[str]:
 
 
 def _runnable(whole: Table) -> Table:
-    """Return *whole* without the points that cannot be run, if others are left, and with short names of what was swept.
+    """Return *whole* without the points that cannot be run, if others are left.
+
+    What was swept has short names.
 
     Without those rows, columns that they alone filled are empty, and left out.
     """

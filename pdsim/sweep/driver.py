@@ -72,7 +72,10 @@ def _run(folder: Path, points: Sequence[Point], book: Ledger, executor: Executor
 
 
 def _keep(book: Ledger, row: Mapping[str, Any]) -> None:
-    """Append *row* to *book*, unless the same row is there already, as of a refusal in an earlier run of the sweep."""
+    """Append *row* to *book*, unless the same row is there already.
+
+    It is there if an earlier run of the sweep was refused the same.
+    """
     content = dict(row)
     definitions = content.pop("definitions", {})
     if book.rows.get(content["point"]) != content:

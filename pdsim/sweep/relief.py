@@ -98,7 +98,10 @@ RELIEFS = (
 
 
 def relieved(config: Config, relief: Relief) -> Config | None:
-    """Return *config* with *relief*; None if it changes nothing of it, since all its numbers there are 0 or missing."""
+    """Return *config* with *relief*.
+
+    None if it changes nothing of it, since all its numbers there are 0 or missing.
+    """
     found = _scaled(config, relief.factors, "")
     return None if found == config else found
 
@@ -168,11 +171,12 @@ def figures(result: Result, request: int | None = None) -> Figures:
 def try_reliefs(
     config: Config, causes: Iterable[str], progress: ShowProgress, request: int | None = None
 ) -> dict[str, Figures | str]:
-    """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved; or why there are none.
+    """Return the figures of *config* as it is, under ``""``, and with each of *causes* relieved.
 
-    All are simulated on the model with the same seed, one after the other, in the order of `RELIEFS`. With *request*
-    the figures are those of that one request. Raise a `ConfigError` if *config* itself cannot be simulated; a relief
-    that cannot has the reason instead of figures.
+    Or why there are none.  All are simulated on the model with the same seed, one after the other,
+    in the order of `RELIEFS`. With *request* the figures are those of that one request. Raise a
+    `ConfigError` if *config* itself cannot be simulated; a relief that cannot has the reason
+    instead of figures.
     """
     chosen = [relief for relief in RELIEFS if relief.cause in set(causes)]
     one = 1 / (len(chosen) + 1)
@@ -213,7 +217,9 @@ def exchanged(first: Config, second: Config) -> dict[str, Config]:
 
 
 def try_exchanges(configs: Sequence[Config], progress: ShowProgress) -> dict[str, Figures | str]:
-    """Return the figures of the two *configs*, under ``"A"`` and ``"B"``, and of A with each group of B that differs.
+    """Return the figures of the two *configs*, and of A with each group of B that differs.
+
+    The two are under ``"A"`` and ``"B"``, the others under the name of the group.
 
     Raise a `ConfigError` if one of the two cannot be simulated.
     """

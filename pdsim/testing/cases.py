@@ -91,10 +91,10 @@ class Case:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Return the models, and all that installed endpoint classes declare; a class that cannot be imported is left out.
+    """Return the models, and all that installed endpoint classes declare.
 
-    A backend that moves host and GPU memory has two, ``NAME`` and ``NAME_gpu``; one that runs in the RDMA guest is
-    ``NAME_verbs``.
+    A class that cannot be imported is left out.  A backend that moves host and GPU memory has two,
+    ``NAME`` and ``NAME_gpu``; one that runs in the RDMA guest is ``NAME_verbs``.
     """
     found = [Case(name) for name in MODELS]
     for implementation in registry.names():

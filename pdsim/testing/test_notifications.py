@@ -42,7 +42,7 @@ def test_any_bytes_may_be_in_it(job, name):
 
 
 def test_each_of_many_at_once_arrives_once_and_after_its_own_bytes(job):
-    """When a notification is there, so are the bytes of its transfer: a receiver reads them without further waiting."""
+    """When a notification is there, so are the bytes of its transfer: a receiver reads them without waiting."""
     shape = {"count": 32, "size": 64 * KiB}
     outcome = job(
         {

@@ -4,7 +4,10 @@ from pdsim.testing import programs
 
 
 def test_names_and_buffers_are_registered_once(job):
-    """A name, and a buffer, may be registered again once it was deregistered; a registered buffer cannot be freed."""
+    """A name, and a buffer, may be registered again once it was deregistered.
+
+    A registered buffer cannot be freed.
+    """
     outcome = job({"lonely": (programs.register_oddly, {})})
     assert outcome.ranks["lonely"].value == {
         "name taken": "RegistrationError",

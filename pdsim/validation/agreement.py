@@ -116,8 +116,8 @@ def _agreement(found: Sequence[Compared]) -> Figure:
             }
             panels.append(agreement(groups, title, unit))
     reading = (
-        "On the line, prediction and measurement are the same; points above it were predicted too slow (times) or too "
-        "fast (rates), and within the band they are at most 10 % off."
+        "On the line, prediction and measurement are the same; points above it were predicted too slow (times) or "
+        "too fast (rates), and within the band they are at most 10 % off."
     )
     return Figure("agreement", "Predicted against measured", reading, panels)
 

@@ -27,8 +27,8 @@ def variants(config: Config) -> Iterator[tuple[str, Config, Config]]:
     """Yield for each parameter that the calibration of *config* knows an interval of: its key, and both ends of it.
 
     Values are in SI units.  The three configurations differ in that one parameter only; a ramp is one parameter, and
-    so is the host, unless the run was given its ``host_factor``: then its ends are the quickest and the slowest known.
-    Raise a `ValueError` for an interval that cannot be parsed.
+    so is the host, unless the run was given its ``host_factor``: then its ends are the quickest and the slowest
+    known. Raise a `ValueError` for an interval that cannot be parsed.
     """
     intervals = config.calibration.intervals if config.calibration is not None else {}
     for key, (low, high) in sorted(intervals.items()):
@@ -44,8 +44,8 @@ def predicted(config: Config, predict: Callable[[Config], Sequence[Value]]) -> l
 
     *predict* is called once, and twice more for each parameter that has an interval; it must return the same values
     in the same order each time.  A parameter that only ever moves a value upwards widens the interval upwards alone.
-    The error that the calibration has at 95 of 100 points left out of its fit adds in quadrature, and the whole grows
-    with `Value.factor`, by which the value lies beyond the samples (`pdsim.calibration.definition.widening`).
+    The error that the calibration has at 95 of 100 points left out of its fit adds in quadrature, and the whole
+    grows with `Value.factor`, by which the value lies beyond the samples (`pdsim.calibration.definition.widening`).
     """
     centre = [_placed(config, value) for value in predict(config)]
     down, up = [0.0] * len(centre), [0.0] * len(centre)

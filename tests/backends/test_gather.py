@@ -1,4 +1,7 @@
-"""Pieces of a batch as tiles, and PyTorch's copies of them on the host; the kernel itself is tested where a GPU is."""
+"""Pieces of a batch as tiles, and PyTorch's copies of them on the host.
+
+The kernel itself is tested where a GPU is.
+"""
 
 from __future__ import annotations
 

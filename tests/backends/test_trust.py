@@ -1,4 +1,4 @@
-"""What no process can do to a run of `serve` on a real engine: end ranks by a message, or hang it by stopping one."""
+"""What no process can do to a real run of `serve`: end ranks by a message, or hang it by stopping one."""
 
 from __future__ import annotations
 

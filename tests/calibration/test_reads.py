@@ -17,7 +17,10 @@ CELLS += [(n, size) for n in (4, 16, 64, 256, 1024) for size in (4096, 65536, 1 
 
 
 def samples(more, noise=0.0, misfit=0.0, **where):
-    """Return writes and reads of one engine whose reads cost *more*; a *misfit* is of a configuration, so of both."""
+    """Return writes and reads of one engine whose reads cost *more*.
+
+    A *misfit* is of a configuration, so of both.
+    """
     random = np.random.default_rng(3)
     found = []
     for n, size in CELLS:

@@ -82,8 +82,8 @@ def test_a_parameter_of_an_engine_that_has_no_such_path_is_refused():
 def test_a_result_says_how_far_the_calibration_is_from_what_it_has_not_seen():
     proof = gather(calibrated(), serving=False).as_dict()
     assert spread(proof["calibration"]) == (
-        "calibration: engine-box, two boxes, 2026-01-31; transfer times of 12 samples left out of the fit (at random) "
-        "are met within 2.0% in the mean and 8.0% at the 95th percentile"
+        "calibration: engine-box, two boxes, 2026-01-31; transfer times of 12 samples left out of the fit (at "
+        "random) are met within 2.0% in the mean and 8.0% at the 95th percentile"
     )
 
 

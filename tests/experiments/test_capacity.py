@@ -1,4 +1,4 @@
-"""`experiment=capacity`: a bracket that closes, deployments that fit, an answer that more processes do not change."""
+"""`experiment=capacity`: a bracket that closes, deployments that fit, an answer on any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiment=compare_engines`: every row is what `serve` says of that combination, and what cannot be is skipped."""
+"""`experiment=compare_engines`: every row is what `serve` says of it, and what cannot be is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiment=faults`: scenarios are drawn from seeds alone, clean on the real code, and shrink when they are not."""
+"""`experiment=faults`: scenarios are drawn from seeds, clean on the real code, and shrink when they are not."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_an_instance_that_starts_again_while_it_is_silent_is_out_until_it_is_hea
 
 
 def test_a_request_ends_when_the_instance_that_is_asked_about_it_is_lost_too():
-    """D13: one of 3,300 scenarios stalled: prefill had said that all was written, and was asked after decode's loss."""
+    """D13: one of 3,300 scenarios stalled: prefill had said that all was written, and was asked later."""
     done = FaultTrial(103262, 5, 0.4, frozenset(KINDS) - {"scatter", "silences", "together"}).run()
     assert (done.violations, done.statuses) == ([], {"ok": 4, "PeerLost": 1})
 

@@ -1,4 +1,4 @@
-"""Which failures faults explain: those of requests that they reached, at the instances that they reached, in time."""
+"""Which failures faults explain: those of requests that they reached, at their instances, in time."""
 
 from __future__ import annotations
 

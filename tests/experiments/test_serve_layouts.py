@@ -1,4 +1,4 @@
-"""`experiment=serve` over stages, context and data parallelism, with hybrid models: every byte compared on arrival."""
+"""`experiment=serve` over stages, context and data parallelism, with hybrid models: every byte compared."""
 
 from __future__ import annotations
 

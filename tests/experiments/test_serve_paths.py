@@ -1,4 +1,4 @@
-"""The paths of `experiment=serve`: which way KV goes, in how many descriptors, intact, with every slot given back."""
+"""The paths of `experiment=serve`: which way KV goes, in how many descriptors, intact, every slot given back."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_staging_is_faster_where_descriptors_are_what_costs():
 # --- rings that barely fit, or do not ------------------------------------------------------------------------------
 
 CHUNK = 17 * 16 * 2 * 2 * 4 * 16 * 2
-"""Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left, two
-layers, K and V, 4 heads."""
+"""Most bytes of a prefill chunk that one of two prefill ranks writes: 16 pages and one that the chunk before left,
+two layers, K and V, 4 heads."""
 LONG = replace(GENERATED, rate=5000.0, count=20, input_mean=400)
 LARGE = replace(STAGED, pool=1 << 24)
 

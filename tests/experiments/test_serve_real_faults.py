@@ -1,4 +1,7 @@
-"""Faults on the real engines: users who leave, a rank that is killed in mid-transfer; every page is accounted for."""
+"""Faults on the real engines: users who leave, a rank that is killed in mid-transfer.
+
+Every page is accounted for.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def serve(
 
 
 def probing(router: RankSpec, calm: float, expected: Sequence[str]) -> RankSpec:
-    """Return *router* with a probe through each pair, once all *expected* instances are connected, from *calm* on."""
+    """Return *router* with a probe through each pair, once all *expected* instances are there, from *calm* on."""
     more = {"calm": calm, "linger": 0.5, "expected": list(expected), "patience": 60.0}
     return replace(router, program="experiments.faults.programs:router", arguments={**router.arguments, **more})
 

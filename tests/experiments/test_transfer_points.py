@@ -1,4 +1,4 @@
-"""The points of `experiment=transfer`: patterns with counts, one job for all, orders, schedules, files, shared GPUs."""
+"""The points of `experiment=transfer`: patterns with counts, one job, orders, schedules, files, shared GPUs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def configured(**options: Any) -> Config:
 
 
 class Slower(Model):
-    """Stands for a real engine: a model whose calls cost more than is expected, and which looks for the predictions."""
+    """Stands for a real engine: a model whose calls cost more than expected, and which looks for predictions."""
 
     folder: Path
     found: list[bool]

@@ -1,4 +1,4 @@
-"""Groups on the model: exact times of all-gathers, links shared with other flows, pools that grow, groups that break.
+"""Groups on the model: exact times of all-gathers, shared links, pools that grow, groups that break.
 
 Ports carry 100 bytes/s each way, memories 1000.
 """

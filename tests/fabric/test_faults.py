@@ -1,4 +1,4 @@
-"""What goes wrong on purpose: drawn from one seed, never against a promise of the waist, and nothing without a plan."""
+"""What goes wrong on purpose: drawn from one seed, never against a promise of the waist, nothing without a plan."""
 
 import dataclasses
 import itertools

@@ -330,7 +330,7 @@ class TestRounding:
     """Each of these once went wrong in a fluid model: see `pdsim.fabric.flows.waterfill`."""
 
     def test_a_rest_of_capacity_below_zero_does_not_loop(self, clock, network, start, done):
-        """Sums and differences of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""
+        """Sums of many rates leave -1e-17 of a full link, of which a new flow must not get a share."""
         port = network.link("port", 0.25)
         for tag in "abcd":
             start([port], 0.0625, tag, cap=0.0625)

@@ -41,7 +41,7 @@ def simulate(capacity, paths, flows):
 
 
 def lexicographic_max_min(capacity, flows):
-    """Rates of *flows*, (links, cap): make the lowest rate as high as can be, hold who cannot have more, and go on."""
+    """Rates of *flows*, (links, cap): make the lowest rate as high as can be, hold who has enough, and go on."""
     count = len(flows)
     uses = np.array([[hops.count(link) for hops, _ in flows] for link in range(len(capacity))], float)
     rates = np.full(count, math.nan)

@@ -1,4 +1,7 @@
-"""Small batches that are done in the call that posts them take less, if nothing else is under way.  Times are exact."""
+"""Small batches that are done in the call that posts them take less, if nothing else is under way.
+
+Times are exact.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The padded all-gather: whatever the lengths, every row of the batch comes from exactly one place, and no padding."""
+"""The padded all-gather: whatever the lengths, every row of the batch comes from one place, and no padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: gathered by one rank and scattered by another, every byte of the heads that both have lands in its place."""
+"""Blocks: gathered by one rank and scattered by another, every byte of heads that both have lands in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checkers of the trial know of ranks that are lost and come back: whose memory is whose, what may be left."""
+"""What the checkers know of ranks that are lost and come back: whose memory is whose, what may be left."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def found() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def owners(found: list[tuple[str, str]]) -> OwnershipChecker:
-    """Return the owners of a group whose leader, of its first life, gave page 0 and slot 1 to room 7 and then died."""
+    """Return the owners of a group whose leader, in its first life, gave page 0 and slot 1 to room 7 and died."""
     owners = ownership(found)
     first = leader("decode0@1")
     first.pages.allocate(7, 1)

@@ -1,4 +1,4 @@
-"""The buffers in which a prefill rank gathers: none is filled again, or given back, while a write may still read it."""
+"""The buffers in which a prefill rank gathers: none is filled again, or given back, while a write may read it."""
 
 from __future__ import annotations
 

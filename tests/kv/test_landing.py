@@ -1,4 +1,4 @@
-"""The decode side of staging: who is granted what and when, what is scattered, and when slots and rooms are at rest."""
+"""The decode side of staging: who is granted what and when, what is scattered, and when all is at rest."""
 
 from __future__ import annotations
 

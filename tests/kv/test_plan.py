@@ -126,7 +126,7 @@ def test_nothing_to_move_is_refused():
 
 
 def contents(pool: KvLayout, rank: int, pages: list[int]) -> np.ndarray:
-    """Return a pool whose *pages* hold, in every head and plane, a number that names page position, token and head."""
+    """Return a pool whose *pages* hold, in every head and plane, a number that names position, token and head."""
     memory = np.zeros(pool.size, np.uint8).view(np.int64)
     heads = owned_heads(pool.shape, pool.tp, rank)
     for plane in range(pool.shape.planes):

@@ -46,7 +46,7 @@ class Counted(NamedTuple):
 def count(
     model: KvShape, backend: str, prefill: int, page_size: int, groups: int, decode: int = 0, ring: int = 0
 ) -> Counted:
-    """Return what prefill rank 0 of *prefill* writes to decode rank 0 of *decode*, as many unless said, of a chunk."""
+    """Return what prefill rank 0 of *prefill* writes to decode rank 0 of *decode*, as many unless said, a chunk."""
     decode = decode or prefill
     pages = TOKENS // page_size
     mine, theirs = (KvLayout(model, tp, page_size, 2 * pages, 4) for tp in (prefill, decode))

@@ -226,7 +226,8 @@ MUTANTS = (
            staged_and_failing),
     Mutant("Z6", "a room succeeds with its last chunk, though an earlier one still waits", "I3",
            ((KvSender, "_over", over_with_the_last),), staged),
-    Mutant("Z7", "a room is complete when its last chunk is there", "I2", ((KvReceiver, "_check", without_counting),)),
+    Mutant("Z7", "a room is complete when its last chunk is there", "I2",
+           ((KvReceiver, "_check", without_counting),)),
     Mutant("Z8", "a gather buffer is filled again while it is written from", "I2",
            ((GatherBuffers, "lend", nothing), mutated(not_waited_for, KvSender, "_stage")), staged),
     Mutant("Z9", "slots are freed with their room, while writes to them may land", "I4",
@@ -246,7 +247,8 @@ MUTANTS = (
            ((prefill.PrefillScheduler, "_abort", knows_no_abort),), lambda scenario: bool(scenario.cancels)),
     Mutant("Z15", "writers are told apart by their tensor-parallel rank alone", "I5",
            (mutated(counted_by_tp, KvSender, "_arrival"),), lambda scenario: scenario.job.prefill.pp > 1),
-    Mutant("Z16", "the result of a write is not looked at", "I3", ((KvSender, "_written", failure_ignored),), failing),
+    Mutant("Z16", "the result of a write is not looked at", "I3",
+           ((KvSender, "_written", failure_ignored),), failing),
     Mutant("Z17", "context-parallel ranks divide pages by number, not by position", "I2",
            ((KvSender, "_share", share_by_number),), shares),
     Mutant("Z18", "a write that fails raises in its worker, and a worker ends with the first exception", "I5",
@@ -274,13 +276,14 @@ MUTANTS = (
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
            (mutated(swapped, prefill.PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
     Mutant("O2", "a follower at decode takes up pages in another order than its leader", "I7",
-           (mutated(takes_up_late, reader.DecodeWorker, "_reserve"),), lambda scenario: scenario.job.decode.size > 1),
+           (mutated(takes_up_late, reader.DecodeWorker, "_reserve"),),
+           lambda scenario: scenario.job.decode.size > 1),
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
            (mutated(counted_for_ever, router.Router, "_uncount"),), failing),
-    Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8", ((DecodePeers, "drop", nothing),),
-           lost_and_back("decode")),
+    Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
+           ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",
            (mutated(meets_as_another, EngineProcess, "_meet"),), both_back),
     Mutant("S1", "an incomplete page is sent once, and not again when it is complete", "I10",
@@ -310,7 +313,8 @@ MUTANTS = (
            lambda scenario: bool(scenario.kill) and scenario.job.prefill_instances > 1),
     Mutant("S12", "a peer that is given up counts as quiesced at once", "I3",
            ((SimEndpoint, "quiesced", proven_at_once),),
-           lambda scenario: any(silence.rank.startswith("prefill") for silence in scenario.faults.silences), SLOW_WIRE),
+           lambda scenario: any(silence.rank.startswith("prefill") for silence in scenario.faults.silences),
+           SLOW_WIRE),
     Mutant("S13", "a gather buffer that was replaced is never given back", "I8",
            ((GatherBuffers, "_discard", nothing),), staged_and_failing),
     Mutant("P1", "prefill hands pages out again when a lease ends, though they are still read", "I3",
@@ -329,10 +333,10 @@ IMPOSSIBLE = {
     "could overtake",
     "Z19": "rows are read through `Buffer.read`, which knows its own memory; there are no raw pointers to misread. "
     "`Policy` refuses rows on the host for the data path",
-    "Z20": "the pool of a policy is looked up by its whole name in a table (`POOLS`), never searched for in a string; "
-    "a name that is not there is refused",
-    "S9b": "the message at the end of a room that leaves out those with metadata changes nothing: they precede it on "
-    "the same socket, and a room waits for the ends of all its writers",
+    "Z20": "the pool of a policy is looked up by its whole name in a table (`POOLS`), never searched for in a "
+    "string; a name that is not there is refused",
+    "S9b": "the message at the end of a room that leaves out those with metadata changes nothing: they precede it "
+    "on the same socket, and a room waits for the ends of all its writers",
 }
 """Hazards that cannot be written down as a change of our code, and why."""
 

@@ -58,8 +58,8 @@ def test_transfers_beyond_the_samples_are_a_warning_with_the_factor():
     assert not extrapolations(config, [moved()])
     (warning,) = extrapolations(config, [moved(), moved(1 << 30)])
     assert warning == (
-        "warning: 1 of 2 transfers lie outside calibration=nvlink-2xh200, whose samples have 4 KiB to 256 MiB bytes: "
-        "extrapolated to 1 GiB, by a factor of 4; take its error there, 3 % at 95 of 100 held-out points, 3 "
+        "warning: 1 of 2 transfers lie outside calibration=nvlink-2xh200, whose samples have 4 KiB to 256 MiB "
+        "bytes: extrapolated to 1 GiB, by a factor of 4; take its error there, 3 % at 95 of 100 held-out points, 3 "
         "times as large"
     )
     (warning,) = extrapolations(config, [moved(descriptors=40960)])
@@ -72,8 +72,8 @@ def test_more_gpus_than_were_calibrated_are_a_warning_with_the_factor():
     assert not extrapolations(config, every[:1])
     (warning,) = extrapolations(config, every)
     assert warning == (
-        "warning: 8 GPUs take part, and samples of calibration=nvlink-2xh200 have 2: extrapolated, by a factor of 4; "
-        "take its error there, 3 % at 95 of 100 held-out points, 3 times as large"
+        "warning: 8 GPUs take part, and samples of calibration=nvlink-2xh200 have 2: extrapolated, by a factor of "
+        "4; take its error there, 3 % at 95 of 100 held-out points, 3 times as large"
     )
 
 

@@ -154,8 +154,8 @@ def test_a_run_that_served_says_what_matters_in_a_dozen_lines(config):
     assert printed(folder, verbose=False).splitlines() == [
         "transfer on toy with fast (model, bytes moved by toy-engine), seed 0",
         "offered load: prefill 2, decode 0.5: at most half",
-        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms; overloaded, latencies measure the queue: "
-        "4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
+        "SLO missed: 75.0 % of 4 requests have TTFT <= 5 s and TPOT <= 50 ms; overloaded, latencies measure the "
+        "queue: 4 served in 1.5 min (0.0444/s, 0.0333/s within the SLO)",
         "                   p50       p90       p99",
         "TTFT             50 us    1.25 s         -",
         "TPOT                 -         -         -",

@@ -1,6 +1,7 @@
-"""Connections are made once for each pair of ranks and used for everything after; more requests make no more of them.
+"""Connections are made once for each pair of ranks and used for everything after.
 
-(MORI's control messages once took a new TCP connection each, until ports ran out.)
+More requests make no more of them.  (MORI's control messages once took a new TCP connection each,
+until ports ran out.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts on other ranks: what tokens send to them, by hand and beside DeepEP's table, and on the links of a model."""
+"""Experts on other ranks: what tokens send to them, by hand, beside DeepEP's table, and on the links of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ MEASURED = {
     128: (192e-6, 369e-6),
     256: (194e-6, 360e-6),
 }
-"""Seconds of a dispatch and of a combine of 128 tokens a rank, by ranks: DeepEP, docs/legacy.md (H800, CX-7 400G)."""
+"""Seconds of a dispatch and of a combine of 128 tokens a rank, by ranks: DeepEP, docs/legacy.md (H800, CX-7
+400G)."""
 
 
 def test_tokens_go_to_each_expert_by_themselves_or_once_to_a_node():

@@ -85,7 +85,10 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def started(theirs: Path, engine: str) -> list[int]:
-    """Serve a long, a middle and a short prompt that come while one is computed; return them in order of their TTFT."""
+    """Serve a long, a middle and a short prompt that come while one is computed.
+
+    Return them in order of their TTFT.
+    """
     trace = theirs / "trace.jsonl"
     lengths = [8000, 6000, 4000, 100]
     lines = [{"timestamp": number, "input_length": n, "output_length": 2} for number, n in enumerate(lengths)]

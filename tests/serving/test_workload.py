@@ -1,4 +1,4 @@
-"""Traces are read as they are, what is wrong in them is named, and generated arrivals have the statistics asked for."""
+"""Traces are read as they are, what is wrong in them is named; generated arrivals have the right statistics."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def run(
     restart: Mapping[str, float] | None = None,
     places: tuple[Place, ...] = (),
 ) -> Outcome:
-    """Run each program as a rank of its own, named as it is, on GPU 0, 1, ... of node 0 unless *places* says other."""
+    """Run each program as a rank of its own, named as it is, on GPU 0, 1, ... of node 0 unless *places* differs."""
     specs = []
     for index, entry in enumerate(programs):
         function, arguments = entry if isinstance(entry, tuple) else (entry, {})

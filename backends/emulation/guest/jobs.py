@@ -1,4 +1,6 @@
-"""The guest's side of `backends.emulation.guest.server`: it runs jobs, and forks their ranks, with everything imported.
+"""The guest's side of `backends.emulation.guest.server`.
+
+It runs jobs, and forks their ranks, with everything imported.
 
 To import what a rank needs takes an emulated processor ten seconds; a fork takes none.  No engine is started before
 the
@@ -33,7 +35,7 @@ LATE = ("zmq.utils.monitor", "zmq.utils.z85")
 
 
 class Forked:
-    """A forked rank, with what `backends.jobs.launcher` uses of a `Popen`."""
+    """A forked rank, with what `backends.jobs.rank_process` uses of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -61,7 +63,7 @@ class Forked:
 
 
 def fork(connection: int, output: IO[bytes]) -> Forked:
-    """Start a rank as `backends.jobs.launcher.spawn` does, but with all that this process has imported."""
+    """Start a rank as `backends.jobs.rank_process.spawn` does, but with all that this process has imported."""
     pid = os.fork()
     if pid:
         return Forked(pid)

@@ -92,9 +92,9 @@ class Guest:
         return Completed(int(status), (place / "output").read_text(errors="replace"))
 
     def ask(self, folder: str, text: str, timeout: float) -> str:
-        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest; return the next line from ``answers``.
+        """Write *text*, a line, to the FIFO ``jobs`` in *folder* of the guest.
 
-        It is "late" if none comes for *timeout* seconds.
+        Return the next line from ``answers``.  It is "late" if none comes for *timeout* seconds.
         """
         self._count += 1
         return self._told(f"ask {self._count} {folder} {timeout:g} {text}", timeout)

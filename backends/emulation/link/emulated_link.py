@@ -47,9 +47,9 @@ class Lateness(NamedTuple):
         if self.late <= MANY * self.packets:
             return ""
         return (
-            f"the link was late: {self.late / self.packets:.1%} of {self.packets} packets by more than {LATE * 1e3:g} "
-            f"ms, {self.worst * 1e3:.1f} ms at most, for want of a processor; measure on an idle machine or lower "
-            f"hw.link.rate"
+            f"the link was late: {self.late / self.packets:.1%} of {self.packets} packets by more than "
+            f"{LATE * 1e3:g} ms, {self.worst * 1e3:.1f} ms at most, for want of a processor; "
+            f"measure on an idle machine or lower hw.link.rate"
         )
 
 

@@ -1,4 +1,6 @@
-"""Network namespaces that have no name, each with a TUN device: what lives in them meets nothing else of the machine.
+"""Network namespaces that have no name, each with a TUN device.
+
+What lives in them meets nothing else of the machine.
 
 A namespace is there as long as a process or a descriptor is in it, so that nothing is left behind however all of
 them end.  It takes CAP_SYS_ADMIN and CAP_NET_ADMIN, as root has them, and ``/dev/net/tun``.
@@ -73,8 +75,8 @@ def make(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
     thread.join()
     if isinstance(found[0], OSError):
         raise BackendUnavailable(
-            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({found[0]}); run "
-            f"as root with /dev/net/tun, or use hw=loopback"
+            f"hw.link needs network namespaces and TUN devices, and this process may not make them ({found[0]}); "
+            f"run as root with /dev/net/tun, or use hw=loopback"
         ) from found[0]
     return found[0]
 
@@ -104,7 +106,10 @@ def see_devices() -> None:
 
 
 def _build(address: str, mtu: int, settings: Mapping[str, str]) -> Node:
-    """Move the calling thread into a new namespace, give it a device with *address*, and return both as descriptors."""
+    """Move the calling thread into a new namespace with a device.
+
+    The device has *address*; both are returned as descriptors.
+    """
     _call("unshare", _CLONE_NEWNET)
     for path, value in settings.items():
         (Path("/proc/sys/net") / path).write_text(value)

@@ -114,7 +114,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels under one *title*; *reading* is the sentence that says how to read them, *name* what commands call it."""
+    """Panels under one *title*.
+
+    *reading* is the sentence that says how to read them, *name* what commands call it.
+    """
 
     name: str
     title: str

@@ -103,7 +103,10 @@ def _axis(panel: Panel, letter: str) -> dict[str, Any]:
 
 
 def _end(scale: Scale, value: float | None) -> float | None:
-    """Return where an axis ends, as plotly has it: the logarithm of a logarithmic one, None where it is left open."""
+    """Return where an axis ends, as plotly has it.
+
+    Of a logarithmic axis that is the logarithm; None where it is left open.
+    """
     from math import log10
 
     return log10(value) if value is not None and scale.log else value

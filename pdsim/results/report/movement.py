@@ -1,4 +1,9 @@
-"""Figures of what moved: transfers, how busy ranks and links were, memory; from rows of transfers and from samples."""
+"""Figures of what moved: transfers, how busy ranks and links were, memory.
+
+They are drawn from the rows of transfers, and links and memory over time from samples, which only a
+modelled run with ``samples=N`` has.  Ranks and links that are alike but for their numbers are one
+curve, their mean: a machine of eight GPUs would have eight curves upon each other.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,10 @@ _SAMPLED = {
 
 
 def figures(run: KeptRun) -> list[Figure]:
-    """Return the figures of the transfers, links and memories of *run*; those that it kept nothing for are left out."""
+    """Return the figures of the transfers, links and memories of *run*.
+
+    Those that it kept nothing for are left out.
+    """
     return [figure for figure in (_transfers(run), _busy(run), _samples(run), _use(run)) if figure.panels]
 
 
@@ -50,8 +58,9 @@ def group(name: str) -> str:
 def _transfers(run: KeptRun) -> Figure:
     """Latency and bandwidth by size, and the stages of a transfer.
 
-    Only transfers that succeeded count. Each engine and operation has its own points, thinned to 1,500; stages below
-    a nanosecond are left out, for their scale is logarithmic.
+    Only transfers that succeeded count.  Each engine and operation has its own points, thinned to
+    1,500; stages below a nanosecond are left out, for their scale is logarithmic.  Stages are those
+    of nixlbench's columns: preparing, posting, on the wire and polling.
     """
     import pyarrow.compute as pc
 
@@ -99,8 +108,8 @@ def _transfers(run: KeptRun) -> Figure:
             )
         )
     reading = (
-        "Left, a flat run of points is a fixed cost and a rising one a limit by bytes or descriptors; the stage whose "
-        "curve lies furthest right is where a transfer spends its time."
+        "Left, a flat run of points is a fixed cost and a rising one a limit by bytes or descriptors; the stage "
+        "whose curve lies furthest right is where a transfer spends its time."
     )
     return Figure("transfers", title, reading, panels, columns=3)
 
@@ -111,7 +120,12 @@ def _pairs(table: Any, *names: str) -> zip[Any]:
 
 
 def _busy(run: KeptRun) -> Figure:
-    """Bytes a second that ranks send and receive, and transfers under way, over time: from the rows of transfers."""
+    """Bytes a second that ranks send and receive, and transfers under way, over time.
+
+    From the rows of transfers: the bytes of each are spread evenly from its submission to its end,
+    and curves are means over a two-hundredth of the run.  Three kinds of ranks each way are shown,
+    in the order in which they occur.
+    """
     title = "Ranks over time"
     table = run.transfers
     if not table.num_rows:
@@ -157,7 +171,10 @@ def _busy(run: KeptRun) -> Figure:
 
 
 def _samples(run: KeptRun) -> Figure:
-    """Links, pools, pages and rings over time, where the run kept samples (``samples=500``)."""
+    """Links, pools, pages and rings over time, where the run kept samples (``samples=500``).
+
+    One panel a kind, with the six groups that were used most.
+    """
     title = "Links and memory over time"
     table = run.samples
     if table is None or not table.num_rows:
@@ -183,7 +200,10 @@ def _samples(run: KeptRun) -> Figure:
 
 
 def _use(run: KeptRun) -> Figure:
-    """Mean use of links and highest use of memories, over the whole run."""
+    """Mean use of links and highest use of memories, over the whole run.
+
+    The ten highest of each, alike ones in one bar.
+    """
     found: list[Panel] = []
     for key, head, of in (
         ("links", "Links: bytes carried / (capacity x time)", "mean use"),

@@ -142,8 +142,8 @@ def _phases(columns: Columns) -> Figure:
     time, share = Scale("time in the phase", "s", log=True), Scale("requests not longer", "%", low=0, high=101)
     panels.append(Panel(time, share, curves, "Each phase", 400))
     reading = (
-        "Each bar is one request, its colours the time in each phase (added up, not in order of time); on the right, "
-        "a phase whose curve lies further right takes longer."
+        "Each bar is one request, its colours the time in each phase (added up, not in order of time); on the "
+        "right, a phase whose curve lies further right takes longer."
     )
     return Figure("phases", "Where the time of a request goes", reading, panels, columns=3)
 

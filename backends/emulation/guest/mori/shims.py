@@ -35,7 +35,8 @@ int rsmi_shut_down(void) { return 0; }
 int rsmi_num_monitor_devices(uint32_t *count) { *count = 1; return 0; }
 int rsmi_dev_pci_id_get(uint32_t device, uint64_t *id) { *id = 0; return 0; }
 int rsmi_is_P2P_accessible(uint32_t from, uint32_t to, bool *yes) { *yes = false; return 0; }
-int rsmi_topo_get_link_type(uint32_t from, uint32_t to, uint64_t *hops, int *type) { *hops = 0; *type = 0; return 0; }
+int rsmi_topo_get_link_type(uint32_t from, uint32_t to, uint64_t *hops, int *type)
+{ *hops = 0; *type = 0; return 0; }
 int rsmi_topo_get_link_weight(uint32_t from, uint32_t to, uint64_t *weight) { *weight = 0; return 0; }
 int rsmi_status_string(int status, const char **text) { *text = "no device"; return 0; }
 """

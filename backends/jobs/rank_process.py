@@ -1,0 +1,157 @@
+"""The process of one rank, from the supervisor's side: how it is started, heard, killed, and what became of it.
+
+A process is made by a `Spawn`: `spawn` starts Python anew, and an emulated machine forks one of its own
+(`backends.emulation.guest.jobs`).  What it prints goes to a file without a name, whose end is part of the error of a
+rank that died.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any
+
+from backends.jobs import supervision
+from pdsim import errors
+from pdsim.errors import MessageError
+from pdsim.job import RankResult
+
+__all__ = ["RankProcess", "Spawn", "spawn"]
+
+Spawn = Callable[[int, IO[bytes]], Any]
+"""Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
+
+TAIL = 2000
+"""Characters of a rank's output that go into the error of a rank that died."""
+
+
+def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a rank's process anew, as `Spawn` says."""
+    path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
+    return subprocess.Popen(
+        [sys.executable, "-m", "backends.jobs.worker", str(connection)],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops its ranks
+    )
+
+
+class RankProcess:
+    """One rank's process, from the supervisor's side.
+
+    Life: the process is started when this is made, and told what to become; messages come in
+    through `receive`, which notes the end of the process, too; `stop` leaves nothing behind.
+
+    Attributes:
+        name: Of the rank.
+        start: What it was told; a restart tells it again.
+        uri: Of its channel, once it is ready.
+        done: What it said at its end; None until the program has ended.
+        error: Why it was killed by the supervisor, or did not start.
+        ended: Whether its socket is closed.
+        seconds: From the job's start to its end.
+        heard: When something came from it last, on the monotonic clock.
+    """
+
+    def __init__(self, start: supervision.Start, spawn: Spawn, startup: float) -> None:
+        self.name = start.name
+        self.start = start
+        self.spawn = spawn
+        self.uri = ""
+        self.done: supervision.Done | None = None
+        self.error = ""
+        self.ended = False
+        self.seconds = 0.0
+        self.heard = time.monotonic()
+        self._decoder = supervision.Decoder()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `stop`
+        self.connection, other = socket.socketpair()
+        with other:
+            self.process = spawn(other.fileno(), self._output)
+        self.connection.settimeout(startup)
+        with suppress(OSError):  # it has ended, or is stopped and takes nothing: it will not be ready in time
+            supervision.send(self.connection, start)
+
+    def receive(self) -> list[supervision.Message]:
+        """Return the messages that have arrived; note the end of the process when its socket closes."""
+        try:
+            piece = self.connection.recv(1 << 20)
+        except ConnectionError:
+            piece = b""
+        if not piece:
+            self.ended = True
+            return []
+        self.heard = time.monotonic()
+        try:
+            return self._decoder.feed(piece)
+        except MessageError as error:
+            self.end(f"MessageError: {error}")
+            return []
+
+    @property
+    def broken(self) -> bool:
+        """Whether it has ended without a result, or with an error."""
+        return self.ended and (self.done is None or bool(self.done.error))
+
+    @property
+    def dying(self) -> bool:
+        """Whether it was killed and its end is not noticed yet."""
+        return bool(self.error) and not self.ended
+
+    def end(self, error: str) -> None:
+        """Kill the process because of *error*, unless it has ended."""
+        if not self.ended:
+            self.error = error
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process by SIGKILL, which also ends one that is stopped."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def stop(self) -> None:
+        """Make sure that nothing of the process is left."""
+        self.kill()
+        self.process.wait()
+        self.connection.close()
+        self._output.close()
+
+    def tail(self) -> str:
+        """Return the end of what the process printed, on lines of its own."""
+        self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, self._output.tell() - TAIL))
+        text = self._output.read().decode(errors="replace").strip()
+        return f"\n{text}" if text else ""
+
+    def result(self) -> RankResult:
+        """Return how the rank ended.
+
+        An error of a class that is not pdsim's, and a death, carry the end of what the process printed.
+        """
+        code = self.process.wait()
+        died = f"killed by signal {-code}" if code < 0 else f"exit code {code}" if code else ""
+        if self.done is None:
+            error = self.error or f"{died or 'ended without a result'}{self.tail()}"
+            return RankResult(self.name, error=error)
+        error = self.done.error
+        # not one of ours: the traceback is in the output
+        if error and error.partition(":")[0] not in errors.__all__:
+            error += self.tail()
+        elif not error and died:
+            error = f"{self.error or died} after its program had ended{self.tail()}"
+        done = self.done
+        return RankResult(self.name, done.value, error, done.engine, done.transfers, done.refused)
