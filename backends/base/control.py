@@ -1,11 +1,14 @@
 """What endpoints tell each other beside the engine: that they are alive, and short notes of a `kind`.
 
-Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX over shared memory
-never does, and neither tells an initiator that the other side withdrew memory.  So endpoints that know each other
-keep a TCP connection of their own: the kernel closes it when a process ends, however it ends, and the other side
-sees that in milliseconds.  A process that is stopped keeps its connection; only a deadline can tell.
+Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX
+over shared memory never does, and neither tells an initiator that the other side withdrew memory.
+So endpoints that know each other keep a TCP connection of their own: the kernel closes it when a
+process ends, however it ends, and the other side sees that in milliseconds.  A process that is
+stopped keeps its connection; only a deadline can tell.
 
-As with the control channel, only ranks of the job can connect, and one that sends what is no note is lost.
+As with the control channel, only ranks of the job can connect, and one that sends what is no note
+is lost.  Both ends of a line dial, so each sends on a socket of its own, watches that, and
+receives all notes at one inbox.
 """
 
 from __future__ import annotations
@@ -49,7 +52,15 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 class PeerLine:
     """The connection to one other endpoint.
 
-    *lost* never becomes empty again: another life of the rank has another token, and so a line of its own.
+    *lost* never becomes empty again: another life of the rank has another token, and so a line of
+    its own.
+
+    Attributes:
+        card: Who is at the other end.
+        socket: On which notes are sent; they are dropped when it can take no more.
+        monitor: Reports the handshake and the end of the connection.
+        lost: Why it is gone; empty while it is not.
+        closed: Whether it said goodbye, with nothing under way.
     """
 
     card: Card
@@ -175,7 +186,7 @@ class Control:
         self._inbox.welcome(name)
 
     def send(self, line: PeerLine, kind: bytes, *body: bytes) -> None:
-        """Send a note; one to a lost line goes nowhere."""
+        """Send a note; one to a lost line goes nowhere.  Never waits."""
         with contextlib.suppress(self._zmq.Again):
             line.socket.send_multipart([kind, self.card.token, line.card.token, *body], self._zmq.NOBLOCK)
 

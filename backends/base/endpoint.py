@@ -151,7 +151,12 @@ class RealEndpoint(EngineHooks):
         return region
 
     def deregister(self, region: Region) -> None:
-        """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`."""
+        """Withdraw *region*, here and from everybody who knows it; see `pdsim.transfer.Endpoint.deregister`.
+
+        The engine forgets it at once; its memory stays held by the device until every endpoint that
+        knew it has returned it (`backends.base.withdrawal`).  Raise a `RegistrationError` while
+        transfers over it have not settled.
+        """
         self._check_open()
         entry = self._own(region)
         if entry.moving:
@@ -223,6 +228,11 @@ class RealEndpoint(EngineHooks):
         timeout: float | None,
         label: str,
     ) -> PostedTransfer:
+        """Open a transfer, and post it or let it wait for the peer's welcome.
+
+        What `write` and `read` have in common.  Everything that a caller can have wrong is refused
+        before the transfer exists.
+        """
         self._check_open()
         state, entry = self._connected.checked(operation, peer, local, remote), self._own(local)
         seconds = self.settings.timeout if timeout is None else timeout
@@ -273,7 +283,12 @@ class RealEndpoint(EngineHooks):
     # --- how transfers end -----------------------------------------------------------------------------------------
 
     def complete(self, transfer: PostedTransfer, at: float | None = None) -> None:
-        """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now."""
+        """Note that the engine reported *transfer* complete, at the time *at* or, if it was asked for, now.
+
+        The engine's word is the only one that counts: a transfer that has failed before, by its
+        deadline or the loss of its peer, is quiesced by it, and one that ended after its deadline
+        fails.
+        """
         if self._transfers.complete(transfer, at):
             if transfer.notify:
                 self.notify(transfer)
@@ -286,7 +301,9 @@ class RealEndpoint(EngineHooks):
     def engine_failed(self, transfer: PostedTransfer, text: str, *, moving: bool = True) -> None:
         """Fail *transfer*, which the engine has let go of with *text*.
 
-        *moving* says whether bytes may still move.
+        *moving* says whether bytes may still move.  The news that the peer is gone may come a
+        moment later than the engine's error, so the endpoint waits `GRACE` seconds before it
+        decides between `PeerLost` and `TransferFailed`.
         """
         line = transfer.peer.line
 

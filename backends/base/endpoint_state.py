@@ -35,9 +35,10 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class Entry:
-    """A region of this endpoint.
+    """A region of this endpoint, from `register` to `deregister`.
 
-    *moving* at 0 is what `deregister` waits for; the buffer stays held until then.
+    *moving* counts transfers that have not settled; at 0, which `deregister` waits for, the buffer
+    is free of them.  *handle* is what the engine's `pin` returned.
     """
 
     region: Region

@@ -1,6 +1,10 @@
 """Groups on GPU memory: NCCL, and PyTorch's symmetric memory read by the copy engines.
 
-Both leave NVLink multicast alone, and refuse to start where the environment does not switch it off.
+Both leave NVLink multicast alone, and refuse to start where the environment does not switch it off:
+it takes rights on the switch that a rank in a container may not have.
+
+A group is a communicator of its own, which the ranks make at a store that the first of them opens.
+PyTorch's default process group is made only where its symmetric memory needs one.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ SEGMENT = 2 << 20
 
 @dataclass(eq=False)
 class _PendingGather:
-    """A gather under way, between two events of its stream."""
+    """A gather under way, between two CUDA events of its stream."""
 
     begin: Any
     end: Any
 
 
 class _View:
-    """Memory at an address, as PyTorch may look at it without copying."""
+    """Memory at an address, as PyTorch may look at it without copying: CUDA's array interface, version 3."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -109,7 +113,10 @@ class _OnGpu(Library):
         self._stream.synchronize()
 
     def start(self, source: Any, target: Any, size: int, symmetric: bool) -> Any:
-        """Begin; see `Library.start`."""
+        """Begin; see `Library.start`.
+
+        Nothing here waits: the gather is queued on the stream, and *end* happens when it is over.
+        """
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,6 +176,7 @@ class _OnGpu(Library):
         return lambda: self._device.symmetric.add(size, cut)
 
     def _tensor(self, buffer: Any) -> Any:
+        """Return *buffer* as a tensor of bytes; a view is made once for each buffer."""
         import torch
 
         found = self._tensors.get(buffer)
@@ -179,7 +187,10 @@ class _OnGpu(Library):
 
 
 class Nccl(_OnGpu):
-    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered with the communicator."""
+    """NCCL.  Symmetric memory is allocated by NCCL (`ncclMemAlloc`) and registered with the communicator.
+
+    Registered as buffers of the user's; with *window*, for NCCL's symmetric kernels.
+    """
 
     engine = "nccl"
     window = False  # whether to register for symmetric kernels, or for buffers of the user's only

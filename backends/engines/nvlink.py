@@ -136,7 +136,11 @@ class NvlinkEndpoint(RealEndpoint):
         return msgspec.msgpack.encode(_Shared(myself(), self.control.card.token, handles))
 
     def connect_engine(self, description: bytes) -> _Partner:
-        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`."""
+        """Return the engine's handle of a peer; see `EngineHooks.connect_engine`.
+
+        Maps what the peer has registered and is not mapped yet.  A peer in this very process is
+        addressed as it is.
+        """
         try:
             shared = msgspec.msgpack.decode(description, type=_Shared)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -182,7 +186,12 @@ class NvlinkEndpoint(RealEndpoint):
     # --- transfers -------------------------------------------------------------------------------------------------
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Post to the engine; see `EngineHooks.post`."""
+        """Post to the engine; see `EngineHooks.post`.
+
+        One kernel, one copy, or one call with all copies, on the peer's stream, and behind it the
+        question when it is done.  A call that fails may have taken some of its descriptors, so
+        bytes may move.
+        """
         partner: _Partner = transfer.peer.handle
         region, batch = transfer.remote, transfer.batch
         there = region.address if partner.here else partner.starts[region.name]
@@ -231,7 +240,10 @@ class NvlinkEndpoint(RealEndpoint):
         return True
 
     def stop_engine(self, idle: bool) -> None:
-        """Stop the engine; see `EngineHooks.stop_engine`."""
+        """Stop the engine; see `EngineHooks.stop_engine`.
+
+        Unless *idle*, everything stays as it is: copies on the streams of peers are under way.
+        """
         if not idle or not isinstance(self.device, CudaDevice):
             return
         for partner in self._partners.values():

@@ -1,8 +1,12 @@
 """How long calls on a device take: medians of repeats, in a CUDA graph, launched one by one, or on the processor.
 
-Weights and keys and values are cold in a real forward, since each layer has its own.  So a case brings several
-copies of its inputs, together larger than the L2 cache, and all of them are in one graph, one after the other.  On a
-processor it is the time that this thread computed: what others do there counts for nothing.
+Weights and keys and values are cold in a real forward, since each layer has its own.  So a case
+brings several copies of its inputs, together larger than the L2 cache, and all of them are in one
+graph, one after the other.  On a processor it is the time that this thread computed: what others do
+there counts for nothing.
+
+Samples are sums over as many calls as take a while, by CUDA events around them, so neither the
+resolution of the events nor a single launch counts.
 """
 
 from __future__ import annotations
@@ -39,9 +43,14 @@ class Timing:
 
 
 class Stopwatch:
-    """Times calls on *device*, "cuda" or "cpu", for about *seconds* a case in *repeats* samples.
+    """Times calls on a device, and returns the median of a few samples.
 
-    Ranks that call together make the same number of calls: *agree* returns the largest of their values.
+    Args:
+        device: "cuda" or "cpu".
+        seconds: About how long a case takes, over all samples.
+        repeats: Samples of a case; three of one that takes longer than *seconds* by itself.
+        agree: Returns the largest of the values of all ranks that call together, so that they make
+            the same number of calls.
     """
 
     def __init__(
@@ -114,6 +123,8 @@ class Stopwatch:
         return _timing([elapsed(count) / count / loops for _ in range(repeats)])
 
     def _on_host(self, calls: Sequence[Call]) -> Timing:
+        """Return the time of one of *calls* on this thread of the processor, others' time not counted."""
+
         def elapsed(count: int) -> float:
             begin = time.thread_time()
             for _ in range(count):
@@ -128,6 +139,7 @@ class Stopwatch:
 
 
 def _timing(samples: Sequence[float]) -> Timing:
+    """Return the median and the quartiles of *samples*, the nearest ones for few."""
     ordered = sorted(samples)
     quarter = len(ordered) // 4
     return Timing(median(ordered), ordered[quarter], ordered[-1 - quarter], len(ordered))

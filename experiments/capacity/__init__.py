@@ -1,7 +1,11 @@
 """Find the parallelism and the P:D ratio that serve the most requests of a workload under an SLO, on one machine.
 
-Each deployment of the lists that fits is searched for the highest load at which a share of requests meets
-`slo`; the search begins where a similar deployment ended.  What does not fit is skipped, with the reason.
+Each deployment of the lists that fits is searched for the highest load at which a share of requests
+meets `slo`; the search begins where a similar deployment ended.  What does not fit is skipped, with
+the reason.
+
+Shapes are `experiments.capacity.deployments`, the search is `experiments.capacity.search`, and what
+is printed `experiments.capacity.ranking`.
 """
 
 from __future__ import annotations
@@ -100,10 +104,12 @@ class _Chain:
 def run(config: Config, _: Target, progress: ShowProgress) -> Result:
     """Search every deployment that fits and return the best, all of them, and the Pareto front.
 
-    Raise a `ConfigError` if none fits.
+    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists*
+    again, with more requests and half the tolerance.  The result does not depend on the number of
+    processes: chains are independent, and each is searched in order by one process.
 
-    First every shape is searched coarsely, in chains of one parallelism; then the best *finalists* again, with more
-    requests and half the tolerance.  The result does not depend on the number of processes.
+    Raises:
+        ConfigError: No deployment fits; with the reason of the first.
     """
     options = CapacityOptions.of(config)
     workload = replace(config.workload, load=0.0)

@@ -1,4 +1,10 @@
-"""The highest load at which one deployment meets an SLO: probes by simulation, a bracket, its confidence."""
+"""The highest load at which one deployment meets an SLO: probes by simulation, a bracket, its confidence.
+
+A load is what is offered over what the busier side can do, in closed form (`pdsim.serving.load`),
+so deployments of any size are searched in the same interval, 0 to 1.  A probe holds if the share of
+its requests that met the SLO reaches the target; it is sure if the target lies outside the share's
+interval.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +38,15 @@ _STRIDE = 1.2
 class Probe:
     """What a simulation at one load says of the SLO.
 
-    *attainment* and *half* are shares, 0 to 1.  The interval is from batch means, since neighbouring requests are
-    alike.
+    Attributes:
+        load: Of the busier side.
+        rate: Requests a second that were offered.
+        tokens: Output tokens a second that they ask for.
+        attainment: Share of requests that meet the SLO, 0 to 1.
+        half: Half of its 95 % interval, from batch means, since neighbouring requests are alike.
+        ttft: Seconds, 90th percentile of those that got a first token.
+        tpot: Seconds, 90th percentile likewise.
+        requests: How many were simulated, the warm-up included.
     """
 
     load: float  # of the busier side
@@ -138,7 +151,11 @@ class Search:
 def capacity(
     config: Config, requests: Sequence[Request], options: ServeOptions, search: Search, start: float
 ) -> Capacity:
-    """Return the capacity of *config* for *requests*.  Raise a `ConfigError` if it cannot serve them at all."""
+    """Return the capacity of *config* for *requests*, searched from the load *start* on.
+
+    Raise a `ConfigError` if it cannot serve them at all: a request that fits no pool, a model that
+    cannot be divided.
+    """
     what = job(config, options)
     check_fits(what, requests)
     return bisect(

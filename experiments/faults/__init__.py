@@ -1,8 +1,12 @@
 """The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
 
-Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some requests with
-tracked memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is violated, the smallest scenario
-that still shows it is printed, with the command that replays it.
+Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some
+requests with tracked memory contents, and is watched by `pdsim.kv.verify.invariants`.  Of what is
+violated, the smallest scenario that still shows it is printed, with the command that replays it.
+
+Scenarios are independent, so they run in as many processes as there are cores, and a campaign can
+be kept in a file and gone on with (`experiments.faults.campaign_parts`).  That the checkers find
+anything is shown elsewhere: ``tests/mutants`` breaks the protocol on purpose.
 """
 
 from __future__ import annotations

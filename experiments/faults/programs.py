@@ -133,7 +133,10 @@ def decode(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) -> 
 
 
 class HoldingScheduler(DecodeScheduler):
-    """Holds from none to all but one of the pages of a request's input, by the number of its room."""
+    """A decode scheduler that holds some first pages of a request, as an instance with a prefix cache would.
+
+    Such pages are not sent, and the checkers must know that.
+    """
 
     def held(self, request: Submit) -> int:
         """Return how many pages of *request* are not to be sent."""

@@ -1,8 +1,12 @@
 """What the five seeds share: a change to a real system, run before and after, and whether its claim holds.
 
-A report reuses the other experiments: `ReportRun.run` runs one of them as one variant, `ReportRun.add` notes a value
-before and after the change, and `ReportRun.result` prints what became of each `Claim`, beside the results that are
-committed in ``data/reports/<seed>.csv``, into which `experiments.reports.report_points` writes.
+A report reuses the other experiments: `ReportRun.run` runs one of them as one variant,
+`ReportRun.add` notes a value before and after the change, and `ReportRun.result` prints what became
+of each `Claim`, beside the results that are committed in ``data/reports/<seed>.csv``, into which
+`experiments.reports.report_points` writes.
+
+An *effect* is a factor, above 1 where the change helps, whatever the unit; so claims about times
+and about rates are judged alike.
 """
 
 from __future__ import annotations
@@ -198,11 +202,13 @@ def _claims(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
 
 
 def _range(effects: Sequence[float]) -> str | None:
+    """Return the range of *effects* with three digits, one number if both ends are the same, None without any."""
     low, high = (f"{end(effects, default=0.0):.3g}" for end in (min, max))
     return (low if low == high else f"{low} to {high}") if effects else None
 
 
 def _points(claims: Sequence[Claim], points: Sequence[ReportPoint]) -> Table:
+    """Return the table of all *points* of *claims*, those of this run and the committed ones."""
     about = {claim.name: claim for claim in claims}
     columns = {
         "claim": "",

@@ -1,7 +1,10 @@
 """Does metadata on the GPU, over NVLink, speed up a handoff within a node?  SGLang PR 26707.
 
-Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake copies over NVLink;
-after, they lie on the GPU and go with the last batch of KV.
+Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake
+copies over NVLink; after, they lie on the GPU and go with the last batch of KV.
+
+KV itself goes the same way in both, so short handoffs show most of the difference, and prompts how
+much of it a user sees.
 """
 
 from __future__ import annotations

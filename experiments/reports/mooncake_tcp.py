@@ -1,8 +1,11 @@
 """Seed: Mooncake over TCP where there is no RDMA, an alias of the backend without code of its own (SGLang #26346).
 
-Before, Mooncake over RDMA, the backend of the machine; after, ``mooncake_tcp``.  Where that is the machine's
-backend, because it has no RDMA, there is no before: what is left to see is that handoffs succeed, and how long they
-take.
+Before, Mooncake over RDMA, the backend of the machine; after, ``mooncake_tcp``.  Where that is the
+machine's backend, because it has no RDMA, there is no before: what is left to see is that handoffs
+succeed, and how long they take.
+
+That TCP takes longer is no news; the claims are that nothing else differs: the same bytes, in the
+same descriptors, and every handoff succeeds.
 """
 
 from __future__ import annotations
@@ -64,7 +67,10 @@ class MooncakeTcpOptions(ExperimentOptions):
 
 
 class Transport(NamedTuple):
-    """One of the two things that are compared."""
+    """One of the two things that are compared.
+
+    *config* has its backend and policy, *target* runs that backend.
+    """
 
     name: str
     config: Config
@@ -88,6 +94,7 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _handoffs(trial: ReportRun, options: MooncakeTcpOptions, before: Transport | None, after: Transport) -> None:
+    """Hand over single requests by either transport, and note time, bytes and descriptors of each shape."""
     fitting = options.fitting(trial.config.hw.gpus * trial.config.hw.nodes)
     shapes = handoff.HandoffOptions(
         tp=fitting, tokens=options.tokens, repeat=options.repeat, deadline=options.deadline

@@ -1,9 +1,10 @@
 """Does a staged path speed up NIXL between prefill and decode of unlike TP?  SGLang PR 22536.
 
-Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own (sliced); after,
-it gathers a chunk, writes it in one piece, and the other side scatters it (staged).  First handoffs by themselves,
-TP against TP; then prompts that arrive at once at prefill of TP 4 and decode of DP4+TP4(+EP4), of which each group
-holds all heads.  Expert parallelism moves no KV: `pdsim.serving` does not model it, and nothing here depends on it.
+Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own
+(sliced); after, it gathers a chunk, writes it in one piece, and the other side scatters it
+(staged).  First handoffs by themselves, TP against TP; then prompts that arrive at once at prefill
+of TP 4 and decode of DP4+TP4(+EP4), of which each group holds all heads.  Expert parallelism moves
+no KV, so the decode side has none here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DP = "4toDP4"
 
 @dataclass(frozen=True, kw_only=True)
 class NixlStagingOptions(shared.PromptBurstOptions):
-    """What is handed over."""
+    """What is handed over; the rules for its keys are those of `experiments.handoff`, and sides must differ."""
 
     name: str = "seed_nixl_staging"
     tp: tuple[str, ...] = (  # what needs more GPUs than there are is left out
@@ -85,11 +86,13 @@ def run(config: Config, target: Target, progress: ShowProgress) -> Result:
 
 
 def _sides(tp: str) -> tuple[int, int]:
+    """Return the ranks of prefill and of decode that *tp*, such as "4to2", names."""
     prefill, decode = map(int, tp.split("to"))
     return prefill, decode
 
 
 def _fits(config: Config, prefill: int, decode: int) -> bool:
+    """Return whether the machine has GPUs for so many ranks of both sides; hosts always have."""
     gpus = config.hw.gpus * config.hw.nodes
     return not gpus or prefill + decode <= gpus
 

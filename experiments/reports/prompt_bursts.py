@@ -1,4 +1,8 @@
-"""What two seeds share: handoffs by themselves, then prompts that arrive at once, before and after a change."""
+"""What two seeds share: handoffs by themselves, then prompts that arrive at once, before and after a change.
+
+`experiments.reports.nixl_staging` and `experiments.reports.intranode_metadata` extend its options
+and call `prompts`; each decides what before and after are.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,11 @@ __all__ = ["PromptBurstOptions", "prompts"]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptBurstOptions(ExperimentOptions):
-    """What is handed over and served; a seed says how much of it."""
+    """What is handed over and served; a seed says how much of it.
+
+    Raise a `ValueError` as `experiments.handoff.HandoffOptions` does, and for prompts or tokens
+    below 1.
+    """
 
     tp: tuple[str, ...]  # ranks of prefill, ranks of decode
     tokens: tuple[int, ...]  # of a handoff

@@ -1,9 +1,11 @@
 """The rank program of `experiments.transfer`.
 
-Ranks keep transfers in flight to each other, and check the bytes.
+Ranks keep transfers in flight to each other, and check the bytes.  Written against the waist only.
+What is measured is in the records of the endpoints; this module knows no statistics.
 
-Written against the waist only.  What is measured is in the records of the endpoints; this module knows no
-statistics.
+Between points ranks meet over their channels, so that a point begins with all of them ready and
+nothing of the one before under way; the warm-up is part of the point, without a pause before what
+is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ or one transfer at a time, flow by flow."""
 
 
 class Task(TypedDict):
-    """One point, as plain data.
+    """One point, as plain data, which any rank can be sent.
 
     Made by `experiments.transfer.transfer_points.TransferPoint.task`; the same for all ranks.
     """
@@ -68,6 +70,7 @@ def region_bytes(rank: str, tasks: Sequence[Task]) -> int:
 
 
 def _area(task: Task) -> int:
+    """Return the bytes that one flow of *task* takes on either side."""
     return area_bytes(task["blocks"], task["size"], task["concurrency"], task["scattered"])
 
 

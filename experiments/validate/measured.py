@@ -1,4 +1,9 @@
-"""The measurements of a validation: every part in its jobs, on a real engine, written down as they come."""
+"""The measurements of a validation: every part in its jobs, on a real engine, written down as they come.
+
+Jobs of a part differ more than transfers within one, since ranks are new processes with other
+memory and other processors; so each value is the geometric mean over the jobs (`values.mean`),
+and what the jobs differ by is its floor.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +41,18 @@ def measure(
     progress: ShowProgress,
     records: list[TransferRecord],
 ) -> list[str]:
-    """Run *design* for real, write what was measured, add to *records*, and return what failed.
+    """Run *design* for real, write what was measured, and return what failed, a line each.
 
     The file is written anew after each part, so that a run that is ended early leaves what it had.
+
+    Args:
+        config: With the real target's engine.
+        design: Parts, of `experiments.validate.design.parts` or of sealed expectations.
+        jobs: How many for a part that does not take long.
+        target: Of the real engine.
+        folder: Has the expectations, whose hash goes into the measurements.
+        progress: Told the share of all measuring that is done.
+        records: Gets the records of all transfers.
     """
     found: list[Value] = []
     failures: list[str] = []

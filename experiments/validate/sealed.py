@@ -1,4 +1,9 @@
-"""The files of a validation: written so that they are on disk, and taken from a folder of an earlier run."""
+"""The files of a validation: written so that they are on disk, and taken from a folder of an earlier run.
+
+Expectations hold the design itself, its points included, so that measuring needs nothing else; they
+can be made on one machine and measured on another.  Both files carry the SHA-256 of their content
+(`pdsim.validation.verdicts.seal`).
+"""
 
 from __future__ import annotations
 
@@ -114,6 +119,7 @@ def _part(values: Mapping[str, Any], folder: Path) -> DesignPart:
 
 
 def _config(source: Path) -> dict[str, Any]:
+    """Return the configuration of the run in *source*; raise a `ConfigError` if there is none."""
     from omegaconf import OmegaConf
 
     path = source / "config.yaml"
@@ -124,6 +130,7 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _records(path: Path) -> list[TransferRecord]:
+    """Return the transfers in the file *path* of a run, as they were recorded."""
     import pyarrow.parquet as pq
 
     rows = (

@@ -1,7 +1,9 @@
 """What the shell completes after ``pdsim``: commands, options, choices of groups, keys, folders of runs.
 
-The work is argcomplete's (extra ``completion``), which takes an argparse parser; this one describes the command line
-and parses nothing.  ``eval "$(pdsim completion)"`` turns it on in bash and zsh.
+The work is argcomplete's (extra ``completion``), which takes an argparse parser; this one describes
+the command line and parses nothing.  ``eval "$(pdsim completion)"`` turns it on in bash and zsh.
+
+Options are found in the help pages, so that what can be completed is what is documented.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ def values(prefix: str, **_: Any) -> list[str]:
 
 
 def _choices(key: str) -> tuple[str, ...] | list[str]:
+    """Return what can follow ``KEY=``: the options of a group, or of the few keys with fixed choices."""
     fixed = {"target": ("model", "real", "live"), "memory": ("timing", "tracked")}
     return fixed.get(key) or overrides.options(key)
 
@@ -94,6 +97,7 @@ def _keys() -> list[str]:
 
 
 def _below(cls: type, at: str) -> Iterator[str]:
+    """Yield the dotted keys of the dataclass *cls* and of those within it, each behind *at*."""
     hints = get_type_hints(cls)
     for field in fields(cls):
         hint, key = hints[field.name], f"{at}{field.name}"
@@ -105,6 +109,7 @@ def _below(cls: type, at: str) -> Iterator[str]:
 
 
 def _groups(prefix: str, **_: Any) -> list[str]:
+    """Return the groups that begin with *prefix*."""
     return [group for group in overrides.groups() if group.startswith(prefix)]
 
 

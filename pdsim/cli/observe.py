@@ -1,4 +1,8 @@
-"""`pdsim observe`: what a deployment has logged becomes a workload, and a measured run beside those of pdsim."""
+"""`pdsim observe`: what a deployment has logged becomes a workload, and a measured run beside those of pdsim.
+
+Logs of requests are read by `backends.live.observed`, logs of transfers by
+`pdsim.calibration.importers`; which of them a file is, its content says.  Nothing is sent anywhere.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The points of a sweep, ranked: by goodput for each GPU under an objective (SLO), from the requests that each kept.
 
 The objective may be another than that of the runs: whether a request met it is read from its row.
+All requests count, the warm-up included, and failed ones as not served; so a ranking can differ a
+little from the metrics of the runs, which leave a warm-up out.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _LATENCIES = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class SloLimits:
-    """Most seconds of each latency that has a limit: of ttft, tpot and e2e."""
+    """Most seconds of each latency that has a limit: of ttft, tpot and e2e; made by `parse_slo`."""
 
     limits: Mapping[str, float]
 
@@ -171,6 +173,7 @@ def chart(ranked: Sequence[Ranked], width: int = 60, height: int = 12) -> list[s
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
+    """Return whether the point of *row* can be ranked: it served requests on GPUs and has a goodput."""
     return bool(row["gpus"] and row["status"] in ("ok", "partial") and row.get("goodput") is not None)
 
 
@@ -220,6 +223,7 @@ def _met(request: Mapping[str, Any], limits: Mapping[str, float]) -> bool:
 
 
 def _own(folder: Path) -> dict[str, float]:
+    """Return the limits of the point in *folder* itself, from its configuration."""
     from pdsim.results import reading
 
     config = reading.configuration(folder / "config.yaml")

@@ -1,6 +1,11 @@
 """The implementations of the waist that the suite runs against, and a target for each.
 
-Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a new backend.
+Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a
+new backend.  What a variant says of itself decides which tests it gets, and in which form: the
+memory that it moves, whether it is one-sided, what it can prove of lost peers.
+
+The modelled machine has round rates (10 GB/s of interconnect, 8 GB/s of an engine), so that times
+can be reckoned by hand.
 """
 
 from __future__ import annotations
@@ -57,8 +62,19 @@ COLLECTIVE = Collective(
 class Case:
     """One implementation, on one kind of memory.
 
-    Tests look at *memory*, *one_sided* and *proves_quiescence* where the contract leaves engines a choice, and at
-    nothing else of an implementation.
+    Tests look at *memory*, *one_sided* and *proves_quiescence* where the contract leaves engines a
+    choice, and at nothing else of an implementation.
+
+    Attributes:
+        name: Of the test's parameter, such as ``nixl_tcp`` or ``mooncake_tcp_gpu``.
+        backend: The backend whose defaults the engine has.
+        implementation: The entry point of its endpoint class.
+        memory: "model", "host" or "gpu".
+        guest: Whether it runs in the emulated machine with an RDMA device.
+        one_sided: Whether a stopped target leaves writes to it undisturbed.
+        proves_quiescence: Whether `Endpoint.quiesced` may be asked for a proof about a dead
+            process.
+        options: Of the engine.
     """
 
     name: str
@@ -133,7 +149,7 @@ def named(name: str) -> Case:
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of the case or the backend called *name*."""
+    """Return the engine of the case or the backend called *name*, or of a backend that is an alias."""
     if any(name in (case.name, case.backend) for case in cases()):
         return named(name).engine
     return Case(name, name, registry.implementation_of(name)).engine  # an alias
@@ -165,7 +181,10 @@ def make_target(name: str, *, required: bool = False) -> Target:
 
 
 def model(case: Case) -> Target:
-    """Return the model, with memory as *case* names it."""
+    """Return the model, with memory as *case* names it.
+
+    One machine with eight GPUs, seed 1, and the collective `COLLECTIVE`.
+    """
     from pdsim.fabric.model import Model
 
     memory = case.name.removeprefix("model-")

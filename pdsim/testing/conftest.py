@@ -1,4 +1,10 @@
-"""Runs each test of the suite on each implementation in turn."""
+"""Runs each test of the suite on each implementation in turn.
+
+A test asks for `job`, and with it runs programs as ranks; `real` where there is nothing to test of
+a model; `gathering` for groups.  Each job runs once, whatever number of tests looks at it: starting
+real ranks takes seconds.  Nothing else of pytest is configured here, so that ``--pyargs
+pdsim.testing`` runs in any project.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +60,7 @@ def _chosen(backend: str | None) -> list[Case]:
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case: the name of its implementation, or those of what runs in the guest."""
     if case.memory == "model":
         return []
     if case.guest:

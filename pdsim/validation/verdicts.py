@@ -1,7 +1,12 @@
 """How far predictions are from measurements: signed and absolute relative errors, by class and by decade of size.
 
-An error is (predicted - measured) / measured.  Median and 95th percentile of its absolute value come with 95 %
-intervals from a bootstrap over the points, drawn from a seed.  Knows nothing of what was run.
+An error is (predicted - measured) / measured.  Median and 95th percentile of its absolute value
+come with 95 % intervals from a bootstrap over the points, drawn from a seed.  Knows nothing of what
+was run.
+
+A class is what one error is stated for, such as pairs of ranks or all-gathers; points of it are of
+all sizes, so that a model which fails at one end of them cannot hide.  Beside an error stands the
+floor: how far even the jobs' own mean is from single jobs.
 """
 
 from __future__ import annotations
@@ -107,7 +112,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Class:
-    """The errors of a class of points.  Pairs are 95 % intervals."""
+    """The errors of a class of points.  Pairs are 95 % intervals, errors relative where nothing else is said.
+
+    Made by `by_class` and `by_decade`; printed by `tables`.
+    """
 
     name: str
     points: int
@@ -178,6 +186,7 @@ def by_decade(found: Sequence[Compared], seed: int) -> list[Class]:
 
 
 def _bound(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
+    """Return the bound of the class *name*: its own, else that of its first word, else the one for all."""
     return bounds.get(name) or bounds.get(name.partition(" ")[0].rstrip(",")) or bounds.get("")
 
 
@@ -243,6 +252,7 @@ def unseal(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of *content* as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -286,7 +296,11 @@ def tables(classes: Sequence[Class], decades: Sequence[Class]) -> list[Table]:
 
 
 def foretold(values: Sequence[Value]) -> Table:
-    """Return the table of predictions alone, by class: times in us, rates in GB/s."""
+    """Return the table of predictions alone, by class: times in us, rates in GB/s.
+
+    It is what ``experiment.predict=only`` prints: how far the calibration's uncertainty reaches is
+    known before anything is measured.
+    """
     columns = {
         "class": "of points",
         "quantity": "time in us, rate in GB/s",
@@ -313,6 +327,7 @@ def _predicted(group: Sequence[Value]) -> list[Any]:
 
 
 def _cells(each: Class, several: bool) -> list[Any]:
+    """Return the cells of a class, errors in per cent; with *several* jobs the floor's, too."""
     interval = _range(each.p95_interval) if each.p95_interval else "-"
     p95 = None if each.p95 is None else each.p95 * 100
     median = [each.bias * 100, each.median * 100, _range(each.median_interval)]

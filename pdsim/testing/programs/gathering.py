@@ -1,4 +1,9 @@
-"""Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone."""
+"""Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone.
+
+Pieces are patterns of the rank's number and the number of the gather, so that a piece from another
+rank or of an earlier gather is noticed.  All calls of a group are made by all its members in the
+same order; a program that deviates says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Ranks that are lost, stopped or late, and what their peers see."""
+"""Ranks that are lost, stopped or late, and what their peers see.
+
+Three ends are told apart.  A rank that is killed is lost within a deadline, and its peers get
+`PeerLost`.  One that is stopped keeps its connections, so only a deadline tells, and its memory and
+that of its peers stay in quarantine.  One that closes in order leaves nothing under way.  Seconds
+are those of a machine with idle cores, times `PATIENCE`.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +71,7 @@ def write_after_loss(rank: Rank, to: str, wait: float) -> Program:
 
 
 def be_lost(rank: Rank, by: str, size: int) -> Program:
-    """Register memory and wait to be killed; return "survived" if nobody does."""
+    """Register memory and wait to be killed; return "survived" if nobody does within a minute."""
     mail = Mail(rank)
     rank.endpoint.register(rank.device.allocate(size), "theirs")
     yield from mail.meet(by)
@@ -243,7 +249,10 @@ def outlive(rank: Rank, writer: str, size: int, within: float) -> Program:
 
 
 def write_and_close(rank: Rank, to: str, size: int) -> Program:
-    """Write once, and close the endpoint in order while *to* still looks."""
+    """Write once, and close the endpoint in order while *to* still looks.
+
+    A goodbye with nothing under way is a proof: *to* runs `outlive` and must have it at once.
+    """
     mail = Mail(rank)
     mine = rank.endpoint.register(filled(rank, size, 1), "mine")
     peer = (yield from mail.meet(to))[to]
