@@ -42,6 +42,21 @@ class Variant:
     """One way in which an endpoint class moves bytes; a backend with several works if one of them does.
 
     Raise a `ValueError` for a device or a kind of memory that pdsim does not know.
+
+    Attributes:
+        backend: Its name, as `conf/backend` has it.
+        requires: Its library; None if its package is all it needs.
+        device: One of `DEVICES`, without which it does not work; empty for none.
+        memory: Which buffers it moves: "host", "gpu".
+        one_sided: Whether the target's process has no part in a transfer, which ends though that is
+            stopped.
+        proves_quiescence: Whether `Endpoint.quiesced` comes after a peer was killed.
+        posting_threads: Whether `Engine.threads` of a rank post, each one transfer at a time until
+            its end.
+        guest: "module:object" of a recipe, if it runs in the RDMA guest.
+        same_as: Another backend of the class whose transfers are the same: the suite runs that one.
+        tried_with: More options for the suite, by suffix of the case's name.
+        check: Yields a line for each reason why a configuration is wrong.
     """
 
     backend: str  # as `conf/backend` names it

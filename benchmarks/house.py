@@ -2,8 +2,7 @@
 
     python -m benchmarks.house                       # the table: pdsim before, now, the three, and their median
     python -m benchmarks.house list                  # what the counts of pdsim count: files, lines, names
-    python -m benchmarks.house measure [--site DIR]  # count the three again, from DIR or freshly installed, and keep
-    it
+    python -m benchmarks.house measure [--site DIR]  # count the three again, from DIR or installed anew; keep it
 
 pdsim is its packages `PACKAGES`, without tests and benchmarks.  `ROOMS` says which package may import which;
 `tests/test_house.py` asserts it.  Figures are kept in `data/benchmarks/house.json`.

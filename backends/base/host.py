@@ -1,4 +1,8 @@
-"""Host memory as a `Device`: real bytes that the processor copies.  Computation is emulated by waiting."""
+"""Host memory as a `Device`: real bytes that the processor copies.  Computation is emulated by waiting.
+
+It serves ranks without a GPU: `target=real hw=loopback` moves real bytes of such memory on any
+machine.
+"""
 
 from __future__ import annotations
 

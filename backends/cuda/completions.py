@@ -1,4 +1,7 @@
-"""Learning that a GPU's work is done without waiting for it: events, which the wall clock polls."""
+"""Learning that a GPU's work is done without waiting for it: events, which the wall clock polls.
+
+Waiting for a stream would block the clock's thread, and with it every other transfer of the rank.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Completions:
         waiting.append((event, done))
 
     def poll(self) -> bool:
-        """Call what is due."""
+        """Call what is due, of every stream in order; return whether anything was."""
         found = False
         for waiting in self._queues:
             while waiting:

@@ -1,7 +1,10 @@
 """What a case becomes on a device: calls of PyTorch's operators over inputs of which there are several copies.
 
-Matrices are those of `torch.nn.Linear`, so that products are of the kind that engines run.  Inputs are normal random
-numbers: products of zeros run faster.  FP8 has a scale for each row and each column (`torch._scaled_mm`).
+Matrices are those of `torch.nn.Linear`, so that products are of the kind that engines run.  Inputs
+are normal random numbers: products of zeros run faster.  FP8 has a scale for each row and each
+column (`torch._scaled_mm`).
+
+How calls are repeated and timed is `backends.profiling.stopwatch`.
 """
 
 from __future__ import annotations

@@ -282,10 +282,12 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _ranks(options: TransferOptions, points: Sequence[TransferPoint]) -> list[str]:
+    """Return the names of all ranks that take part in a flow of *points*."""
     return names([flow for point in points for flow in point.flows(options.ranks)])
 
 
 def _places(config: Config, options: TransferOptions, points: Sequence[TransferPoint]) -> dict[str, Place]:
+    """Return the place of each rank, as ``experiment.placement`` says."""
     return places(config.hw, _ranks(options, points), options.placement)
 
 
@@ -306,6 +308,7 @@ def _specs(config: Config, options: TransferOptions, points: Sequence[TransferPo
 
 
 def _notes(config: Config, options: TransferOptions) -> Sequence[str]:
+    """Return that nothing was verified, where bytes were to be verified and memory has no contents."""
     if options.verify and config.target == "model" and config.memory == "timing":
         return ["no bytes were verified: the model keeps sizes only; set memory=tracked to check contents"]
     return []

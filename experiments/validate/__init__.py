@@ -104,12 +104,13 @@ class ValidateOptions(Design):
 def run(config: Config, target: Target, progress: ShowProgress, folder: Path) -> Result:
     """Predict, measure and compare; the files go to *folder*.
 
-    Raise a `ConfigError` for a design that cannot be run, for files that were changed, and where there is nothing to
-    measure with.
+    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with
+    ``expected`` the predictions are those of an earlier run.  A part that cannot be run here is
+    left out, with a note; a class whose error exceeds its bound is a failure of the run.
 
-    With ``stored`` nothing is measured, with ``predict=only`` nothing but predicted, with ``expected`` the
-    predictions are those of an earlier run.  A part that cannot be run here is left out, with a note; a class whose
-    error exceeds its bound is a failure of the run.
+    Raises:
+        ConfigError: A design that cannot be run, a file that was changed, or nothing to measure
+            with.
     """
     options = ValidateOptions.of(config)
     notes: list[str] = []
@@ -128,7 +129,7 @@ def run(config: Config, target: Target, progress: ShowProgress, folder: Path) ->
 
 
 def bounds(options: ValidateOptions) -> dict[str, Bound]:
-    """Return what the errors of each class may be."""
+    """Return what the errors of each class may be, by the beginning of its name; "" is for all others."""
     most = options.bounds
     pair = Bound(most.pair, most.pair_p95)
     return {"pair": pair, "small": Bound(seconds=most.small), "": Bound(most.other)}

@@ -197,7 +197,9 @@ def _measure(
 ) -> list[str]:
     """Send the requests of every part to *target*, write what became of each, and return what failed.
 
-    The file is written anew after each part, so that a run that is ended early leaves what it had.
+    Warm-ups and single requests are sent once, one at a time; loads once in every run.  Contents of
+    prompts differ from run to run, so that a server which caches prefixes has none of them.  The
+    file is written anew after each part, so that a run that is ended early leaves what it had.
     """
     expected = read(folder / EXPECTED)
     runs: list[dict[str, Any]] = [{} for _ in range(options.runs)]
@@ -275,4 +277,5 @@ def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str
 
 
 def _well(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of requests that ended well: of the others there is nothing to compare."""
     return [row for row in rows if row["status"] == "ok"]

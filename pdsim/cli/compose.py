@@ -1,6 +1,10 @@
 """From what was typed to a typed configuration that can be run: composed once through Hydra, typed, checked.
 
 Imports Hydra, so that the command line imports it only when something is composed.
+
+The steps, each of which can be called by itself: `initialized` tells Hydra where files are, `raw`
+composes, `plain` resolves interpolations, `load` makes the `Config` and lets all guards look at it.
+A sweep composes many points within one `initialized`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,11 @@ __all__ = ["compose", "composed", "initialized", "load"]
 
 
 def compose(words: Sequence[str]) -> Config:
-    """Return the typed configuration that *words*, overrides only, ask for.  Raise a `ConfigError`."""
+    """Return the typed configuration that *words*, overrides only, ask for.
+
+    It is checked, so it can be run.  Raise a `ConfigError` for an option, an unknown key or choice,
+    a value of the wrong type, and whatever `pdsim.cli.checks` and `pdsim.cli.plausible` find.
+    """
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]} is no KEY=VALUE and no option of this command; see pdsim --help")
     return composed(CommandLine(words=tuple(words)))
@@ -71,7 +79,11 @@ def resolved(values: DictConfig) -> dict[str, Any]:
 
 
 def load(values: dict[str, Any], words: Sequence[str]) -> Config:
-    """Return *values*, which *words* were composed to, typed and checked.  Raise a `ConfigError`."""
+    """Return *values*, which *words* were composed to, typed and checked.
+
+    Which keys were typed matters: a calibration may not replace those, and units are asked for
+    there.  Raise a `ConfigError` with a line for each mistake.
+    """
     overrides.check_calibration(words, values)
     plain_words = [word.lstrip("+") for word in words]
     config = loading.load(values, overrides.set_keys(plain_words))

@@ -13,6 +13,7 @@ from pathlib import Path
 from pdsim import plugins
 from pdsim.calibration import importers
 from pdsim.calibration import samples as points
+from pdsim.cli import option_values
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make
@@ -69,20 +70,9 @@ def _transfers(path: Path, tool: str, to: Path) -> int:
 
 def _asked(words: Sequence[str]) -> tuple[Path, str, Path, list[str]]:
     """Return the log, its kind, the folder for the trace, and the overrides."""
-    options = {"--format": "", "--to": "."}
-    files: list[str] = []
-    overrides: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name in options:
-            options[name] = value if equals else next(left, "")
-            if not options[name]:
-                raise ConfigError(f"{name} needs a value after it; see pdsim observe --help")
-        elif word.startswith("-"):
-            raise ConfigError(f"unknown option {word}; see pdsim observe --help")
-        else:
-            (overrides if equals else files).append(word)
+    rest, options = option_values.parse("observe", words, {"--format": ("kind", str), "--to": ("to", Path)})
+    files = [word for word in rest if "=" not in word]
     if len(files) != 1:
         raise ConfigError(f"observe needs one file, got {len(files)}; see pdsim observe --help")
-    return Path(files[0]), options["--format"], Path(options["--to"]), overrides
+    overrides = [word for word in rest if "=" in word]
+    return Path(files[0]), options.get("kind", ""), options.get("to", Path()), overrides

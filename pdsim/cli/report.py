@@ -1,4 +1,9 @@
-"""``pdsim report`` and ``pdsim timeline``: files to look at, of what a run, a sweep or a validation left behind."""
+"""``pdsim report`` and ``pdsim timeline``: files to look at, of what a run, a sweep or a validation left behind.
+
+Which of the three a folder is, its files say.  What a page says is made by the room that knows the
+matter (`pdsim.results.report.of_run`, `pdsim.sweep.pareto`, `pdsim.validation.agreement`); this
+module chooses and writes.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +57,7 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def _content(folder: Path, slo: SloLimits | None) -> Content:
+    """Return what the page about *folder* says; raise a `ConfigError` if it is nothing of pdsim's."""
     if is_sweep(folder):
         from pdsim.sweep import pareto as figures
 
@@ -66,6 +72,7 @@ def _content(folder: Path, slo: SloLimits | None) -> Content:
 
 
 def _figures(folder: Path, slo: SloLimits | None) -> Sequence[Figure]:
+    """Return the figures of *folder*, by whose names ``--figure`` asks."""
     if is_sweep(folder):
         from pdsim.sweep import pareto as figures
 

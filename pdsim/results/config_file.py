@@ -89,7 +89,11 @@ def config_yaml(config: Config) -> str:
 
 
 def canonical(config: Config, *without: str) -> str:
-    """Return all that *config* says but the top-level keys *without*, as JSON whose keys are sorted."""
+    """Return all that *config* says but the top-level keys *without*, as JSON whose keys are sorted.
+
+    Equal configurations give equal texts, in every process: a sweep names its points by a hash of
+    it.
+    """
     parts = _parts(config)
     texts = []
     for key in sorted(parts.keys() - set(without)):
@@ -100,7 +104,11 @@ def canonical(config: Config, *without: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return *value* in what JSON and YAML can hold; a number that is not finite becomes None."""
+    """Return *value* in what JSON and YAML can hold; a number that is not finite becomes None.
+
+    Dataclasses and mappings become dictionaries with texts as keys, tuples lists, NumPy's scalars
+    plain ones, and what is none of those its text.  Fields that are infinite are left out.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -119,6 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
+    """Return *values* as YAML in block style, keys in their order."""
     import yaml  # type: ignore[import-untyped]  # comes with OmegaConf, its stubs do not
 
     text: str = yaml.dump(values, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)

@@ -1,19 +1,21 @@
 """The folder of a run: ``<experiment>-<hw>-<backend>-<target>-<YYYYmmdd-HHMMSS>[-n]``.
 
-=====================
-=============================================================================================== ``config.yaml``
-the whole resolved configuration; a run can be repeated from it ``run.json``           versions, git, host, command
-line, engine as it reports itself, evidence, how the run ended ``requests.parquet``   one row a request
+=====================  ====================================================================================
+``config.yaml``        the whole resolved configuration; a run can be repeated from it
+``run.json``           versions, git, host, command line, engine as it reports itself, evidence, how it ended
+``requests.parquet``   one row a request
 ``transfers.parquet``  one row a transfer
 ``summary.json``       metrics with their definitions, tables, failures, notes, ranks, utilisation
 ``samples.parquet``    with ``samples``: the use of links, memories, pages and rings over time
-``*.journal``          while a modelled run goes on: what it need not keep in memory (`pdsim.results.journal`)
-=====================
-===============================================================================================
+``*.journal``          while a modelled run goes on: what it need not keep in memory
+=====================  ====================================================================================
 
 The folder is called ``<name>.incomplete`` until everything in it is on disk, so a process that is killed at any
 moment leaves a complete folder or one that says it is not.  On the model two runs of one configuration, command line
 and source tree leave the same bytes: the date is in the folder's name only.
+
+What is in these files is typed in `pdsim.results.schema` and read again by `pdsim.results.reading`; journals are
+`pdsim.results.journal`'s.
 """
 
 from __future__ import annotations
@@ -54,13 +56,20 @@ _PACKED = 1024
 class Run:
     """The folder of a run, from its start: *folder* is where it is now, marked incomplete until `finish`.
 
-    Use it as a context manager: what ends the block early is written to ``run.json`` as the run's error, and the
-    folder stays marked.  *command* is the command line, *overrides* the ``key=value`` of this point of a sweep,
-    *name* that of the folder if it is not to be the usual one.  A run that is not *durable* leaves it to the system
-    when its files reach the disk: a sweep runs what a loss of power took again.  *left* is the folder of a run whose
-    process has ended, for `write_partial`.
+    Use it as a context manager: what ends the block early is written to ``run.json`` as the run's
+    error, and the folder stays marked.
 
-    Raise a `ConfigError` if *config.output* cannot be written to.
+    Args:
+        config: Of the run; ``config.output`` is where its folder is made.
+        command: The command line.
+        overrides: The ``key=value`` of this point of a sweep, or of the command.
+        name: Of the folder, if it is not to be the usual one.
+        durable: Whether files are on disk when this says so; else the system decides when: a sweep
+            runs again what a loss of power took.
+        left: The folder of a run whose process has ended, for `write_partial`.
+
+    Raises:
+        ConfigError: *config.output* cannot be written to.
     """
 
     def __init__(
@@ -143,6 +152,7 @@ class Run:
         self._keep(result)
 
     def _keep(self, result: Result) -> None:
+        """Write the tables of *result*, its summary and, last of all, ``run.json``."""
         self._write_tables("requests.parquet", [schema.requests_table(result.requests)])
         self._write_tables("transfers.parquet", schema.transfers_tables(result.transfers))
         if result.outcome is not None and result.outcome.samples:

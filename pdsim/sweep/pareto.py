@@ -105,7 +105,8 @@ def _choice(each: Ranked) -> str:
 def _pareto(ranked: Sequence[Ranked]) -> Figure:
     """Throughput over speed, one colour a value of the first swept key with few values; goodput beside it.
 
-    Points without a speed, which is 1 / TPOT, are left out.
+    Points without a speed, which is 1 / TPOT, are left out: their requests had one token, or none
+    ended.  The line joins the Pareto front.
     """
     able = [each for each in ranked if each.speed]
     front = best.front(able)

@@ -59,6 +59,8 @@ def content(folder: Path) -> Content:
     """Return what the report of the validation in *folder* says: a run's folder, or the two files alone.
 
     A run's folder also has its own figures and tables; the two files alone are enough for the rest.
+    That the predictions are older than the measurements is a fact at the top, or a warning if they
+    are not.
     """
     expected, measured, found = found_in(folder)
     before = measured["expectations"] == expected["sha256"]

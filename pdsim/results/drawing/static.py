@@ -39,10 +39,19 @@ _STYLE = {
 
 
 def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True) -> bytes:
-    """Return *figure* as a file of *form*, one of `FORMATS`, *width* inches wide, with its title if *titled*.
+    """Return *figure* as a file of *form*, *width* inches wide.
 
-    The file has no date and no random names, so that the same figure is the same bytes. Text stays text in SVG and
-    PDF. Raise a `ConfigError` for another form, and one that says what to install if matplotlib is missing.
+    The file has no date and no random names, so that the same figure is the same bytes.  Text stays
+    text in SVG and PDF.
+
+    Args:
+        figure: What to draw.
+        form: One of `FORMATS`.
+        width: Inches; the height follows from the panels.
+        titled: Whether it has its title, which a paper's caption replaces.
+
+    Raises:
+        ConfigError: Another form; or matplotlib is missing, with what to install.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {form!r}")

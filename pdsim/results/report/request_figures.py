@@ -72,8 +72,9 @@ def _finite(values: Floats) -> Floats:
 def _latency(run: KeptRun, columns: Columns) -> Figure:
     """One panel a latency: the share of requests that are not slower, with its percentiles and its limit.
 
-    A percentile that too few requests determine is left out. The scale is logarithmic where the slowest took more
-    than three times as long as the fastest.
+    A percentile that too few requests determine is left out, and so is a latency that no request
+    has.  The scale is logarithmic where the slowest took more than three times as long as the
+    fastest.
     """
     panels = []
     for name, (title, what) in _LATENCIES.items():
@@ -202,7 +203,10 @@ def _over_time(run: KeptRun, columns: Columns) -> Figure:
 
 
 def _counted(instants: Floats) -> tuple[list[float], list[float]]:
-    """Return *instants*, sorted, thinned to what a figure can show, and how many had passed at each."""
+    """Return *instants*, sorted, thinned to what a figure can show, and how many had passed at each.
+
+    The first list is the steps' places, the second their heights, from 1.
+    """
     chosen = thinned(len(instants))
     return instants[chosen].tolist(), [float(index + 1) for index in chosen]
 
