@@ -10,6 +10,7 @@ MODULES = (
     *("pdsim.calibration.definition", "pdsim.calibration.files", "pdsim.calibration.fit"),
     *(
         "pdsim.cli.main",
+        "pdsim.cli.option_values",
         "pdsim.cli.overrides",
         "pdsim.results.report.movement",
         "pdsim.results.report.request_figures",

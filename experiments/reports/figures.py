@@ -164,8 +164,8 @@ def verdict(reported: float, simulated: float) -> str:
     Both within `CLOSE` of each other: "reached".  Both at least `HELPS`: "direction only".  A
     change that helps in one and not in the other is "not reached", whatever the numbers.
 
-    >>> verdict(2.0, 1.9), verdict(5.8, 2.3), verdict(2.25, 1.02) ('reached', 'direction only', 'not
-    reached')
+    >>> verdict(2.0, 1.9), verdict(5.8, 2.3), verdict(2.25, 1.02)
+    ('reached', 'direction only', 'not reached')
     """
     if max(reported, simulated) <= CLOSE * min(reported, simulated):
         return "reached"
