@@ -27,7 +27,7 @@ from backends.emulation.link import namespaces
 from backends.emulation.link.emulated_link import EmulatedLink, Lateness, joined
 from backends.jobs import supervision
 from backends.jobs.affinity import shares
-from backends.jobs.rank_process import RankProcess, Spawn, spawn
+from backends.jobs.child_process import ChildProcess, Spawn, spawn
 from pdsim import errors
 from pdsim.costs import Collective, Engine
 from pdsim.errors import PdsimError, TransferError, TransferTimeout
@@ -201,7 +201,7 @@ class _ProcessJob:
         self._startup = startup
         self._silence = silence
         self._progress = progress
-        self._children: list[RankProcess] = []
+        self._children: list[ChildProcess] = []
         self._origin = 0.0  # of the job's time, on the monotonic clock
         self._restarts = False
         self._selector = selectors.DefaultSelector()
@@ -217,7 +217,7 @@ class _ProcessJob:
         self._selector.close()
 
     def start(self, start: supervision.Start, spawn: Spawn) -> None:
-        child = RankProcess(start, spawn, self._startup)
+        child = ChildProcess(start, spawn, self._startup)
         self._children.append(child)
         self._selector.register(child.connection, selectors.EVENT_READ, child)
 
@@ -246,25 +246,25 @@ class _ProcessJob:
             self._release(child)
         return self._origin
 
-    def _release(self, child: RankProcess) -> None:
+    def _release(self, child: ChildProcess) -> None:
         """Tell *child* to run, with the job's zero and where the others are."""
         others = {other.name: other.uri for other in self._children if other.name != child.name}
         with suppress(OSError):  # it has just ended
             go = supervision.Go(self._origin, others, self._silence / 4, self._restarts)
             supervision.send(child.connection, go)
 
-    def _again(self, old: RankProcess) -> None:
+    def _again(self, old: ChildProcess) -> None:
         """Start the rank of *old*, which has ended, anew.
 
         The old process is stopped, and its messages are forgotten; the new one has a place in the list of children
         at once.
         """
-        child = RankProcess(old.start, old.spawn, self._startup)
+        child = ChildProcess(old.start, old.spawn, self._startup)
         self._children[self._children.index(old)] = child
         self._selector.register(child.connection, selectors.EVENT_READ, child)
         old.stop()
 
-    def _rejoin(self, child: RankProcess, uri: str) -> None:
+    def _rejoin(self, child: ChildProcess, uri: str) -> None:
         """Let *child*, which was started again and is ready, run, once the others have been told where it is."""
         child.uri = uri
         for other in self._children:
@@ -311,7 +311,7 @@ class _ProcessJob:
             said = child.tail()
             child.end(f"PeerLost: silent for {limit:g} s (its process is stopped or hangs), and killed{said}")
 
-    def _silent(self) -> list[tuple[RankProcess, float]]:
+    def _silent(self) -> list[tuple[ChildProcess, float]]:
         """Return the children of which too long nothing was heard, and how long that is in seconds."""
         found, now = [], time.monotonic()
         for child in self._children:
@@ -348,17 +348,17 @@ class _ProcessJob:
         seconds = max((child.seconds for child in self._children), default=0.0)
         return Outcome(results, seconds, pools=pools, events=sum(message.events for message in done))
 
-    def _messages(self, timeout: float) -> Iterator[tuple[RankProcess, supervision.Message]]:
+    def _messages(self, timeout: float) -> Iterator[tuple[ChildProcess, supervision.Message]]:
         """Yield what children say within *timeout* seconds; one that has ended is listened to no more."""
         for key, _ in self._selector.select(max(0.0, timeout)):
-            child: RankProcess = key.data
+            child: ChildProcess = key.data
             for message in child.receive():
                 yield child, message
             if child.ended:
                 self._selector.unregister(child.connection)
 
 
-def _rebuilt(child: RankProcess, message: supervision.WorkerFailed) -> PdsimError:
+def _rebuilt(child: ChildProcess, message: supervision.WorkerFailed) -> PdsimError:
     """Return the exception that kept *child* from starting, as the class that it was."""
     kind = getattr(errors, message.kind, None)
     if message.kind in errors.__all__ and isinstance(kind, type) and issubclass(kind, PdsimError):

@@ -171,7 +171,10 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def run_file(path: Path) -> RunFile:
-    """Return what pdsim itself reads of the ``run.json`` at *path*, of a run that ended; refuses what `about` does."""
+    """Return what pdsim itself reads of the ``run.json`` at *path*, of a run that ended.
+
+    Raise a `ConfigError` as `about` does.
+    """
     return _decoded(path, RunFile)
 
 

@@ -50,7 +50,7 @@ FILES = ("config.yaml", "requests.parquet", "run.json", "summary.json", "transfe
 INCOMPLETE = ".incomplete"
 
 _PACKED = 1024
-"""Rows from which on tables are compressed: below, it saves a kilobyte and takes most of the time of writing them."""
+"""Rows from which on tables are compressed: below, it saves a kilobyte and takes most of the time of writing."""
 
 
 class Run:
@@ -271,7 +271,7 @@ def _complete(folder: Path) -> None:
 
 
 def load_outcome(folder: Path) -> tuple[reading.RunFile, Mapping[str, reading.MetricEntry]]:
-    """Return what ``run.json`` of *folder* says, and the metrics of its ``summary.json``: what a sweep keeps of a run.
+    """Return what ``run.json`` of *folder* says, and the metrics of its ``summary.json``: what a sweep keeps.
 
     It refuses what `load` refuses, in half its time: no mapping of everything is made.
     """

@@ -35,7 +35,7 @@ LATE = ("zmq.utils.monitor", "zmq.utils.z85")
 
 
 class Forked:
-    """A forked rank, with what `backends.jobs.rank_process` uses of a `Popen`."""
+    """A forked rank, with what `backends.jobs.child_process` uses of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -63,7 +63,7 @@ class Forked:
 
 
 def fork(connection: int, output: IO[bytes]) -> Forked:
-    """Start a rank as `backends.jobs.rank_process.spawn` does, but with all that this process has imported."""
+    """Start a rank as `backends.jobs.child_process.spawn` does, but with all that this process has imported."""
     pid = os.fork()
     if pid:
         return Forked(pid)

@@ -22,7 +22,7 @@ from pdsim import errors
 from pdsim.errors import MessageError
 from pdsim.job import RankResult
 
-__all__ = ["RankProcess", "Spawn", "spawn"]
+__all__ = ["ChildProcess", "Spawn", "spawn"]
 
 Spawn = Callable[[int, IO[bytes]], Any]
 """Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
@@ -45,7 +45,7 @@ def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-class RankProcess:
+class ChildProcess:
     """One rank's process, from the supervisor's side.
 
     Life: the process is started when this is made, and told what to become; messages come in
