@@ -386,8 +386,8 @@ class CollectiveModel:
 
         With ``stream`` it is what the GPU takes beyond moving the bytes at *rate*.
 
-        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6, rate=300e9,
-        own_rate=100e9)
+        >>> model = CollectiveModel(path="nvlink", pattern="ring", latency=20e-6, step=5e-6,
+        ...                         rate=300e9, own_rate=100e9)
         >>> f"{1e6 * model.before(4, 1_000_000):.1f}"  # 20 + 3 * 5 + 10
         '45.0'
         """

@@ -41,7 +41,7 @@ def test_every_slot_arrives_as_it_was_sent(name, operation, layout):
 
 
 class Killing:
-    """A target that kills a rank , half a second after the start."""
+    """A target that kills a rank, half a second after the start."""
 
     def __init__(self, target: Target, victim: str) -> None:
         self.target = target
@@ -55,7 +55,7 @@ class Killing:
 @pytest.mark.parametrize("victim", ["rank0", "rank1"])
 def test_a_killed_rank_ends_its_point_as_peer_lost(name, victim):
     many = {"patterns": ("pair",), "size": (1 << 20,), "repeat": 100_000}
-    config = configured(name, **many)
+    config = configured(name, timeout=8.0, **many)  # rank1 waits so long for the killed rank0
     target = Killing(make_target(name), victim)
     result = run(config, target, silent)
     assert [row["status"] for row in rows(result)] == ["PeerLost"]
