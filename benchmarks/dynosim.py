@@ -5,9 +5,11 @@
     python -m benchmarks.dynosim speed --python dynosim/bin/python --trace conversation_trace.jsonl
     python -m benchmarks.dynosim answers --python dynosim/bin/python --trace conversation_trace.jsonl --write
 
-`speed` replays the whole trace with both, in turns: seconds of the processor, start and files included.  With
---oracle, --simgrid-lib and --simgrid-source it shares links as SimGrid does, too, in the same run (README.md says
-what they are).  `answers` gives both the same requests and step times and prints TTFT and TPOT side by side: with
+`speed` replays the first requests of the trace with both, in turns: seconds of the processor, start and files
+included, and requests a second beyond the start, from two numbers of requests.  --compiled adds the Python of an
+environment with the compiled pdsim.  With --oracle, --simgrid-lib and --simgrid-source it shares links as SimGrid
+does, too, in the same run (README.md says what they are): the first --flows of each workload.
+`answers` gives both the same requests and step times and prints TTFT and TPOT side by side: with
 prompts cut to one chunk, as the trace has them, and as the trace has them where pdsim, too, takes no time for
 attention to earlier chunks.  DynoSim is no dependency: it runs in an environment of its own.
 
@@ -26,9 +28,11 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -171,21 +175,44 @@ def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bo
     return rows
 
 
-def speed(python: str, trace: Path, repeat: int) -> dict[str, list[float]]:
-    """Return processor seconds of both for the whole of *trace*, in turns: DynoSim's replay and pdsim's command."""
-    found: dict[str, list[float]] = {"DynoSim": [], "pdsim": []}
-    for _ in range(repeat):
-        with tempfile.TemporaryDirectory() as folder:
-            scratch = Path(folder)
-            before = _spent()
-            alike = {"kv_bytes_per_token": 327680, "kv_transfer_bandwidth": 50, "num_gpu_blocks": 20000}
-            replay(python, trace, alike, alike, scratch)
-            found["DynoSim"].append(_spent() - before)
-            before = _spent()
-            words = ["hw=8xh20", f"workload.trace={trace}", f"output={scratch / 'results'}"]
-            subprocess.run([sys.executable, "-m", "pdsim", "run", "--quiet", *words], check=True, timeout=900)
-            found["pdsim"].append(_spent() - before)
-    return found
+def speed(dynosim: str, pdsims: Mapping[str, str], trace: Path, counts: Sequence[int], repeat: int) -> list[str]:
+    """Return a line for each simulator, which replay the first requests of *trace* in turns, as many as *counts* say.
+
+    A line has the least processor seconds of each of the two *counts*, and the requests a second between them.
+    *pdsims* are Pythons by name.
+    """
+    seconds: dict[tuple[str, int], float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        rows = trace.read_text().splitlines(keepends=True)
+        for count in counts:
+            (scratch / f"{count}.jsonl").write_text("".join(rows[:count]))
+        for _, count in product(range(repeat), counts):
+            part = scratch / f"{count}.jsonl"
+            commands: dict[str, Callable[[], object]] = {
+                "DynoSim": partial(replay, dynosim, part, _ALIKE, _ALIKE, scratch)
+            }
+            commands |= {name: partial(_command, python, part, scratch) for name, python in pdsims.items()}
+            for name, command in commands.items():
+                before = _spent()
+                command()
+                seconds[name, count] = min(seconds.get((name, count), inf), _spent() - before)
+    low, high = counts
+    lines = [f"{'processor seconds':20}{low:>8}{high:>8}   requests/s between"]
+    for name in ("DynoSim", *pdsims):
+        first, last = seconds[name, low], seconds[name, high]
+        lines.append(f"{name:20}{first:8.2f}{last:8.2f}   {(high - low) / max(last - first, 1e-9):.0f}")
+    return lines
+
+
+_ALIKE = {"kv_bytes_per_token": 327680, "kv_transfer_bandwidth": 50, "block_size": 512, "num_gpu_blocks": 2500}
+"""Blocks as large as those of the trace: with smaller ones DynoSim is slower, seven times with `BLOCK` tokens."""
+
+
+def _command(python: str, trace: Path, scratch: Path) -> None:
+    """Run pdsim's command with *trace*, by the pdsim that *python* has: not by that of the folder that this runs in."""
+    words = ["run", "--quiet", "hw=8xh20", f"workload.trace={trace}", f"output={scratch / 'results'}"]
+    subprocess.run([python, "-P", "-m", "pdsim", *words], check=True, timeout=900)
 
 
 def _spent() -> float:
@@ -207,27 +234,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("speed", "answers"))
     parser.add_argument("--python", required=True, help="the Python of the environment with DynoSim")
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake's conversation trace")
-    parser.add_argument("--requests", type=int, default=500, help="of `answers`")
+    parser.add_argument("--requests", type=int, help="500 of `answers`, 2000 of `speed`")
+    parser.add_argument("--compiled", help="the Python of an environment with the compiled pdsim")
     parser.add_argument("--repeat", type=int, default=2, help="of `speed`")
     parser.add_argument("--oracle", type=Path, help="workloads of benchmarks.sharing, for `speed`")
+    parser.add_argument("--flows", type=int, default=1000, help="at most so many of a workload of --oracle")
     parser.add_argument("--simgrid-lib", type=Path, help="directory of libsimgrid.so")
     parser.add_argument("--simgrid-source", type=Path, help="SimGrid 4.1's source")
     parser.add_argument("--write", action="store_true", help="keep the figures in data/benchmarks")
     options = parser.parse_args(argv)
     about, trace = _about(), options.trace.resolve()
     if options.what == "speed":
-        lines = [
-            f"{name}: {min(seconds):.2f} s of the processor (all: {', '.join(f'{one:.2f}' for one in seconds)})"
-            for name, seconds in speed(options.python, trace, options.repeat).items()
-        ]
+        count = options.requests or 2000
+        pdsims = {"pdsim": sys.executable} | ({"pdsim, compiled": options.compiled} if options.compiled else {})
+        lines = speed(options.python, pdsims, trace, (count // 4, count), options.repeat)
         if options.oracle and options.simgrid_lib and options.simgrid_source:
             with tempfile.TemporaryDirectory() as folder:
                 simgrid = SimGrid(options.simgrid_lib.resolve(), options.simgrid_source.resolve(), Path(folder))
-                found = sharing.compare(sharing.read_oracle(options.oracle), simgrid, options.repeat)
+                workloads = [work.first(options.flows) for work in sharing.read_oracle(options.oracle)]
+                found = sharing.compare(workloads, simgrid, options.repeat)
                 lines += ["", *sharing.table(list(found)).splitlines()]
     else:
         cases: list[dict[str, bool]] = [{"cut": True}, {}, {"free": True}]
-        rows = [row for case in cases for row in answers(options.python, trace, options.requests, **case)]
+        rows = [row for case in cases for row in answers(options.python, trace, options.requests or 500, **case)]
         lines = ["case,quantity,pdsim_ms,dynosim_ms,difference"]
         lines += [f"{r.case},{r.quantity},{r.pdsim:.2f},{r.dynosim:.2f},{r.difference:+.1%}" for r in rows]
     text = "\n".join([f"# {about}", *lines]) + "\n"

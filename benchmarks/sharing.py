@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise, product
 from math import inf
@@ -77,6 +77,12 @@ class Workload:
         """The links of each path."""
         for begin, end in pairwise([0, *np.cumsum(self.hops)]):
             yield self.path_links[begin:end].tolist()
+
+    def first(self, flows: int) -> Workload:
+        """Return the same links and paths with at most so many *flows*, the first; the answer key is for all."""
+        if flows >= len(self.start):
+            return self
+        return replace(self, start=self.start[:flows], size=self.size[:flows], path=self.path[:flows], finish=None)
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,9 @@ class SimGrid:
             "unknown",
         )
         off = [f"-Denable_{part}=off" for part in ("python", "documentation", "smpi")]
-        _call("cmake", "-S", str(source), "-B", str(scratch / "headers"), *off)
+        _call(
+            "cmake", "-S", str(source.resolve()), "-B", str(scratch / "headers"), *off, cwd=scratch
+        )  # it leaves files
         roots = [source / "include", source, scratch / "headers" / "include", scratch / "headers"]
         self.program = scratch / "simgrid_core"
         _call(
@@ -362,8 +370,8 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _call(*command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+def _call(*command: str, cwd: Path | None = None) -> str:
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     if answer.returncode:
         sys.exit(f"{command[0]} failed:\n{answer.stdout[-2000:]}{answer.stderr[-4000:]}")
     return answer.stdout

@@ -311,6 +311,9 @@ class TransferLog(_RecordSequence):
         """Return how many records have which engine, operation, descriptors and bytes."""
         found = Counter[tuple[int, int, int]]()
         for stretch in self._stretches():
+            if stretch.ends and len(stretch.ends) == stretch.ends[-1]:  # one record a run, as where flows meet
+                found.update(zip(stretch.of, stretch.descriptors, stretch.nbytes, strict=True))
+                continue
             counts = np.diff(np.array(stretch.ends, np.int64), prepend=0).tolist()
             for code, descriptors, nbytes, count in zip(
                 stretch.of, stretch.descriptors, stretch.nbytes, counts, strict=True

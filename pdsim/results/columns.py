@@ -22,6 +22,9 @@ __all__ = ["array"]
 _NUMBERS: dict[str, tuple[Any, set[type]]] = {"double": (np.float64, {float, int}), "int64": (np.int64, {int})}
 """By the name of Arrow's type, that of numpy and those of Python that it holds without loss."""
 
+_SMALL = 1 << 14
+"""Values below which Arrow's functions on arrays are not worth their import, some 60 ms."""
+
 
 def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
     """Return *values* as an Arrow array of the type *kind*, as `pyarrow.array` does.
@@ -33,6 +36,8 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
     import pyarrow as pa
 
     if isinstance(values, ArrayColumn):
+        if values.words is not None and len(values) < _SMALL:
+            return array(list(values), kind)
         if values.words is not None:
             return array(values.words, kind).take(array(values.values.astype(np.int64), pa.int64()))
         numbers = values.values
@@ -41,6 +46,8 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
             return _of_buffers(kind, len(numbers), known, np.ascontiguousarray(numbers))
         values = np.ma.array(numbers, mask=np.isnan(numbers)) if numbers.dtype.kind == "f" else numbers
     if isinstance(values, np.ndarray) and str(kind) in _NUMBERS and values.dtype == _NUMBERS[str(kind)][0]:
+        if type(values) is np.ndarray:
+            return _of_buffers(kind, len(values), None, np.ascontiguousarray(values))
         known = ~np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
         return _of_buffers(kind, len(values), known, np.ascontiguousarray(np.ma.getdata(values)))
     found = values.tolist() if isinstance(values, np.ndarray) else values

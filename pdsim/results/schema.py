@@ -19,6 +19,7 @@ from pdsim.transfer import TransferRecord
 from pdsim.transfer_log import logs
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pyarrow as pa
 
 __all__ = [
@@ -218,10 +219,11 @@ def _transfers(columns: Mapping[str, ArrayColumn]) -> pa.Table:
             "tx_us": (seen - posted) * 1e6,
             "poll_us": (seen - completed) * 1e6,
             "latency_us": (seen - submitted) * 1e6,
-            "bw_gbs": np.ma.array(nbytes / (seen - submitted) / 1e9, mask=~(ok & (seen > submitted))),
         }
+        rate = np.where(ok & (seen > submitted), nbytes / (seen - submitted) / 1e9, np.nan)
     schema = _schema(TRANSFERS)
-    arrays = [array(numbers.get(f.name, columns.get(f.name, ())), f.type) for f in schema]
+    found: Mapping[str, ArrayColumn | npt.NDArray[Any]] = {**columns, **numbers, "bw_gbs": ArrayColumn(rate)}
+    arrays = [array(found[f.name], f.type) for f in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
