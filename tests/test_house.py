@@ -39,7 +39,7 @@ CEILINGS = {
     "class names more than once": 0,
     "module names more than once": 0,
     "files under 40 lines": 14,
-    "classes over 25 methods": 6,
+    "classes over 25 methods": 1,
 }
 """Highest values of figures of `python -m benchmarks.house`.  Lower them when they fall."""
 

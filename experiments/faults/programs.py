@@ -86,7 +86,7 @@ class _QuietRouter(Router):
         super()._close(request, status)
 
     def _stop_if_done(self) -> None:
-        if self._resting or self._rooms or self._next < len(self.requests):
+        if self._resting or self._rooms or not self.arrivals.over:
             return
         self._resting = True
         if self._probes is None:
@@ -114,7 +114,6 @@ class _QuietRouter(Router):
         pairs = [(prefill, decode) for prefill in self.job.prefills for decode in self.job.decodes]
         self._probes = tuple(RoutedRequest(0.0, *_PROBE, number=first + number) for number in range(len(pairs)))
         self.requests = [*self._served, *self._probes]
-        self._next = len(self.requests)
         for probe, (prefill, decode) in zip(self._probes, pairs, strict=True):
             probe.tries = self.job.retries + 1  # none is left, and the number of its room is new
             probe.room = 1 + probe.number + probe.tries * len(self.requests)

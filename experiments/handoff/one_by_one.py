@@ -8,7 +8,9 @@ from typing import Any
 from simpy.events import Event
 
 from pdsim.job import Rank
+from pdsim.serving.arrivals import Arrivals
 from pdsim.serving.deployment import Deployment
+from pdsim.serving.routed_requests import RoutedRequest
 from pdsim.serving.router import Router
 from pdsim.transfer import Program
 
@@ -29,15 +31,24 @@ def program(
     return (yield from _SerialRouter(rank, Deployment.from_plain(job), requests, leaves).run())
 
 
+class _OneByOne(Arrivals):
+    """Each request arrives when the one before it is over, whatever its time."""
+
+    def follow(self, request: RoutedRequest) -> None:  # noqa: ARG002 whichever it was
+        """Let the next arrive."""
+        self._advance(None)
+
+    def _advance(self, _: Event | None) -> None:
+        if self._next < len(self._requests) and not self._process.ended.triggered:
+            self._next += 1
+            self._arrive(self._requests[self._next - 1])
+        self._idle()
+
+
 class _SerialRouter(Router):
     """A `Router` that sends the next request out when the one before is closed."""
 
-    def _arrive(self, _: Event | None) -> None:
-        if not self._rooms and self._next < len(self.requests) and not self.ended.triggered:
-            self._next += 1
-            self._submit(self.requests[self._next - 1])
-        self._stop_if_done()
+    arrivals_type = _OneByOne
 
-    def _close(self, request: Any, status: str) -> None:
-        super()._close(request, status)
-        self._arrive(None)
+    def _come(self, request: RoutedRequest) -> None:
+        self._submit(request)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from pdsim.kv.messages import Finished
+from pdsim.kv.messages import Finished, Submit
 
 __all__ = ["ComingRequests", "RoutedRequest"]
 
@@ -35,6 +35,10 @@ class RoutedRequest:
     asked: str = ""  # the leader of that
     status: str = ""  # "" while it is under way
     finished: Finished | None = None
+
+    def submission(self) -> Submit:
+        """Return the message that sends this request to its two lives."""
+        return Submit(self.room, self.input, self.output, self.prefill, self.decode)
 
 
 class ComingRequests(Sequence[RoutedRequest]):

@@ -1,6 +1,6 @@
 """The router: sends each request to a prefill and a decode instance, and keeps account of all of them to the end.
 
-It is also where ranks enrol (`pdsim.kv.bootstrap`) and where it is decided that an instance is lost.
+It is also where ranks enrol and where it is decided that an instance is lost (`pdsim.serving.bootstrap_server`).
 """
 
 from __future__ import annotations
@@ -9,37 +9,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
-from simpy.events import Event
 
 from pdsim.job import Rank
-from pdsim.kv.bootstrap import RoomDirectory
 from pdsim.kv.messages import (
     Abort,
     Busy,
     Details,
     Dropped,
-    Enroll,
     Failed,
     Finished,
-    Gone,
     KvMessage,
     Lent,
-    Locate,
-    Located,
-    MessageError,
-    Ping,
-    Pong,
     Prefilled,
     PullRequest,
-    Ready,
     Stop,
     Streamed,
-    Submit,
     Took,
 )
+from pdsim.serving.arrivals import Arrivals
+from pdsim.serving.bootstrap_server import BootstrapServer
 from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
-from pdsim.serving.instances import InstanceRegistry, own_place
-from pdsim.serving.rank_process import Handler, RankProcess
+from pdsim.serving.outstanding import OutstandingTokens
+from pdsim.serving.rank_process import Handler
 from pdsim.serving.request_log import RequestLog
 from pdsim.serving.routed_requests import ComingRequests, RoutedRequest
 from pdsim.serving.scheduler_host import SchedulerHost
@@ -70,18 +61,24 @@ def program(
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
 
-class Router(RankProcess):
+class Router(BootstrapServer):
     """The rank that requests arrive at.
 
-    It pings every rank three times in `Deployment.deadline` seconds.  An instance with a rank that has been silent
-    for all of them, that a peer's engine reports lost, or that enrols again, is lost: it gets no more requests and
-    its other ranks end.  A request that depends on it fails, unless the leader of its other instance says that none
-    of its bytes can have moved: then it is sent out anew, in another room, at most `Deployment.retries` times.
+    When they do is `Arrivals`', which instances there are `InstanceRegistry`'s, how busy each is
+    `OutstandingTokens`'.  An instance that is lost gets no more requests.  A request that depends on it fails, unless
+    the leader of its other instance says that none of its bytes can have moved: then it is sent out anew, in another
+    room, at most `Deployment.retries` times.
 
-    Should everybody answer, none with `Busy`, and yet no request get anywhere, for as long as a loss can take to be
-    noticed and twice as long as the longest request can take, all that are open fail. A rank that owes the answer to
-    a ping is waited for: it is heard, or lost, within a deadline.
+    If everybody answers, none with `Busy`, and no request progresses for as long as a loss can take to be noticed
+    and twice as long as the longest request can take, all open requests fail.  A rank that owes the answer to a ping
+    is waited for: it is heard, or lost, within a deadline.
+
+    Life of a request: arrives; sent out, in a room of its own; answered (where decode pulls); prefilled; finished;
+    closed, with its status, once both of the last have come.  A user who leaves, a failure that an instance reports
+    and a loss close it early, and both instances are told to give it up.
     """
+
+    arrivals_type: type[Arrivals] = Arrivals
 
     def __init__(
         self,
@@ -96,46 +93,28 @@ class Router(RankProcess):
         super().__init__(rank, job)
         self.requests: Sequence[RoutedRequest] = ComingRequests(requests, leaves, blocks, priorities)
         self.log = RequestLog(len(requests), rank.journal)
-        self._waiting: dict[int, list[int]] = {}  # by the number of the one whose end they come after
-        self._open: list[int] | None = None  # those that wait for no other
-        if after:
-            for number, earlier in enumerate(after):
-                if earlier >= 0:
-                    self._waiting.setdefault(earlier, []).append(number)
-            self._open = [number for number, earlier in enumerate(after) if earlier < 0]
-        self._later = sum(map(len, self._waiting.values()))  # requests whose users wait for an answer, or think
-        self._arrivals = [float(row[0]) for row in requests] if after else []
-        self.registry = InstanceRegistry(job)
-        self.directory = RoomDirectory(rank.clock)
+        self.arrivals = self.arrivals_type(self, self.requests, after, self._come, self._stop_if_done)
+        self.tokens = OutstandingTokens(self.registry, job.output_known)
         self.serial = handoff_of(job.engine).serial
         self.host = SchedulerHost(HostCosts(arrive=job.engine.proxy), job.engine.variation, job.seed, ROUTER)
-        self.instances = (*job.prefills, *job.decodes)
-        self.last_heard = {name: self.clock.now for instance in self.instances for name in job.ranks(instance)}
         self.start = 0.0
-        self._next = 0  # the request that arrives next
         given = max((int(row[1]) for row in requests), default=1)
         wanted = max((int(row[2]) for row in requests), default=1)
         # a rank that dies just after it answered is found silent a deadline and up to one ping later
         self._patience = job.deadline * 4 / 3 + 2 * job.longest(given, wanted)
         self._moved = 0.0  # when a request last got somewhere, or a write of one
-        self._generated = 0, 0  # requests that have all their tokens, and how many those were
-        rank.counts(lambda: self._generated[0], len(self.requests))
+        rank.counts(lambda: self.tokens.generated[0], len(self.requests))
         self._rooms: dict[int, RoutedRequest] = {}  # those that are under way
         self._born = self.clock.now
         handlers: dict[type[KvMessage], Handler] = {
-            Enroll: self._enroll,
-            Ready: self._ready,
-            Pong: lambda _, __: None,
             Busy: self._busy,
             Took: self._took,
-            Locate: self._locate,
             Prefilled: self._prefilled,
             Lent: self._lent,
             Finished: self._finished,
             Streamed: self._finished,
             Failed: self._failed,
             Dropped: self._dropped,
-            Gone: lambda _, message: self._lose_life(message.instance, message.reason),
         }
         self.handlers |= handlers
 
@@ -143,81 +122,40 @@ class Router(RankProcess):
         """Return the start, the rows, and how many messages came too late."""
         for request in self._rooms.values():
             self._note(request)
-        found = {"start": self.start, "rows": self.log, "ignored": self.ignored, "open_rooms": len(self._rooms)}
-        return found if self._open is None else found | {"arrivals": self._arrivals}
+        found: dict[str, Any] = {
+            "start": self.start,
+            "rows": self.log,
+            "ignored": self.ignored,
+            "open_rooms": len(self._rooms),
+        }
+        return found if self.arrivals.times is None else found | {"arrivals": self.arrivals.times}
 
-    def watch(self) -> Program:
-        """Ping every rank three times a deadline; give up instances that do not answer, and stalled requests."""
-        while not self.ended.triggered:
-            asked = self.clock.now
-            self.send(self.last_heard, Ping())
-            yield self.clock.timeout(self.job.deadline / 3)
-            silent = [name for name, at in self.last_heard.items() if self.clock.now - at > self.job.deadline]
-            for instance in dict.fromkeys(map(instance_of, silent)):
-                self.guard(self._lose, instance, f"PeerLost: nothing from {instance} for {self.job.deadline} s")
-            self.guard(self._begin)
-            if self._owed(asked):
-                self._moved = self.clock.now
-            if self.clock.now - self._moved > self._patience:
-                for request in tuple(self._rooms.values()):
-                    reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
-                    self.guard(self._fail, request, reason)
-
-    def _owed(self, asked: float) -> bool:
-        """Return whether a rank has not been heard since *asked*: it will be, or is lost, within a deadline."""
-        return any(at <= asked for at in self.last_heard.values())
+    def look(self, asked: float) -> None:
+        """Let requests come if all that are missing are lost, and fail the open ones if none has progressed."""
+        self.guard(self.begin)
+        if self._owed(asked):
+            self._moved = self.clock.now
+        if self.clock.now - self._moved > self._patience:
+            for request in tuple(self._rooms.values()):
+                reason = f"Stalled: no request and no write got anywhere for {self._patience:g} s"
+                self.guard(self._fail, request, reason)
 
     def _busy(self, _: str, __: Busy) -> None:
         self._moved = self.clock.now
 
-    def _handle(self, sender: str, payload: bytes) -> None:
-        if sender in self.last_heard:
-            self.last_heard[sender] = self.clock.now
-        super()._handle(sender, payload)
-
     # --- requests ---
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Let requests arrive from now on, once all instances are connected or lost, or the deadline has passed."""
         if not self.start and (self.registry.connected or self.clock.now - self._born > self.job.deadline):
             self.start = self.log.start = self.clock.now
-            self._arrive(None)
-
-    def _arrive(self, _: Event | None) -> None:
-        while self._next < self._count() and not self.ended.triggered:
-            request = self.requests[self._next if self._open is None else self._open[self._next]]
-            arrival = self.start + request.arrival
-            if arrival > self.clock.now:
-                event = self.clock.at(arrival)
-                assert event.callbacks is not None
-                event.callbacks.append(self._arrive)
-                return
-            self._next += 1
-            self._come(request)
-        self._stop_if_done()
-
-    def _count(self) -> int:
-        """Return how many requests arrive by themselves."""
-        return len(self.requests) if self._open is None else len(self._open)
+            self.arrivals.begin(self.start)
 
     def _come(self, request: RoutedRequest) -> None:
         """Have *request* arrive now."""
         if request.patience is not None:
             self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
         self._submit(request)
-
-    def _go_on(self, request: RoutedRequest) -> None:
-        """Let the requests arrive that come after *request*, each after its think time."""
-        for number in self._waiting.pop(request.number, ()):
-            follower = self.requests[number]
-            ended = request.finished.finished if request.finished is not None else self.clock.now
-            arrival = max(self.clock.now, ended + follower.arrival)
-            follower.arrival = self._arrivals[number] = arrival - self.start
-            self.clock.call_at(arrival, lambda request: self.guard(self._come_later, request), follower)
-
-    def _come_later(self, request: RoutedRequest) -> None:
-        self._later -= 1
-        self._come(request)
 
     def _submit(self, request: RoutedRequest) -> None:
         request.room = 1 + request.number + request.tries * len(self.requests)
@@ -226,26 +164,17 @@ class Router(RankProcess):
         if pair is None:
             self._close(request, f"PeerLost: no {self.registry.missing()} instance is left")
             return
-        if (waiting := self._too_many(request, pair[0])) is not None:
+        waiting = self.registry.prefills.load[instance_of(pair[0])]
+        if self.job.shed and waiting >= self.job.shed and not request.priority:
             self._close(request, f"Shed: {waiting} tokens outstanding at {instance_of(pair[0])}")
             return
         self._send_out(request, *pair)
-
-    def _too_many(self, request: RoutedRequest, prefill: str) -> int | None:
-        """Return the tokens outstanding at *prefill*, if they are so many that *request* is refused."""
-        waiting = self.registry.prefills.load[instance_of(prefill)]
-        full = self.job.shed and waiting >= self.job.shed and not request.priority
-        return waiting if full else None
 
     def _send_out(self, request: RoutedRequest, prefill: str, decode: str) -> None:
         """Have these two lives serve *request*."""
         request.prefill, request.decode = prefill, decode
         request.tries += 1
-        request.counted = True
-        request.expected = self._expected(request)
-        self.registry.add(request.prefill, request.input)
-        self.registry.add(request.decode, request.input + request.expected)
-        self.registry.send(request.decode, request.input)
+        self.tokens.count(request)
         self._moved = self.clock.now
         self._pass_on(request, self._send_on)
 
@@ -263,7 +192,7 @@ class Router(RankProcess):
             send(request)
 
     def _send_on(self, request: RoutedRequest) -> None:
-        message = self._submission(request)
+        message = request.submission()
         if request.blocks or request.priority:
             details = Details(request.room, request.blocks, request.priority)
             self.send([leader(life) for life in (request.prefill, request.decode)], details)
@@ -278,21 +207,14 @@ class Router(RankProcess):
         else:
             self.ignore()
 
-    def _locate(self, sender: str, message: Locate) -> None:
-        self.send(sender, Located(self.directory.locate(message.rooms), message.life))
-
-    def _submission(self, request: RoutedRequest) -> Submit:
-        return Submit(request.room, request.input, request.output, request.prefill, request.decode)
-
     def _lent(self, _: str, message: Lent) -> None:
         """Have decode pull what prefill has computed."""
         request = self._find(message.room)
         if request is None or request.lost or request.answered:
             return
-        request.answered = True
         self._moved = self.clock.now
-        self.registry.add(request.prefill, -request.input)
-        pull = PullRequest(self._submission(request), message)
+        self.tokens.answered(request)
+        pull = PullRequest(request.submission(), message)
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
@@ -301,12 +223,7 @@ class Router(RankProcess):
             return
         request.nbytes = message.nbytes
         self._moved = self.clock.now
-        if not request.prefilled:
-            request.prefilled = True
-            if request.counted:
-                self.registry.send(request.decode, -request.input)
-            if not request.answered:
-                self.registry.add(request.prefill, -request.input)
+        self.tokens.prefilled(request)
         if request.finished is not None:
             self._close(request, "ok")
 
@@ -323,7 +240,7 @@ class Router(RankProcess):
         if request is not None:
             self._fail(request, message.reason, but=sender)
         if message.lost:
-            self._lose_life(message.lost, f"PeerLost: {message.lost} is gone")
+            self.lose_life(message.lost, f"PeerLost: {message.lost} is gone")
 
     def _dropped(self, sender: str, message: Dropped) -> None:
         request = self._rooms.get(message.room)
@@ -332,8 +249,9 @@ class Router(RankProcess):
         if not message.untouched or request.tries > self.job.retries:
             self._close(request, request.lost)
             return
-        self._uncount(request)
-        self._forget(request.room)
+        self.tokens.uncount(request)
+        del self._rooms[request.room]
+        self.directory.forget(request.room)
         request.lost = request.asked = ""
         request.answered = False
         self._submit(request)
@@ -369,12 +287,13 @@ class Router(RankProcess):
         """End *request* with *status*, for good."""
         request.status = status
         if status == "ok":
-            self._generated = self._generated[0] + 1, self._generated[1] + request.output
+            self.tokens.done(request)
         self._moved = self.clock.now
         self._note(request)
-        self._forget(request.room)
-        self._uncount(request)
-        self._go_on(request)
+        del self._rooms[request.room]
+        self.directory.forget(request.room)
+        self.tokens.uncount(request)
+        self.arrivals.follow(request)
         self._stop_if_done()
 
     def _note(self, request: RoutedRequest) -> None:
@@ -383,82 +302,20 @@ class Router(RankProcess):
             prefill, decode = instance_of(request.prefill), instance_of(request.decode)
             self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
 
-    def _forget(self, room: int) -> None:
-        del self._rooms[room]
-        self.directory.forget(room)
-
-    def _uncount(self, request: RoutedRequest) -> None:
-        if request.counted:
-            request.counted = False
-            if not request.prefilled:
-                self.registry.send(request.decode, -request.input)
-            if not (request.prefilled or request.answered):
-                self.registry.add(request.prefill, -request.input)
-            self.registry.add(request.decode, -request.input - request.expected)
-
-    def _expected(self, request: RoutedRequest) -> int:
-        """Return how many tokens *request* will generate, as far as a router knows: others did so many on average."""
-        if self.job.output_known:
-            return request.output
-        count, tokens = self._generated
-        return tokens // count if count else 0
-
     def _stop_if_done(self) -> None:
-        if not self._rooms and self._next == self._count() and not self._later and not self.ended.triggered:
+        if not self._rooms and self.arrivals.over and not self.ended.triggered:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())
             self.end()
 
     # --- instances ---
 
-    def refuse(self, sender: str, reason: str) -> None:
-        """As `RankProcess.refuse`; an instance with a rank that is refused is lost."""
-        super().refuse(sender, reason)
-        if (instance := instance_of(sender)) in self.instances:
-            self._lose(instance, f"MessageError: {reason}")
-
-    def _enroll(self, sender: str, message: Enroll) -> None:
-        message = own_place(sender, message)
-        try:
-            self.registry.bootstrap.check(message)
-        except MessageError as error:
-            self.refuse(sender, str(error))
-            return
-        if self.registry.bootstrap.replaces(message):
-            self._lose(message.instance, f"PeerLost: {sender} was started again")
-        self.last_heard[sender] = self.clock.now
-        for name, meet in self.registry.enroll(message):
-            self.send(name, meet)
-
-    def _ready(self, _: str, message: Ready) -> None:
-        if self.registry.link(message.life, message.peer):
-            self._begin()
-        else:
-            self.ignore()
-
-    def _lose_life(self, life: str, reason: str) -> None:
-        """Give *life* up, unless it is over: its instance may have been started again since."""
-        if self.registry.alive(life):
-            self._lose(instance_of(life), reason)
-        else:
-            self.ignore()
-
-    def _lose(self, instance: str, reason: str) -> None:
-        """Give *instance* up, and with it every request that still needs it, or its answer (`_recover`)."""
+    def give_up(self, life: str, reason: str, formed: bool) -> None:
+        """End every request that still needs *life*, or its answer, or have it start anew (`_recover`)."""
         self._moved = self.clock.now  # what depended on it goes on from here, and is given its time
-        life, formed = self.registry.life(instance), instance in self.registry.side(instance).load
-        until = self.registry.lose(instance)
-        for name in self.job.ranks(instance):
-            self.last_heard.pop(name, None)
-        self.send(self.job.ranks(instance), Gone(life, reason, until))
-        if formed:
-            # before the others hear of it: they are asked about rooms that they forget then
-            for request in tuple(self._rooms.values()):
-                if request.decode == life or (request.prefill == life and (request.lost or not request.prefilled)):
-                    self._recover(request, life, reason)
-            for other in (self.registry.prefills if instance in self.job.decodes else self.registry.decodes).load:
-                self.send(self.job.ranks(other), Gone(life, reason))
-        self._begin()
+        for request in tuple(self._rooms.values()) if formed else ():
+            if request.decode == life or (request.prefill == life and (request.lost or not request.prefilled)):
+                self._recover(request, life, reason)
 
     def _recover(self, request: RoutedRequest, life: str, reason: str) -> None:
         """Ask the other instance of *request*, which has lost *life*, whether it can start anew."""

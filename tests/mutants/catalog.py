@@ -27,6 +27,7 @@ from pdsim.kv.staging.staging_receiver import StagingReceiver
 from pdsim.serving import router
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode import decode_worker as reader
+from pdsim.serving.outstanding import OutstandingTokens
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
@@ -281,7 +282,7 @@ MUTANTS = (
     Mutant("O3", "pages of a room that was given up in a queue are gathered, though not sent", "I3",
            (mutated(gathers_what_failed, KvSender, "_deliver"),), staged_and_failing),
     Mutant("O4", "the tokens of a request that failed stay outstanding at its instances", "I8",
-           (mutated(counted_for_ever, router.Router, "_uncount"),), failing),
+           (mutated(counted_for_ever, OutstandingTokens, "uncount"),), failing),
     Mutant("O5", "the ranks of an instance that was lost are never forgotten", "I8",
            ((DecodePeers, "drop", nothing),), lost_and_back("decode")),
     Mutant("O6", "a rank takes an introduction that is meant for the life before it", "I9",

@@ -26,6 +26,7 @@ from pdsim.kv.status import Status
 from pdsim.serving import router
 from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
+from pdsim.serving.outstanding import OutstandingTokens
 from pdsim.serving.prefill import prefill_scheduler as prefill
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
@@ -303,7 +304,7 @@ class Unraised(Exception):
 
 def counts_messages(self: Any, _: int, message: Any) -> None:
     """A rank that says twice that it is ready stands for another one that is not."""
-    ready = self._ready.setdefault((message.life, message.peer), set())
+    ready = self.readiness._ready.setdefault((message.life, message.peer), set())
     ready.add(len(ready))
     if len(ready) == self.job.prefill.size:
         self.send(ROUTER, message)
@@ -312,7 +313,7 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
 def gone_by_prefix(self: prefill.PrefillScheduler, life: str) -> None:
     """Give up the rooms of every instance whose name begins like that of *life*."""
     prefill.PrefillWorker.peer_gone(self, life)
-    self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[1] != life}
+    self.readiness.lose(life)
     for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
         self._give_up(room)
 
@@ -384,7 +385,7 @@ def takes_up_late(original: Any, self: reader.DecodeWorker, sender_: str, messag
         original(self, sender_, message)
 
 
-def counted_for_ever(original: Any, self: router.Router, request: Any) -> None:
+def counted_for_ever(original: Any, self: OutstandingTokens, request: Any) -> None:
     """A request that fails stays among the tokens outstanding of its instances."""
     if request.finished is not None:
         original(self, request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
@@ -12,12 +11,9 @@ from pdsim.kv.messages import (
     Collected,
     Failed,
     Fetch,
-    Gone,
     Lent,
-    MessageError,
     PullRequest,
     Ready,
-    Register,
     Renew,
     Revoked,
     Sent,
@@ -32,6 +28,7 @@ from pdsim.serving.decode.block_manager import DecodeRequest
 from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.decode.decode_worker import DecodeWorker
 from pdsim.serving.deployment import ROUTER, Deployment, epoch_of, index_of, instance_of, leader, life_name
+from pdsim.serving.introductions import Introductions, ReadyCount
 from pdsim.serving.rank_process import EngineProcess
 
 __all__ = ["PullDecodeScheduler", "PullDecodeWorker"]
@@ -45,8 +42,8 @@ class PullDecodeWorker(DecodeWorker):
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
-        self.handlers |= {Register: self._register, Fetch: self._fetch}
+        self.introductions = Introductions(self, self.receiver, self._connected)
+        self.handlers |= {Fetch: self._fetch}
 
     def make_receiver(self) -> Any:
         """Return a `KvReader`."""
@@ -64,41 +61,18 @@ class PullDecodeWorker(DecodeWorker):
 
     def peer_gone(self, life: str) -> None:
         """Forget the ranks of *life*."""
-        self.receiver.drop(life)
-        self._early = {name: register for name, register in self._early.items() if register.instance != life}
+        self.introductions.drop(life)
 
     def meet(self, peer: str) -> None:
         """Read from *peer* from now on, and from no earlier life of it."""
         for older in range(1, epoch_of(peer)):
             self.receiver.drop(life_name(instance_of(peer), older))
-        self.receiver.meet(peer)
-        early, self._early = self._early, {}
-        for sender, register in early.items():
-            self._register(sender, register)
-        self._connected(peer)
+        self.introductions.meet(peer)
 
     def working(self) -> bool:
         """Return whether a read goes on, or has succeeded since: over a slow link one takes long."""
         read = self.receiver.progressed()
         return super().working() or read
-
-    def _register(self, sender: str, message: Register) -> None:
-        """Connect to a prefill rank that makes itself known.
-
-        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone
-        is reported to the router; one that says nonsense is refused.
-        """
-        if message.peer != self.life or message.instance not in self.receiver:
-            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
-            return
-        try:
-            self.receiver.connect(message)
-        except PeerLost as error:
-            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
-        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
-            self.refuse(sender, str(error))
-        else:
-            self._connected(message.instance)
 
     def _connected(self, life: str) -> None:
         """Be ready once all ranks of *life* are connected that this one reads from."""
@@ -128,8 +102,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         self._asked: dict[int, float] = {}  # when this scheduler heard of a room that has no pages yet
         self._nbytes: dict[int, int] = {}  # read, of each room that is being read
         self._over: ExpiringMap[None] = ExpiringMap(rank.clock, OVER)  # rooms that must not be read
-        self._ready: dict[tuple[str, str], set[int]] = {}  # by life of prefill and own: connected ranks
-        self._last_lost: dict[str, int] = {}  # by prefill instance: the last epoch that is known to be over
+        self.readiness = ReadyCount(job.decode.size)
         self._beats = False  # whether a heartbeat is due
         self.handlers |= {
             PullRequest: self._pull,
@@ -167,8 +140,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
     def peer_gone(self, life: str) -> None:
         """Fail the rooms that are read from *life*; their pages come back when those reads have settled."""
         PullDecodeWorker.peer_gone(self, life)
-        self._last_lost[instance_of(life)] = max(epoch_of(life), self._last_lost.get(instance_of(life), 0))
-        self._ready = {lives: ranks for lives, ranks in self._ready.items() if lives[0] != life}
+        self.readiness.lose(life)
         for room in [room for room in self._rooms.values() if room.request.prefill == life]:
             self._fail(room)
 
@@ -243,13 +215,9 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
 
     def _count_ready(self, rank: int, message: Ready) -> None:
         """Tell the router once all ranks are connected to a prefill instance."""
-        over = epoch_of(message.life) <= self._last_lost.get(instance_of(message.life), -1)
-        if over or (self.life and message.peer != self.life):
+        if self.readiness.lost(message.life) or (self.life and message.peer != self.life):
             self.ignore()
-            return
-        ranks = self._ready.setdefault((message.life, message.peer), set())
-        ranks.add(rank)
-        if len(ranks) == self.job.decode.size:
+        elif self.readiness.count(rank, message):
             self.send(ROUTER, message)
 
     # --- what becomes of a room ---

@@ -7,24 +7,21 @@ from typing import Any
 from simpy.events import AllOf, Event
 
 from pdsim.clock import fire
-from pdsim.errors import PeerLost, TransferFailed
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
     Forward,
-    Gone,
     Grant,
     Meet,
-    MessageError,
     Offload,
     Preceded,
     Ready,
-    Register,
     Sent,
     Settled,
 )
 from pdsim.kv.sender import KvSender
-from pdsim.serving.deployment import ROUTER, Deployment, instance_of, leader
+from pdsim.serving.deployment import Deployment, instance_of, leader
+from pdsim.serving.introductions import Introductions
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.scheduler_host import SchedulerHost
 
@@ -39,6 +36,8 @@ class PrefillWorker(EngineProcess):
     What it tells its leader (`ready`, `conclude`) the leader's own class overrides to count itself.
     """
 
+    introductions: Introductions
+
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = self.make_sender()
@@ -50,10 +49,8 @@ class PrefillWorker(EngineProcess):
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `working` was called
         self._met: set[str] = set()  # lives of decode instances
-        self._early: dict[str, Register] = {}  # by sender: came before this rank was told to meet that life
         self._ahead: list[Forward | Abort] = []  # of the leader: came before this rank was told of its own life
         self.handlers |= {
-            Register: self._register,
             Forward: self._forward,
             Preceded: self._forward,
             Offload: self._offload,
@@ -62,9 +59,12 @@ class PrefillWorker(EngineProcess):
         }
 
     def make_sender(self) -> Any:
-        """Return what hands KV over here: a `KvSender`, or what stands in its place in another handoff."""
+        """Return what hands KV over here: a `KvSender`, or what stands in its place in another handoff.
+
+        A handoff in which this rank connects to those of the other side makes its `Introductions` here, too.
+        """
         job = self.job
-        return KvSender(
+        sender = KvSender(
             self.rank,
             job.prefill_layout(self.index),
             job.prefill,
@@ -75,6 +75,8 @@ class PrefillWorker(EngineProcess):
             job.staging,
             job.checked,
         )
+        self.introductions = Introductions(self, sender.links, self._found)
+        return sender
 
     def report(self) -> dict[str, Any]:
         """Return why metadata did not go the way of the policy, and how often."""
@@ -195,19 +197,19 @@ class PrefillWorker(EngineProcess):
     def peer_gone(self, life: str) -> None:
         """Forget the ranks of *life*."""
         self._met.discard(life)
-        self.sender.links.drop(life)
-        self._early = {name: register for name, register in self._early.items() if register.instance != life}
+        self.introductions.drop(life)
 
     def meet(self, peer: str) -> None:
         """Connect to the ranks of *peer* that make themselves known, and forget an earlier life of that instance."""
         for life in [life for life in self._met if instance_of(life) == instance_of(peer)]:
             self.peer_gone(life)
         self._met.add(peer)
-        self.sender.links.meet(peer)
-        early, self._early = self._early, {}
-        for sender, register in early.items():
-            self._register(sender, register)
-        self._found(peer)
+        self.introductions.meet(peer)
+
+    def _found(self, life: str) -> None:
+        """Be ready once all ranks of *life* are connected that this one writes to."""
+        if self.sender.links.connected(life, self.job.decode):
+            self.ready(Ready(self.life, life))
 
     def _meet(self, sender: str, message: Meet) -> None:
         """As an `EngineProcess`, and do what the leader has asked for before this rank knew its life."""
@@ -216,29 +218,6 @@ class PrefillWorker(EngineProcess):
             ahead, self._ahead = self._ahead, []
             for each in ahead:
                 self.handlers[type(each)](leader(self.instance), each)
-
-    def _register(self, sender: str, message: Register) -> None:
-        """Connect to a decode rank that makes itself known.
-
-        Before this rank is told to meet its life, the newest of what it says is kept until then. A rank that is gone
-        is reported to the router; one that says nonsense is refused.
-        """
-        if message.peer != self.life or message.instance not in self._met:
-            self._early[sender] = message  # the newest of each rank, and of no life that is over for long
-            return
-        try:
-            self.sender.links.connect(message)
-        except PeerLost as error:
-            self.send(ROUTER, Gone(message.instance, f"PeerLost: {error}"))
-        except (MessageError, TransferFailed) as error:  # another kind of pool, or no address at all
-            self.refuse(sender, str(error))
-        else:
-            self._found(message.instance)
-
-    def _found(self, life: str) -> None:
-        """Be ready once all ranks of *life* are connected that this one writes to."""
-        if self.sender.links.connected(life, self.job.decode):
-            self.ready(Ready(self.life, life))
 
     def _forward(self, _: str, message: Forward) -> None:
         """Begin a forward that the leader asks for.

@@ -17,8 +17,6 @@ from pdsim.kv.messages import (
     Prefilled,
     Renew,
     Revoked,
-    Sent,
-    Settled,
     Stop,
 )
 from pdsim.kv.pages import Pages
@@ -156,20 +154,11 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         room.started = self.clock.now
         return True
 
-    def _conclude(self, rank: int, message: Sent | Settled) -> None:
-        room = self._rooms.get(message.room)
-        if room is None:
-            self.ignore()
-        elif isinstance(message, Settled):
-            if room.consensus.settle(rank):
-                self._forget(room)
-        elif not room.failed:
-            if rank == self.index:
-                room.ended = self.clock.now
-            if room.consensus.succeed(rank):
-                self._lend(room)
+    def settled(self, room: PrefillRequest) -> None:
+        """Do nothing: decode has not heard of a room that was never lent."""
 
-    def _lend(self, room: PrefillRequest) -> None:
+    def complete(self, room: PrefillRequest) -> None:
+        """Lend *room*, which every rank has computed, once the host has answered for it."""
         self._lent[room.request.room] = room
         seconds = self.host.answer()
         if seconds:
