@@ -348,6 +348,10 @@ class WallClock(Clock):
         while self.idle is not None and (now := self.now) >= self._idle_due:
             self._idle_due = now + self.idle()
 
+    def scheduled(self) -> int:
+        """Return how many events have been scheduled on this clock so far, calls of this method included."""
+        return next(self._eid)
+
     def close(self) -> None:
         """Give the clock's descriptors back."""
         self._epoll.close()

@@ -54,7 +54,7 @@ class Gloo(Library):
         """Begin; see `Library.start`."""
         whole = self._tensor(target)[: size * self._group.size()]
         try:
-            return self._group._allgather_base(whole, self._tensor(source)[:size]), time.monotonic()
+            return pytorch.gather(self._group, whole, self._tensor(source)[:size]), time.monotonic()
         except RuntimeError as error:
             raise pytorch.translated(error, self.engine) from error
 

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from backends.collectives.base import Library
-from backends.collectives.pytorch import missing, store, translated
+from backends.collectives.pytorch import gather, missing, store, translated
 from pdsim.errors import BackendUnavailable
 from pdsim.group import SYMMETRIC
 
@@ -135,7 +135,7 @@ class _OnGpu(Library):
 
     def _gather(self, piece: Any, whole: Any, symmetric: bool) -> None:  # noqa: ARG002 NCCL knows what is registered
         """Give the stream an all-gather."""
-        self._group._allgather_base(whole, piece).wait()  # the stream waits, not this thread
+        gather(self._group, whole, piece).wait()  # the stream waits, not this thread
 
     def poll(self, work: Any) -> float | None:
         """Return the seconds between the two events of *work*, once the second has happened."""

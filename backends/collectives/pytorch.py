@@ -10,7 +10,7 @@ from typing import Any
 
 from pdsim.errors import OutOfMemory, PeerLost, TransferError, TransferFailed, TransferTimeout
 
-__all__ = ["missing", "store", "translated"]
+__all__ = ["gather", "missing", "store", "translated"]
 
 
 def missing() -> str:
@@ -29,6 +29,14 @@ def store(count: int, host: str, port: int, listener: socket.socket | None, seco
     if listener is not None:
         options["master_listen_fd"] = os.dup(listener.fileno())  # which is the store's from here on
     return dist.TCPStore(host, port, count, is_master=listener is not None, **options)
+
+
+def gather(group: Any, whole: Any, piece: Any) -> Any:
+    """Begin an all-gather of *piece* into the tensor *whole*, on all ranks of *group*; return PyTorch's work object.
+
+    The public function for it wants a group that is known to the process's default group, and ours has none.
+    """
+    return group._allgather_base(whole, piece)
 
 
 def translated(error: Exception, engine: str) -> TransferError:

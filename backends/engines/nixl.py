@@ -27,6 +27,7 @@ What it does about the engine's ways:
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import re
@@ -192,18 +193,19 @@ class NixlEndpoint(RealEndpoint):
         Raise `BackendUnavailable` if NIXL is not installed, or with its own words if it does not start.
         """
         try:
-            from nixl_cu13 import _api, _bindings  # type: ignore[attr-defined]
+            # NIXL documents its classes as those of this module, whose name is private
+            api = importlib.import_module("nixl_cu13._api")
+            self._errors = importlib.import_module("nixl_cu13._bindings")
         except ImportError as error:
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        self._errors = _bindings
-        config = _api.nixl_agent_config(enable_prog_thread=self._thread, backends=[])
+        config = api.nixl_agent_config(enable_prog_thread=self._thread, backends=[])
         settings = {"ucx_error_handling_mode": error_handling}
         if self._workers:
             settings["num_threads"] = str(self._workers)
         try:
             with captured_stderr() as log:
-                agent = _api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
+                agent = api.nixl_agent(f"{self.rank}/{self.control.card.token.hex()}", config)
                 agent.create_backend("UCX", settings)
         except Exception as error:
             raise BackendUnavailable(f"backend {self.settings.name!r}: NIXL did not start: {error}") from error

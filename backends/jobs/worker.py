@@ -274,7 +274,7 @@ def _run(clock: WallClock, rank: Rank, records: Records, program: Any, start: su
     peaks = device.peak.items()  # type: ignore[attr-defined]
     pools = {f"{rank.name}/{pool}": peak / device.capacity for pool, peak in peaks if peak}
     refused = rank.channel.refused + rank.endpoint.control.refused  # type: ignore[attr-defined]
-    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, next(clock._eid), refused)
+    return supervision.Done(value, error, rank.endpoint.engine, records.transfers, pools, clock.scheduled(), refused)
 
 
 if __name__ == "__main__":

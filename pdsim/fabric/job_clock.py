@@ -133,7 +133,7 @@ class JobClock(Clock):
             callbacks, event.callbacks = event.callbacks, None
             for callback in callbacks:
                 callback(event)
-            if not event._ok and not hasattr(event, "_defused"):
+            if not event.ok and not hasattr(event, "_defused"):
                 if not isinstance(clock, RankClock):
-                    raise event._value
-                crashed(clock, event._value)
+                    raise event.value
+                crashed(clock, event.value)

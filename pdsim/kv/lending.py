@@ -51,7 +51,7 @@ class KvLender:
         self.fallbacks: dict[str, int] = {}  # none: metadata is not pulled
         self._rank = rank
         self._index = index
-        self._report = report
+        self.report = report
         self._checked = checked
         self._rooms: dict[int, _ComputedRoom] = {}
         buffer = rank.device.allocate(layout.size, policy.memory_pool)
@@ -88,7 +88,7 @@ class KvLender:
                 self.contents.fill_state(chunk.room, tuple(map(sources, chunk.state)), chunk.tokens)
         if chunk.last:
             del self._rooms[chunk.room]
-            self._report(Sent(chunk.room, 0))
+            self.report(Sent(chunk.room, 0))
 
     def poll(self) -> None:
         """Do nothing: there are no writes to look at."""
@@ -102,4 +102,4 @@ class KvLender:
     def _settle(self, number: int, room: _ComputedRoom) -> None:
         if not room.planned:
             self._rooms.pop(number, None)
-            self._report(Settled(number))
+            self.report(Settled(number))

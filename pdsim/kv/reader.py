@@ -78,7 +78,7 @@ class KvReader:
         self._rank = rank
         self._index = index
         self._map = rank_map
-        self._report = report
+        self.report = report
         self._quiet = quiet
         self._checked = checked
         self._rooms: dict[int, _ReadRoom] = {}
@@ -211,7 +211,7 @@ class KvReader:
         """Report the first failure of *room*; its pages may be written until it is forgotten and quiet."""
         if not room.failed:
             room.failed = True
-            self._report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
+            self.report(Sent(room.fetch.room, room.nbytes, f"{type(error).__name__}: {error}", lost))
 
     def _complete(self, room: _ReadRoom) -> None:
         """Compare the bytes of *room*, where there are any to compare, and report it."""
@@ -224,7 +224,7 @@ class KvReader:
             self._fail(room, MessageError(reason), "")
             return
         del self._rooms[number]
-        self._report(Sent(number, room.nbytes))
+        self.report(Sent(number, room.nbytes))
 
 
 def first(pages: Pages, others: Pages) -> Pages:

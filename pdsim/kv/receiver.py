@@ -75,7 +75,7 @@ class KvReceiver:
         self._rank = rank
         self._instance = instance
         self._index = index
-        self._report = report
+        self.report = report
         self.writers = rank_map.writers(index)
         # a request of fewer pages than there are context-parallel ranks has fewer writers; others have all of them
         self._expected = [rank_map.expected(index, pages) for pages in range(rank_map.prefill.cp + 1)]
@@ -189,7 +189,7 @@ class KvReceiver:
             if number <= self._checked:
                 reason = reason or self._verify(room.reserve)
         del self._rooms[number]
-        self._report(Arrived(number, reason), room.last)
+        self.report(Arrived(number, reason), room.last)
 
     def _verify(self, reserve: Reserve) -> str:
         reason = self.contents.verify(reserve.room, reserve.pages, reserve.input, reserve.held)

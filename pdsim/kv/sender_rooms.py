@@ -97,7 +97,7 @@ class SenderRooms:
         self._rank = rank
         self._index = index
         self._policy = policy
-        self._report = report
+        self.report = report
         self._rooms: dict[int, SenderRoom] = {}
         self._computing = False
         self._unpolled: list[SenderRoom] = []
@@ -156,7 +156,7 @@ class SenderRooms:
         del self._rooms[state.room]
         if self._policy.notify != "write":
             self._notify(state, state.last)
-        self._report(Sent(state.room, state.nbytes))
+        self.report(Sent(state.room, state.nbytes))
 
     def _notify(self, state: SenderRoom, last: Arrival) -> None:
         """Tell the decode ranks, each of them once, that everything is there."""
@@ -177,7 +177,7 @@ class SenderRooms:
             self._fail(state)
             state.parked.clear()
             lost = decode if isinstance(error, PeerLost) else ""
-            self._report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
+            self.report(Sent(state.room, state.nbytes, f"{type(error).__name__}: {error}", lost))
         self._settle(state)
 
     def _settle(self, state: SenderRoom) -> None:
@@ -187,4 +187,4 @@ class SenderRooms:
             self._rooms.pop(state.room, None)
             for name in dict.fromkeys(name for _, name in state.asks):
                 self._rank.channel.send(name, encode(Return(state.room, self._index)))
-            self._report(Settled(state.room))
+            self.report(Settled(state.room))

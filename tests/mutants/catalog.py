@@ -29,6 +29,7 @@ from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.outstanding import OutstandingTokens
 from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
 from tests.mutants.defects import (
@@ -275,7 +276,7 @@ MUTANTS = (
            ((StagingReceiver, "sever", quiesced_by_number),),
            lambda scenario: staged(scenario) and lost_and_back("prefill")(scenario), TWO_STAGED),
     Mutant("O1", "a follower takes up chunks in another order than its leader", "I7",
-           (mutated(swapped, prefill.PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
+           (mutated(swapped, PrefillWorker, "compute"),), lambda scenario: scenario.job.prefill.size > 1),
     Mutant("O2", "a follower at decode takes up pages in another order than its leader", "I7",
            (mutated(takes_up_late, reader.DecodeWorker, "_reserve"),),
            lambda scenario: scenario.job.decode.size > 1),
@@ -292,7 +293,7 @@ MUTANTS = (
     Mutant("S2", "the last token of a request is never computed", "I10",
            (mutated(leaves_the_last, prefill.PrefillScheduler, "_chunk"),)),
     Mutant("S3", "a chunk is sent when its forward begins", "I10",
-           (mutated(sends_before, prefill.PrefillWorker, "compute"),)),
+           (mutated(sends_before, PrefillWorker, "compute"),)),
     Mutant("S4", "a metadata slot is freed before the first token is read", "I6",
            (mutated(frees_when_complete, decode.DecodeScheduler, "_count"),
             (decode.DecodeScheduler, "release_slot", nothing))),

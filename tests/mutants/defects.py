@@ -28,6 +28,7 @@ from pdsim.serving.decode import decode_worker as reader
 from pdsim.serving.deployment import ROUTER, index_of, instance_of
 from pdsim.serving.outstanding import OutstandingTokens
 from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.serving.prefill.pull_prefill import PullPrefillScheduler
 from pdsim.serving.rank_process import EngineProcess
 from pdsim.serving.settings import ServingEngine, Side
@@ -55,7 +56,7 @@ def without_counting(self: KvReceiver, number: int, room: Any) -> None:
     if room.last is None or room.reserve is None:
         return
     del self._rooms[number]
-    self._report(Arrived(number, self._verify(room.reserve)), room.last)
+    self.report(Arrived(number, self._verify(room.reserve)), room.last)
 
 
 def counted_by_tp(original: Any, self: KvSender, *arguments: Any) -> Any:
@@ -276,7 +277,7 @@ def settles_at_once(self: KvSender, state: Any) -> None:
     if state.aborted and not state.planned:
         state.aborted = False
         self._rooms.pop(state.room, None)
-        self._report(sender.Settled(state.room))
+        self.report(sender.Settled(state.room))
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ def counts_messages(self: Any, _: int, message: Any) -> None:
 
 def gone_by_prefix(self: prefill.PrefillScheduler, life: str) -> None:
     """Give up the rooms of every instance whose name begins like that of *life*."""
-    prefill.PrefillWorker.peer_gone(self, life)
+    PrefillWorker.peer_gone(self, life)
     self.readiness.lose(life)
     for room in [room for room in self._rooms.values() if room.request.decode.startswith(instance_of(life))]:
         self._give_up(room)

@@ -16,6 +16,7 @@ from pdsim.serving import router
 from pdsim.serving.decode import decode_scheduler as decode
 from pdsim.serving.deployment import epoch_of
 from pdsim.serving.prefill import prefill_scheduler as prefill
+from pdsim.serving.prefill.prefill_worker import PrefillWorker
 from pdsim.transfer import Transfer
 
 
@@ -33,7 +34,7 @@ def leaves_the_last(original: Any, self: prefill.PrefillScheduler, room: Any, to
     return original(self, room, tokens + 1 if left == 1 else tokens)
 
 
-def sends_before(original: Any, self: prefill.PrefillWorker, message: Any) -> Any:
+def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
     """Send chunks when their forward begins."""
     self._write, write = lambda _: None, self._write  # type: ignore[method-assign]
     forward = original(self, message)

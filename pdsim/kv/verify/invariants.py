@@ -123,7 +123,7 @@ class InvariantChecker:
         for name, actions in (("sender", ("send",)), ("receiver", ("reserve", "read", "forget"))):
             part = getattr(member, name, None)
             if part is not None:
-                part._report = self._watched(member.rank.name, part._report)
+                part.report = self._watched(member.rank.name, part.report)
                 for action in actions:
                     if hasattr(part, action):
                         self._ordered(order, part, action)
