@@ -1,9 +1,9 @@
-"""Many `TransferRecord`s in little memory: a sequence of them that keeps columns, and makes records when they are read.
+"""Many `TransferRecord`s in little memory: columns that make records when they are read.
 
 What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:
 they are a *run*.  Times are kept as 8-byte floats.  A simulated run of a million requests has tens of millions of
-transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them in
-a file.
+transfers; as objects each takes 330 bytes, here 40 and a share of its run, and nothing where a log may leave them
+in a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ KEPT = 4096
 
 
 class Kind(NamedTuple):
-    """What few values of a `TransferRecord` are the same in nearly all of a rank."""
+    """What few values of a `TransferRecord` are the same in nearly all of a rank.
+
+    A rank has a handful of them, and a log keeps each once: records have its number, in 16 bits.
+    """
 
     engine: str
     operation: str
@@ -55,7 +58,10 @@ class Kind(NamedTuple):
 
 
 class RecordRun(NamedTuple):
-    """So many records, one after the other, that differ in nothing but their times."""
+    """So many records, one after the other, that differ in nothing but their times.
+
+    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.fabric.series`).
+    """
 
     kind: Kind
     label: str
@@ -65,7 +71,10 @@ class RecordRun(NamedTuple):
 
 
 class TransferShape(NamedTuple):
-    """What a transfer looks like to its engine."""
+    """What a transfer looks like to its engine.
+
+    Calibrations cover shapes, so results say how many of theirs lie outside.
+    """
 
     engine: str
     operation: str
@@ -74,7 +83,10 @@ class TransferShape(NamedTuple):
 
 
 class Spill(Protocol):
-    """Where logs leave what they do not keep in memory: see `pdsim.results.journal`."""
+    """Where logs leave what they do not keep in memory: see `pdsim.results.journal`.
+
+    It is append-only, so a run that is killed leaves what it had written so far.
+    """
 
     def append(self, payload: bytes) -> int:
         """Keep *payload*, and return where."""
@@ -117,7 +129,11 @@ class _Runs(NamedTuple):
         return cls(_array("H", block.of), block.labels, nbytes, descriptors, ends, times)
 
     def columns(self, kinds: Sequence[Kind], first: int, end: int) -> dict[str, ArrayColumn]:
-        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log."""
+        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log.
+
+        Columns that few values fill are codes and their words, as Arrow's dictionaries, so that no string is made
+        for a record.
+        """
         low = bisect_right(self.ends, first)
         high = bisect_left(self.ends, end) + 1
         ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
@@ -174,6 +190,10 @@ class TransferLog(_RecordSequence):
 
     With *spill*, at most `KEPT` records and one run more are in memory: those before are read from there when they
     are needed.  *rank* is who made them.
+
+    A log is a `pdsim.transfer.Recorder`'s list: `append` takes a record, `extend_run` many at once.  Reading it
+    as a sequence makes a record a time; `runs`, `columns` and `shapes` read it without.  A place in the log is
+    found by bisection, once over the parts and once over the runs.
     """
 
     def __init__(
@@ -191,7 +211,11 @@ class TransferLog(_RecordSequence):
 
     @classmethod
     def by_rank(cls, journal: Iterable[bytes]) -> dict[str, TransferLog]:
-        """Return what *journal* has of the records of each rank, all in memory."""
+        """Return what *journal* has of the records of each rank, all in memory.
+
+        *journal* yields what `Spill.append` was given, in that order; records of a rank keep theirs.  Used for a
+        run that was killed.
+        """
         found: dict[str, TransferLog] = {}
         for payload in journal:
             block = _decode(payload)
@@ -234,6 +258,7 @@ class TransferLog(_RecordSequence):
     def _begin(
         self, kind: tuple[str, str, str, str, str], label: str, nbytes: int, descriptors: int, count: int
     ) -> None:
+        """Begin a run of *count* records, whose times the caller adds; put away what is too much before that."""
         ends = self._ends
         before = ends[-1] if ends else 0
         if before >= KEPT and self._spill is not None:
@@ -251,6 +276,7 @@ class TransferLog(_RecordSequence):
         ends.append(before + count)
 
     def _put_away(self, spill: Spill) -> None:
+        """Leave all records in memory with *spill*, as one `LogBlock`."""
         block = LogBlock(
             self._rank,
             self._kinds,
@@ -266,7 +292,11 @@ class TransferLog(_RecordSequence):
         self._clear()
 
     def renamed(self, names: Mapping[str, str]) -> TransferLog:
-        """Return the same records with other *names* of source and target; they share their columns."""
+        """Return the same records with other *names* of source and target; they share their columns.
+
+        Ranks that run for others (`pdsim.fabric.fold`) have their stand-in's records under their own names.
+        Neither log may be appended to afterwards.
+        """
         other = copy(self)
         vars(other)["_kinds"] = [
             Kind(
@@ -286,6 +316,7 @@ class TransferLog(_RecordSequence):
             yield self._stretch(number)
 
     def _stretch(self, number: int) -> _Runs:
+        """Return the part *number* of the records: from *spill*, or, after the last of those, what is in memory."""
         if number < len(self._parts):
             assert self._spill is not None
             return _Runs.read(self._spill.read(self._parts[number]))
@@ -301,14 +332,21 @@ class TransferLog(_RecordSequence):
                 before = end
 
     def columns(self, rows: int = 1 << 19) -> Iterator[dict[str, ArrayColumn]]:
-        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time; none if there are no records."""
+        """Yield the columns of `TransferRecord`, of at most so many *rows* at a time.
+
+        Nothing is yielded if there are no records.  No part is ever joined with the next, so memory is bounded by
+        the larger of *rows* and what a log keeps.
+        """
         for stretch in self._stretches():
             count = stretch.ends[-1] if stretch.ends else 0
             for first in range(0, count, rows):
                 yield stretch.columns(self._kinds, first, min(first + rows, count))
 
     def shapes(self) -> Counter[TransferShape]:
-        """Return how many records have which engine, operation, descriptors and bytes."""
+        """Return how many records have which engine, operation, descriptors and bytes.
+
+        It costs a step for each run, not for each record.
+        """
         found = Counter[tuple[int, int, int]]()
         for stretch in self._stretches():
             if stretch.ends and len(stretch.ends) == stretch.ends[-1]:  # one record a run, as where flows meet
@@ -371,7 +409,10 @@ _decode = msgspec.msgpack.Decoder(LogBlock).decode
 
 
 class _Joined(_RecordSequence):
-    """Logs one after the other, as one sequence; none of their records is copied."""
+    """Logs one after the other, as one sequence; none of their records is copied.
+
+    What `joined` returns: the records of all ranks of a job, by rank.
+    """
 
     def __init__(self, logs: Sequence[TransferLog]) -> None:
         self.logs = logs
@@ -420,7 +461,11 @@ def logs(records: Sequence[TransferRecord]) -> Sequence[TransferLog]:
 
 
 def distinct(records: Sequence[TransferRecord]) -> list[tuple[TransferLog, int]]:
-    """Return the logs of *records* that share their columns with none before, and how many share those of each."""
+    """Return the logs of *records* that share their columns with none before, and how many share those of each.
+
+    What is counted for a log can so be counted once and multiplied, where thousands of ranks have the same
+    records.
+    """
     found: list[tuple[TransferLog, int]] = []
     places: dict[int, int] = {}
     for log in logs(records):
@@ -438,5 +483,8 @@ def endpoints(records: Sequence[TransferRecord]) -> set[str]:
 
 
 def shapes(records: Sequence[TransferRecord]) -> Counter[TransferShape]:
-    """Return how many of *records* have which engine, operation, descriptors and bytes."""
+    """Return how many of *records* have which engine, operation, descriptors and bytes.
+
+    Kept with records that were `joined`, so the second question is free.
+    """
     return records.shapes if isinstance(records, _Joined) else _Joined(logs(records)).shapes

@@ -20,7 +20,11 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """Calls ``expire(number)`` at the deadline of every number that is in *live* then."""
+    """Calls ``expire(number)`` at the deadline of every number that is in *live* then.
+
+    Nobody cancels a deadline: a number that is no longer in *live* is forgotten when it comes to the front.  So a
+    transfer costs one push and one pop, and an event only when it is the first in the heap.
+    """
 
     def __init__(self, clock: Clock, live: Container[int], expire: Callable[[int], None]) -> None:
         self._clock = clock
@@ -31,7 +35,10 @@ class Deadlines:
         self._at = inf  # what the alarm is set to
 
     def add(self, at: float, number: int) -> None:
-        """Let the deadline of *number* be *at*."""
+        """Let the deadline of *number* be *at*, in seconds on the clock.
+
+        One that lies before the alarm sets it anew; the old one finds that it does not count any more.
+        """
         heappush(self._heap, (at, number))
         if at < self._at:
             if self._alarm.armed:  # too late; it will find that it is not the alarm any more
@@ -43,6 +50,7 @@ class Deadlines:
         self._alarm.arm(at)
 
     def _on_alarm(self, alarm: Event) -> None:
+        """Expire what is due, and set the alarm to the first that may still matter."""
         if alarm is not self._alarm:
             return
         now, heap = self._clock.now, self._heap

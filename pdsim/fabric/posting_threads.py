@@ -23,6 +23,8 @@ __all__ = ["PostingShare", "PostingThreads"]
 
 @dataclass(eq=False, slots=True)
 class _Work:
+    """What one thread is at: *left* seconds of it, as long as no other thread is at work."""
+
     threads: PostingThreads
     left: Seconds  # of a thread that is alone
     begin: Callable[[Any], None]
@@ -31,7 +33,12 @@ class _Work:
 
 
 class PostingShare:
-    """What all threads on one GPU share, or, where there is none, those of one rank."""
+    """What all threads on one GPU share, or, where there is none, those of one rank.
+
+    It is a processor-sharing queue in closed form: one event stands for the next end, and is foreseen anew
+    whenever a thread begins or ends something.  With *serial* of 0 threads do not slow each other, with 1 they
+    take turns.
+    """
 
     def __init__(self, clock: Clock, serial: float) -> None:
         self._clock = clock
@@ -49,9 +56,11 @@ class PostingShare:
             work.begin(work.tag)
 
     def _slowness(self) -> float:
+        """Return how many times as long as alone each thread's work takes now."""
         return len(self._busy) * self._serial + 1.0 - self._serial
 
     def _advance(self) -> None:
+        """Count what has been done since the last change, at the slowness that held all the time."""
         now = self._clock.now
         if self._busy:
             gone = (now - self._since) / self._slowness()
@@ -67,6 +76,10 @@ class PostingShare:
             self._clock.call_at(at, self._end, (self._turn, least))
 
     def _end(self, foreseen: tuple[int, Seconds]) -> None:
+        """End what is over at the instant that was foreseen, and let the threads take up what waits.
+
+        Works that end together are told by the same least, not by a remainder of 0, which rounding would miss.
+        """
         turn, least = foreseen
         if turn != self._turn:
             return
@@ -80,7 +93,11 @@ class PostingShare:
 
 
 class PostingThreads:
-    """The *threads* of one rank, which share with those of others what *share* says."""
+    """The *threads* of one rank, which share with those of others what *share* says.
+
+    Work is taken up in the order in which it was posted.  A rank with one thread that shares with nobody needs
+    none of this: its poster is a sum (`pdsim.fabric.engine`).
+    """
 
     def __init__(self, share: PostingShare, threads: int) -> None:
         self._share = share
@@ -88,7 +105,10 @@ class PostingThreads:
         self._waiting: deque[_Work] = deque()
 
     def post(self, seconds: Seconds, begin: Callable[[Any], None], done: Callable[[Any], None], tag: Any) -> None:
-        """Call ``begin(tag)`` when a thread takes up work of *seconds*, perhaps now, and ``done(tag)`` at its end."""
+        """Post work of *seconds* on a thread that is alone.
+
+        ``begin(tag)`` is called when a thread takes it up, perhaps now, and ``done(tag)`` at its end.
+        """
         work = _Work(self, seconds, begin, done, tag)
         if self._free:
             self._free -= 1

@@ -23,7 +23,12 @@ FIRST = 1e-4
 
 
 class Sampling:
-    """Keeps *count* to twice as many instants of a job, evenly spread."""
+    """Keeps *count* to twice as many instants of a job, evenly spread.
+
+    *clock* is the job's.  Links are sampled by what they have carried, so a sample is the mean since the one
+    before and no burst is missed between two; gauges (the share of a memory, a pool of pages, a ring in use) are
+    read at the instant.  Halving keeps every sample before it exact: bytes carried are sums since the start.
+    """
 
     def __init__(self, clock: Clock, network: Network, count: int) -> None:
         self._clock = clock
@@ -45,6 +50,10 @@ class Sampling:
         self.gauge("pool", memory.name, lambda: memory.used / memory.capacity)
 
     def _tick(self, _: object) -> None:
+        """Read everything, halve what is kept if there is too much of it, and come back an interval later.
+
+        Once nothing else is scheduled it does not come back: its own events must not keep a job alive.
+        """
         self._read()
         if len(self._times) >= self._most:
             self._interval *= 2.0
@@ -60,7 +69,11 @@ class Sampling:
         self._carried.append(self._network.carried())
 
     def rows(self) -> Iterator[SampleRow]:
-        """Yield kind, name, time and value of every sample; of a link the mean since the one before."""
+        """Yield kind, name, time and value of every sample; of a link the mean since the one before.
+
+        Kinds are ``link`` and those of gauges; times are seconds on the job's clock, values shares of capacity
+        from 0 to 1.  Links that carried nothing have no rows, gauges none from before they were made.
+        """
         if self._clock.now > self._times[-1]:
             self._read()
         for index, link in enumerate(self._network.links):
@@ -74,6 +87,10 @@ class Sampling:
                     yield kind, name, time, value
 
     def _of_link(self, name: str, capacity: float, carried: Iterable[float]) -> Iterator[SampleRow]:
+        """Yield the samples of a link, whose bytes *carried* until each instant are given.
+
+        The share is of the nominal *capacity* in bytes/s, also while a fault has the link squeezed.
+        """
         before, last = 0.0, 0.0
         for time, total in zip(self._times, carried, strict=True):
             share = (total - last) / (capacity * (time - before)) if time > before else 0.0

@@ -1,4 +1,9 @@
-"""The prefill side of a handoff, on one rank: what is written when, and what became of it."""
+"""The prefill side of a handoff, on one rank: what is written when, and what became of it.
+
+A forward's end makes a chunk; a chunk is planned into writes, one for each decode rank that needs a part of it,
+or one a plane; each write goes through the queue of its room, straight to its pages or by a slot of a staging
+ring.  What is known of a room until it is over is `SenderRooms`'.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +100,10 @@ class KvSender(SenderRooms):
         self._succeeded = False  # whether one has since `progressed` was called
 
     def progressed(self) -> bool:
-        """Return whether a write is under way, or has succeeded since the last call."""
+        """Return whether a write is under way, or has succeeded since the last call.
+
+        It answers the router's pings: an instance whose writes go on is slow, not stalled.
+        """
         succeeded, self._succeeded = self._succeeded, False
         return succeeded or self._under_way > 0
 
@@ -149,7 +157,11 @@ class KvSender(SenderRooms):
             self._conclude(state)
 
     def grant(self, sender: str, message: Grant) -> None:
-        """Take note of a decode rank's answer to `Ask`, and let what waited for it go."""
+        """Take note of a decode rank's answer to `Ask`, and let what waited for it go.
+
+        A position of -1 is a no: the chunk goes unstaged, a piece a head, and no more slots are asked of that
+        rank for this room.  An answer about a room that is over is ignored.
+        """
         state = self._rooms.get(message.room)
         if state is None:
             return
@@ -180,7 +192,11 @@ class KvSender(SenderRooms):
         return -(-chunk.tokens // self.layout.page_size) - chunk.held
 
     def _share(self, chunk: Chunk) -> tuple[Runs, bool]:
-        """Return what of the runs of *chunk* this rank writes, and whether it writes no more of its room."""
+        """Return what of the runs of *chunk* this rank writes, and whether it writes no more of its room.
+
+        With context parallelism each of the ``cp`` ranks writes an equal part of the request's pages (`share`),
+        so a chunk may be all, some or none of a rank's; without, all is written by one of them.
+        """
         if not self._all_cp_ranks:
             return chunk.runs, chunk.last
         mine, start = share(self._pages(chunk), self._grid.cp, self._place.cp), chunk.first_page - chunk.held
@@ -191,7 +207,10 @@ class KvSender(SenderRooms):
         return cut(chunk.runs, first - start, end - first), end == mine.stop
 
     def _ask(self, state: SenderRoom, chunk: Chunk) -> None:
-        """Ask for the slots of *chunk*, where it can be staged."""
+        """Ask for the slots of *chunk*, where it can be staged.
+
+        It is asked when the forward begins, so that the answer is here at its end.
+        """
         rows, _ = self._share(chunk)
         for target in self.links.targets(chunk.decode):
             size = target.block(rows, self._limit)
@@ -228,6 +247,7 @@ class KvSender(SenderRooms):
         return [ChunkTransfer(state, chunk, target, piece, arrival) for piece in pieces]
 
     def _put(self, delivery: ChunkTransfer) -> None:
+        """Queue *delivery*, by its room or by the instance that it goes to, as the policy shards."""
         chunk = delivery.chunk
         self._queues.put(chunk.room if self._policy.shard == "room" else self.links.session(chunk.decode), delivery)
 
@@ -237,7 +257,11 @@ class KvSender(SenderRooms):
     # --- what a queue does ---
 
     def _deliver(self, delivery: ChunkTransfer, queue: int) -> Program | Transfer | None:
-        """Begin *delivery*; return what its queue waits for.  `_written` sees to a transfer that fails."""
+        """Begin *delivery*; return what its queue waits for.
+
+        That is the transfer or, of what takes several steps, a program; None if there is nothing to wait for, as
+        for a message or a room that has failed meanwhile.  `_written` sees to a transfer that fails.
+        """
         state, target, piece = delivery.state, delivery.target, delivery.piece
         if state.status is Status.FAILED:
             return None
@@ -253,7 +277,12 @@ class KvSender(SenderRooms):
         return self._write(delivery, batch, piece.path)
 
     def _planes(self, delivery: ChunkTransfer, piece: StagedPiece) -> Program:
-        """Write plane after plane: many at once, for as long as the endpoint knows what will come of it."""
+        """Write plane after plane: many at once, for as long as the endpoint knows what will come of it.
+
+        `Endpoint.foresee` gives a whole series for one event where nothing can interfere.  Something that does
+        cuts it, the write under way goes on as a transfer, and the rest is asked for again after a pause that
+        doubles with each refusal: asking costs as much as a write.
+        """
         state, target, endpoint = delivery.state, delivery.target, self._rank.endpoint
         notify, label = self._attached(delivery, piece.path)
         written, ask, pause = 0, 0, 1  # ask again after a pause, twice as long each time that it was in vain

@@ -1,4 +1,7 @@
-"""How to reach, or to start, the servers that `target=live` measures, as plain frozen data: the group `live`."""
+"""How to reach, or to start, the servers that `target=live` measures, as plain frozen data: the group `live`.
+
+Servers are spoken to by `backends.live`, with the workload and into the columns of every other target.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,16 @@ class Live:
     """A real serving deployment and how the client speaks to it.
 
     Name the servers in one of three ways: *url* for any OpenAI-compatible deployment (a router, or colocated
-    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on this
-    machine with dummy weights in the shape of ``model``.
+    servers), *prefill* and *decode* for a disaggregated pair of vLLM or SGLang, or *launch* to start servers on
+    this machine with dummy weights in the shape of ``model``.
 
-    Raise a `ValueError` that names the key for an unknown choice, a number out of range, an address without http,
-    token ids for a chat API, and a wrong number of bootstrap ports.
+    Of a pair the client is the proxy, too: a request goes to a prefill server first and then to a decode server,
+    or to both at once, as the engine's own proxy does it.  Addresses are those of HTTP servers, without a path.
+    Fields from *launch* on say how servers are started; they mean nothing for servers that run already.
+
+    Raises:
+        ValueError: an unknown choice, a number out of range, an address without http, token ids for a chat API, or a
+            wrong number of bootstrap ports; the message names the key.
     """
 
     engine: str = ""  # "vllm" or "sglang"; "" is any server with OpenAI's API

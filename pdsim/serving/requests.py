@@ -1,4 +1,8 @@
-"""What a request is, many of them in columns, and the streams of random numbers that workloads are drawn from."""
+"""What a request is, many of them in columns, and the streams of random numbers that workloads are drawn from.
+
+A workload makes requests (`pdsim.serving.workload`, `traces`, `sessions`), the router serves them, and results
+have a row for each, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,9 @@ class Request(NamedTuple):
     """One request.
 
     Tokens are counts, not ids.  A request of *output* 1 ends with its prefill.
+
+    Sessions and traces with *after* are closed loops: such a request comes *arrival* seconds after the one it
+    waits for has ended, whenever that is.
     """
 
     arrival: float  # seconds after the first could arrive
@@ -41,6 +48,9 @@ class RequestTable(Sequence[Request], Compact):
     Columns are arrays of one length, in the order of the requests: *arrival* and *patience* (seconds; NaN: stays),
     the *prompt* as `input` and *output* (tokens), *after*, *priority*.  Those that are None have `Request`'s
     default. *ends* and *hash_ids* are how many hashes there are up to the end of each request, and all of them.
+
+    A million requests as tuples take 100 MB and more, here 24.  Reading a request makes it; a slice shares the
+    columns.
     """
 
     def __init__(
@@ -66,7 +76,11 @@ class RequestTable(Sequence[Request], Compact):
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> RequestTable:
-        """Return *requests*, read one by one; themselves if they are a table."""
+        """Return *requests*, read one by one; themselves if they are a table.
+
+        Columns in which all requests have the default become None.  Hashes of more than 63 bits, which some
+        traces have, are kept as Python's numbers.
+        """
         if isinstance(requests, RequestTable):
             return requests
         arrival, patience = array("d"), array("d")
@@ -101,7 +115,11 @@ class RequestTable(Sequence[Request], Compact):
         )
 
     def but(self, **columns: npt.NDArray[Any] | None) -> RequestTable:
-        """Return the same requests with other *columns*; the arrays of the others are shared."""
+        """Return the same requests with other *columns*; the arrays of the others are shared.
+
+        Columns are named as the attributes, such as ``arrival``; each must have the table's length, but for
+        ``hash_ids``, or be None.
+        """
         own = {"prompt" if name == "input" else name: values for name, values in vars(self).items()}
         return RequestTable(**(own | columns))
 
@@ -130,7 +148,11 @@ class RequestTable(Sequence[Request], Compact):
         return tuple(self.hash_ids[first : int(self.ends[number])].tolist())
 
     def plain(self) -> list[list[float]]:
-        """Return rows of arrival, input and output: what a router is given."""
+        """Return rows of arrival, input and output: what a router is given.
+
+        Its other arguments (patience, hashes, *after*, priorities) are read from the columns, where there are
+        any.
+        """
         columns = self.arrival.tolist(), self.input.tolist(), self.output.tolist()
         return [list(row) for row in zip(*columns, strict=True)]
 

@@ -4,10 +4,15 @@ An allocation is max-min fair if and only if every flow has a *bottleneck*: a fu
 flow is faster (Bertsekas and Gallager, *Data Networks*, section 6.5.2).  So the state is, for each link that is a
 bottleneck, the *level* that it allows its flows, and for each path, the link that limits it.  After a change only
 levels that no longer hold are found anew.  `Waterfill` meets them on the way, because it fills in the order of
-rising
-level: a link is looked at when it lost or gained load, and a path whose limit still holds is never looked at.
+rising level: a link is looked at when it lost or gained load, and a path whose limit still holds is never looked
+at.
 
 Flows of one path are alike, so a path is solved once, whatever their number.
+
+Levels and capacities are in bytes/s.  A level of `OPEN` says that a link limits nobody at present; *free* is what
+is left of a link's capacity by the paths that have a rate, and *unset* the number of flows on it that have none
+yet.  All three are kept up to date by sums, never counted anew, but for a link that is resized or that has nobody
+left: there the sum is set right, so that rounding cannot grow.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ class Waterfill:
 
     Invariant between calls: every path with flows has a limit, a link that is full or the path's own cap, where none
     is faster; so rates are max-min fair.  The work of a call is in proportion to the paths whose limit changes.
+
+    The caller (`pdsim.fabric.flows.network.Network`) gathers all changes of one instant and calls `solve` once;
+    where one flow meets nobody, `enter_alone` and `leave_alone` do the same in constant time.
     """
 
     __slots__ = ("_near", "_now", "_opened", "_rising", "ends", "solves", "touched")
@@ -52,7 +60,11 @@ class Waterfill:
         self._rising = 0  # paths whose rate is to be found
 
     def solve(self, changed: Iterable[Path], resized: Iterable[Link], now: float) -> None:
-        """Find rates and ends at the time *now*, after paths gained or lost flows and links were resized."""
+        """Find rates and ends at the time *now*, after paths gained or lost flows and links were resized.
+
+        Each of *changed* says by `Path.flows` how many it has now; *resized* have their new capacity.  Afterwards
+        `ends` has an entry for each link whose next end may have changed.
+        """
         self.solves += 1
         self._now = now
         for link in resized:
@@ -175,7 +187,11 @@ class Waterfill:
                 link.free = link.capacity
 
     def _open(self, link: Link) -> None:
-        """Take back the rates of all paths that *link* limits."""
+        """Take back the rates of all paths that *link* limits.
+
+        Their other links get back what those paths took, and are to be looked at.  *was* keeps the level, by
+        which service is counted until now.
+        """
         near = self._near
         self._opened.append(link)
         link.was = level = link.level
@@ -218,7 +234,12 @@ class Waterfill:
         near.clear()
 
     def _fill_many(self) -> None:
-        """Do what `_fill` does, with a heap, where each link has one entry that counts: that of its `_key`."""
+        """Do what `_fill` does, with a heap, where each link has one entry that counts: that of its `key`.
+
+        A link's level can only rise as others settle below it, unless a level is taken back; so an entry is
+        checked when it comes up, and put back if it is out of date.  This takes logarithmic time a link where
+        `_fill` looks at all.
+        """
         heap: list[tuple[float, int, Link]] = []
         fresh = self._near
         while self._rising:
@@ -253,6 +274,10 @@ class Waterfill:
 
     def _settle(self, link: Link, level: float) -> None:
         """Let *link* limit its paths to *level*, unless others turn out to be in the way.
+
+        A path that another link allows more than *level* is limited here from now on, so that link is opened
+        first and this one comes up again.  A path that gets more than before by a link that settles takes from
+        its other links, so those that were settled are opened, too.
 
         Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
         """
@@ -304,7 +329,11 @@ class Waterfill:
             self._announce(link)
 
     def _announce(self, link: Link) -> None:
-        """Say when the next flow that *link* limits ends, unless an earlier time is queued, to be corrected then."""
+        """Say when the next flow that *link* limits ends.
+
+        An earlier time that is queued stays, and is corrected when it comes: so a link has few entries in the
+        heap, however often its rate changes.
+        """
         ahead = link.first_end - link.service
         level = link.level
         if ahead <= 0.0:

@@ -70,7 +70,11 @@ class StagingReceiver:
         return len(self._questions)
 
     def ask(self, sender: str, message: Ask) -> None:
-        """Answer at once or when there is room, but no later than `Staging.wait` from now."""
+        """Answer at once or when there is room, but no later than `Staging.wait` from now.
+
+        A block that is larger than the ring can never have a slot, and is refused at once; so is one that has
+        waited too long.  Slots are given in the order of the questions.
+        """
         key = message.room, message.writer, message.chunk
         self._questions[key] = _Question(sender, message.pages)
         try:
@@ -84,7 +88,11 @@ class StagingReceiver:
             self._answer(key, slot.position)
 
     def scatter(self, arrival: Arrival, done: Callable[[Arrival, str], None]) -> None:
-        """Copy the block that has arrived into its pages, free its slot, and call *done* with what went wrong."""
+        """Copy the block that has arrived into its pages, free its slot, and call *done* with what went wrong.
+
+        *done* is called with the arrival and "", or the text of the error, once the copy has ended, unless the
+        room was forgotten meanwhile.
+        """
         key = arrival.room, arrival.writer, arrival.chunk
         question = self._questions.get(key)
         if question is None or question.forgotten or key not in self.ring:
@@ -100,7 +108,10 @@ class StagingReceiver:
         copied.callbacks.append(lambda _: self._scattered(key, question, partial(done, arrival, "")))
 
     def give_back(self, message: Return) -> None:
-        """Free what a writer has of a room of which nothing moves any more."""
+        """Free what a writer has of a room of which nothing moves any more.
+
+        A slot that is being scattered is freed when that ends.
+        """
         for key, question in list(self._questions.items()):
             if key[:2] == (message.room, message.writer) and not question.scattering:
                 self._drop(key)
@@ -117,7 +128,12 @@ class StagingReceiver:
         self._advance()
 
     def forget(self, room: int) -> None:
-        """Scatter nothing more of *room*."""
+        """Scatter nothing more of *room*.
+
+        Questions without a slot are dropped.  Slots stay: a block may still land there, until its writer returns
+        them or is proven to be dead.  `Quiet` is reported when no copy of the room is under way, at once if none
+        is.
+        """
         busy = False
         for key, question in list(self._questions.items()):
             if key[0] == room:
@@ -139,6 +155,7 @@ class StagingReceiver:
             self._quiet(Quiet(key[0]))
 
     def _expire(self, key: _Key) -> None:
+        """Refuse a question that has waited for `Staging.wait` seconds, if it still waits."""
         if self.ring.withdraw(key):
             self._refuse(key)
             self._advance()
@@ -153,6 +170,7 @@ class StagingReceiver:
         self._rank.channel.send(self._questions[key].sender, encode(Grant(room, chunk, position)))
 
     def _advance(self) -> None:
+        """Answer those for whom there is room now, in the order of their questions."""
         for key, slot in self.ring.advance():
             self._answer(key, slot.position)
 
@@ -163,7 +181,11 @@ class StagingReceiver:
 
 
 def _plans(layout: KvLayout, index: int, rank_map: RankMap, exact: bool) -> Iterator[tuple[int, BlockPlan]]:
-    """Yield each writer that does not keep the same heads, and how its blocks are scattered."""
+    """Yield each writer that does not keep the same heads, and how its blocks are scattered.
+
+    Writers are ranks of a prefill group by index; those that keep the same heads write pages directly, and need
+    no plan.
+    """
     for writer in rank_map.writers(index):
         part = rank_map.part(writer, index)
         if part is not None and part.heads is not None and "kv" in part.components:

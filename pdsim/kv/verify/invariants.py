@@ -73,9 +73,14 @@ class Violation(NamedTuple):
 class InvariantChecker:
     """Watches one job.
 
-    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the rooms
-    of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one as
-    failed.
+    *allowed* says whether a rank may end with an error at a time, in seconds after the start.  *held* are the
+    rooms of which the completion of a transfer was held up, *broken_rooms* those of which the engine reports one
+    as failed.
+
+    It is told everything by the model (`pdsim.fabric.faults.Observer`), and wraps methods of the ranks' programs
+    that it is shown as they begin.  Which memory is whose is `OwnershipChecker`'s, what has been computed
+    `ComputedChecker`'s, what is left at the end `LeakChecker`'s.  After the run, `finish` adds what only the
+    results can tell.
     """
 
     def __init__(self, allowed: Callable[[str, str, float], bool] = lambda _, error, __: not error) -> None:
@@ -195,6 +200,8 @@ class InvariantChecker:
     # --- I1, I2, I6 ---
 
     def _watched(self, rank: str, report: Callable[..., None]) -> Callable[..., None]:
+        """Return *report*, the callback of a sender or receiver, with an eye on what it is called with."""
+
         def watch(message: Any, *more: Any) -> None:
             kind = type(message).__name__
             if kind in ("Sent", "Arrived"):
@@ -204,6 +211,11 @@ class InvariantChecker:
         return watch
 
     def _on_report(self, rank: str, kind: str, message: Any) -> None:
+        """Check that a room ends in one way on a rank (I1), and that what is wrong with its bytes is a violation.
+
+        A receiver that finds other bytes than were sent fails the room, as it should; that it happened is the
+        violation (I2, or I6 for metadata).
+        """
         end = "failed" if message.reason else "succeeded"
         before = self._reports.setdefault((rank, message.room), end)
         if before != end:
@@ -293,6 +305,10 @@ class InvariantChecker:
         setattr(part, action, watch)
 
     def _check_order(self) -> None:
+        """Check that the ranks of one life took up the same rooms and chunks in the same order (I7).
+
+        They follow one leader, and work that depends on its order, such as collectives, would deadlock otherwise.
+        """
         for number, (member, order) in enumerate(self._orders):
             for other, theirs in self._orders[number + 1 :]:
                 if member.life and member.life == other.life:
@@ -305,6 +321,7 @@ class InvariantChecker:
     # --- I8 ---
 
     def _on_stop(self, *_: Any) -> None:
+        """Check at the first `Stop` that all ranks that still run have given everything back (I8)."""
         if self._stopped or not self._rooms:
             return
         self._stopped = True

@@ -53,7 +53,13 @@ _ROUNDING = 1e-9
 
 
 class LawChecker:
-    """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken."""
+    """Watches the jobs of one run, one after the other; `violations` has a line for each law that was broken.
+
+    It is an observer of the model (`pdsim.fabric.faults.Observer`): it is told what is posted, read and landed,
+    and sees every control message.  Of schedulers it wraps the methods that plan a forward and that enter the
+    batch, on the object, so it sees their arguments and changes nothing: a run has the same times with and
+    without.
+    """
 
     def __init__(self) -> None:
         refuse_compiled("checks=on")
@@ -116,6 +122,7 @@ class LawChecker:
     # --- laws ---
 
     def _move(self, verb: str, batch: Batch, label: str) -> None:
+        """Count bytes of *batch* that are read or land; of a label never more than were posted."""
         moved = self._moved[verb, label] = self._moved.get((verb, label), 0) + batch.nbytes
         if moved > self._posted.get(label, 0):
             self._found("bytes", f"{moved} bytes of {label!r} were {verb}, {self._posted.get(label, 0)} were posted")
@@ -133,6 +140,11 @@ class LawChecker:
         return pieces
 
     def _planned(self, plan: Callable[[], Any], pieces: list[tuple[int, int]]) -> Any:
+        """Check that a forward goes on where the last one of each of its rooms has ended.
+
+        A room's first forward may begin after tokens that were cached; from there on, each token is computed
+        once, in order.
+        """
         forward = plan()
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
@@ -144,6 +156,7 @@ class LawChecker:
         return forward
 
     def _entered(self, member: Any, join: Callable[..., None], number: int, context: int, steps: int) -> None:
+        """Check that a request enters the batch with as many tokens, there and to come, as its user asked for."""
         request = self._rooms.get(number)
         if request is not None and context + steps != request.input + request.output:
             self._found("tokens", f"room {number} is decoded to {context + steps} tokens on {member.rank.name}, of "
@@ -151,6 +164,7 @@ class LawChecker:
         join(number, context, steps)
 
     def _finished(self, sender: str, message: Finished) -> None:
+        """Check a request at its end: computed in full, its phases in order, and no page lost or owned twice."""
         request = self._rooms.get(message.room)
         if request is None:
             self._found("requests", f"room {message.room} ended on {sender}, and was never sent out")

@@ -64,7 +64,12 @@ class LeakChecker:
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
     def check(self, name: str) -> None:
-        """Check what rank *name* has left."""
+        """Check what rank *name* has left, now that all requests are over.
+
+        No container of its objects may have grown since `begin` but those that name peers, and of these only
+        where an instance was lost; no region may be registered more; pages free and owned must be all there are,
+        and a router must count no tokens as outstanding.
+        """
         member, before = self._members[name], self._before[name]
         for path, container in _containers(member):
             grown = len(container) - before.get(path, 0)
@@ -78,7 +83,11 @@ class LeakChecker:
         self._check_load(name, member)
 
     def _is_of_peers(self, container: Any) -> bool:
-        """Return whether *container* names nothing but peers that there are, each of them once."""
+        """Return whether *container* names nothing but peers that there are, each of them once.
+
+        An instance that was lost and has come back is met anew, so what names the life of a peer may be larger
+        than before.
+        """
         named = [entry if isinstance(entry, tuple) else (entry,) for entry in container]
         if not all(isinstance(name, str) for names in named for name in names):
             return False
@@ -122,11 +131,16 @@ def _regions(member: Any) -> int:
 
 
 def _census(member: Any) -> dict[str, int]:
+    """Return how many entries each container of *member* has, by its path."""
     return {path: len(container) for path, container in _containers(member)}
 
 
 def _containers(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every container that *root* and the protocol's objects in it hold, with its path."""
+    """Yield every container that *root* and the protocol's objects in it hold, with its path.
+
+    Objects are followed through attributes, slots and lists, each once.  What is not the protocol's own is left
+    out: the clock, the device, the endpoint.
+    """
     todo, seen = [("", root)], {id(root)}
     while todo:
         path, holder = todo.pop()
@@ -161,6 +175,10 @@ def _room_numbers(container: Iterable[Any]) -> list[int]:
 
 
 def _room_number(entry: Any) -> int | None:
+    """Return the room that an entry of a container is about, None if it says none.
+
+    It may be the number itself, begin with it, or have it as an attribute, perhaps of its request or chunk.
+    """
     if isinstance(entry, tuple) and entry:
         entry = entry[0]
     for name in ("request", "chunk"):

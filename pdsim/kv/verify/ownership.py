@@ -26,7 +26,16 @@ _AUX_ENDS = np.cumsum(np.array(AUX_ROWS, np.int64))
 
 
 class OwnershipChecker:
-    """Tells *found*, with an invariant (I3, I4 or I6) and a text, of what is touched and not the room's that does."""
+    """Watches whose memory bytes are read from, land on, and are copied between.
+
+    It calls *found* with an invariant (I3, I4 or I6) and a text for each piece that touches memory of no room, or
+    of another room than the transfer's.  *computed* is asked whether what is read at prefill is there already
+    (I10).
+
+    A transfer's room is the number that its label begins with.  The owner of a row is looked up in the pools of
+    the leader at the instant of the access: so a page that is given to the next room one event too early is seen,
+    although the bytes that land on it are right.
+    """
 
     def __init__(self, found: Callable[[str, str], None], computed: ComputedChecker) -> None:
         self._found = found
@@ -68,7 +77,10 @@ class OwnershipChecker:
             self._check_rows("gathered from", layout, gathered[1], rank, batch.source_offset, batch.size)
 
     def _watched(self, gather: Callable[[Any, Batch], Any]) -> Callable[[Any, Batch], Any]:
-        """Return *gather*, having noted which room each copy is for: the device does not know."""
+        """Return *gather*, having noted which room each copy is for: the device does not know.
+
+        The batch itself is kept beside its identity, so that no other gets that identity meanwhile.
+        """
 
         def watch(state: Any, batch: Batch) -> Any:
             self._gathers[id(batch)] = batch, state.room
@@ -83,11 +95,13 @@ class OwnershipChecker:
         return next((leader for leader in known if life and leader.life == life), None)
 
     def _check(self, verb: str, rank: str, label: str, offsets: Any, sizes: Any) -> None:
+        """Check pieces of the pool of *rank*, in bytes from its start, moved for the room that *label* names."""
         member = self._members[rank]
         part = member.sender if hasattr(member, "sender") else member.receiver
         self._check_rows(verb, part.layout, int(label.partition("/")[0]), rank, offsets, sizes)
 
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
+        """Check that the rows of *layout*'s tables, and the metadata slots, that pieces touch are those of *room*."""
         leader = self._leader(rank)
         if leader is None:
             self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")
@@ -107,7 +121,11 @@ class OwnershipChecker:
     def _check_computed(
         self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any
     ) -> None:
-        """Check that what is read on a prefill rank has been computed there: of keys and values, the tokens in it."""
+        """Check that what is read on a prefill rank has been computed there.
+
+        Of keys and values, these are the tokens in the last page that is read; of state and metadata, all of the
+        room's.
+        """
         request = leader._rooms.get(room) or getattr(leader, "_lent", {}).get(room)
         if request is None:
             return  # over: whose pages these are says I3
@@ -120,13 +138,17 @@ class OwnershipChecker:
         self._computed.check(verb, rank, room, tokens)
 
     def _check_aux(self, verb: str, leader: Any, layout: KvLayout, room: int, rank: str, offsets: Any) -> None:
+        """Check that the rows of first-token metadata that are touched are of the room's own slot (I6)."""
         inside = offsets[(offsets >= layout.kv_bytes) & (offsets < layout.kv_bytes + _AUX_ENDS[-1] * layout.slots)]
         foreign = _slots(layout, inside) - {leader.slots.owners.get(room)}
         if foreign:
             self._found("I6", f"room {room} {verb} metadata slot {min(foreign)} of {rank}, which is not its own")
 
     def _check_slot(self, batch: Batch, label: str) -> None:
-        """Check that what lands in a staging ring lies in the slot of its room, writer and chunk, and in no other."""
+        """Check that what lands in a staging ring lies in the slot of its room, writer and chunk.
+
+        It must lie in no other, be in one piece within the ring, and slots must not overlap.
+        """
         rank, (room, chunk) = batch.target.owner, map(int, label.split("/")[:2])
         ring = self._members[rank].receiver.landing.ring
         key = room, int(batch.source.owner.partition(".")[2]), chunk
@@ -172,7 +194,10 @@ def _slots(layout: KvLayout, offsets: Any) -> set[int]:
 
 
 def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
-    """Return the owners of the rows of *table*, and what they own."""
+    """Return the owners of the rows of *table*, and what they own.
+
+    Keys and values, and the index, are of pages; the window and the state have pools of their own.
+    """
     if table.component in ("kv", "index"):
         owned: dict[int, Any] = leader.pages.owners
     elif table.component == "window":

@@ -1,7 +1,12 @@
 """Fit `Kernels` to what was measured, and say how far off they are where they were not fitted.
 
 Every second size of an operator is held out, and all whole forwards.  Fits minimise relative errors, robustly:
-`scipy.optimize.least_squares` on the logarithms of positive parameters (`pdsim profile` asks for SciPy first).
+`scipy.optimize.least_squares` with its ``soft_l1`` loss, on the logarithms of positive parameters (`pdsim
+profile` asks for SciPy first).
+
+A row is one measured point, as `pdsim profile` writes them and `pdsim.serving.compute.published` makes them of
+the tables of others: the operator, its sizes as integers (0 where one has no meaning), and seconds (median, least
+and most).  ``round`` is 0 but for repetitions, which only tell how stable the GPU was.
 """
 
 from __future__ import annotations
@@ -46,7 +51,10 @@ _BEST = {"prefill": (*_FULL, ""), "mla_prefill": (*_FULL, "absorbed"), "decode":
 
 @dataclass(frozen=True)
 class Errors:
-    """How far off *what* is: medians and 95th percentiles of the absolute relative error, of *count* rows."""
+    """How far off *what* is: medians and 95th percentiles of the absolute relative error, of *count* rows.
+
+    All are of the model's seconds over the measured ones, less 1: 0.05 is five per cent too slow.
+    """
 
     what: str
     count: int
@@ -57,7 +65,11 @@ class Errors:
 
 @dataclass(frozen=True)
 class KernelFit:
-    """*kernels*, and their *errors*: of rows fitted to, held out, of whole forwards, and of a model left out."""
+    """*kernels*, and their *errors*: of rows fitted to, held out, of whole forwards, and of a model left out.
+
+    Only the last three are predictions.  The errors of a model left out are those of its forwards by kernels
+    fitted to the rows of all other models.
+    """
 
     kernels: Kernels
     errors: Sequence[Errors]
@@ -87,7 +99,13 @@ def rows_of(texts: Iterable[Mapping[str, str]]) -> list[Row]:
 def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
     """Return what fits *rows* of a GPU with these *peaks*, and its errors.
 
-    Raise a `ConfigError` if there are no matrix products or no attention to fit to.
+    Operators are fitted one by one, so a whole forward, which is never fitted to, tests that their sum is right.
+    Its one parameter of its own, the launch of a layer kernel by kernel, is the least that was measured
+    (`layer_launch`).  Errors of a model left out are given where the others have products and attention to fit
+    to.
+
+    Raises:
+        ConfigError: there are no matrix products or no attention to fit to.
     """
     fitted, held = split(rows)
     kernels = replace(_kernels(fitted, peaks, gpu), layer_launch=layer_launch(rows))
@@ -104,7 +122,12 @@ def fit(rows: Sequence[Row], peaks: Peaks, gpu: str = "") -> KernelFit:
 
 
 def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of operators to fit to, and those held out: every second size, all others' kernels left out."""
+    """Return the rows of operators to fit to, and those held out.
+
+    Sizes of equal operators are sorted, and every second one is held out; of two sizes, every second place of
+    their checkerboard.  Rows of kernels that an engine would not choose are in neither: of attention the first of
+    `_BEST` that there is counts, of an all-reduce the fastest.
+    """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for operator in dict.fromkeys(str(row["operator"]) for row in rows):
         if operator in ("step", "forward", "launch"):
@@ -178,6 +201,7 @@ _TILES |= {"experts": (0, 8, 16, 32, 64), "experts_fp8": (0, 8, 16, 32, 64)}
 
 
 def _kernels(rows: Sequence[Row], peaks: Peaks, gpu: str) -> Kernels:
+    """Return kernels fitted to *rows*, an operator each; one with fewer than three rows is left out."""
     found: dict[str, Any] = {}
     for name, parts in _PARTS.items():
         mine = [row for row in rows if _operator(row) == name]
@@ -197,7 +221,11 @@ _SHAPES = 200
 
 
 def _corrections(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> dict[str, Correction]:
-    """Return what *rows* of products take over what *kernels* say, by shape."""
+    """Return what *rows* of products take over what *kernels* say, by shape.
+
+    A shape ("n x k", and its type) has a factor at each number of tokens that was measured, to three digits.  A
+    roof is one line for all shapes; what a library chooses for one of them may be well off it.
+    """
     shapes: dict[str, dict[int, float]] = {}
     for row in rows:
         if row["operator"] == "gemm":
@@ -218,7 +246,13 @@ def _operator(row: Row) -> str:
 
 
 def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
-    """Return the roof that fits *rows* best, of all tiles that are tried."""
+    """Return the roof that fits *rows* best, of all tiles that are tried.
+
+    The time is ``launch + count * part + (compute**p + memory**p)**(1/p)``: a blend of the two roofs that is
+    their sum for ``p = 1`` and their maximum for large *p*.  *parts* says which of the two an operator has,
+    *count* is its number of experts.  A tile is the number of rows that a kernel rounds its tokens up to, 0 for
+    none; it is not differentiable, so every one of `_TILES` is fitted and the best taken.
+    """
     from scipy.optimize import least_squares
 
     seconds = np.log([row["seconds"] for row in rows])
@@ -256,7 +290,7 @@ def _roof(name: str, parts: str, rows: Sequence[Row], peaks: Peaks) -> Roof:
 
 
 def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
-    """Return the all-reduce among *gpus* that fits *rows*."""
+    """Return the all-reduce among *gpus* that fits *rows*: a latency in seconds, and bytes/s of the tensor."""
     from scipy.optimize import least_squares
 
     mine = [row for row in rows if row["operator"] == "allreduce" and row["gpus"] == gpus]
@@ -272,7 +306,13 @@ def _ring(rows: Sequence[Row], gpus: int) -> AllReduce:
 
 
 def work(row: Row, tile: int = 0) -> tuple[float, float]:
-    """Return the arithmetic and the bytes of an operator's *row*, as `OperatorForward` counts them."""
+    """Return the arithmetic and the bytes of an operator's *row*, as `OperatorForward` counts them.
+
+    Arithmetic is in operations (a multiplication and an addition are two), with the tokens of products rounded up
+    to *tile*; bytes are those read and written in memory once, two an element or one in FP8.  Causal attention of
+    a prompt counts each pair of tokens once, ``tokens * context + tokens * (tokens + 1) / 2``; decode reads the
+    keys and values of the whole context.
+    """
     tokens, n, k, heads, kv = (row[name] for name in ("tokens", "n", "k", "heads", "kv_heads"))
     batch, context, width, value = (row[name] for name in ("batch", "context", "head_dim", "value_dim"))
     name = _operator(row)
@@ -309,6 +349,7 @@ def work(row: Row, tile: int = 0) -> tuple[float, float]:
 
 
 def _of_operators(kernels: Kernels, fitted: Sequence[Row], held: Sequence[Row], peaks: Peaks) -> Iterator[Errors]:
+    """Yield the errors of each operator, of the rows that it was fitted to and of those held out."""
     for name in [*_PARTS, "allreduce"]:
         for rows, where in ((fitted, "fitted to"), (held, "held out")):
             ratios = [_seconds(kernels, row, peaks) / row["seconds"] for row in rows if _operator(row) == name]
@@ -351,7 +392,11 @@ def _of_forwards(kernels: Kernels, rows: Sequence[Row], peaks: Peaks) -> Iterato
 
 
 def forward_of(kernels: Kernels, row: Row, peaks: Peaks) -> OperatorForward:
-    """Return the forward of the decoder in *row*: a shard, as if it were the whole of a model."""
+    """Return the forward of the decoder in *row*: a shard, as if it were the whole of a model.
+
+    With tensor parallelism a rank has fewer heads and narrower matrices, and that is what was measured: the row's
+    own sizes are the model's.  ``hit`` stands for the size of the vocabulary in such rows.
+    """
     widths = {"intermediate_size": row["n"], "vocab_size": row["hit"], "moe_intermediate_size": row["width"]}
     model = Llm(
         name=str(row["model"]), parameters=1, active=1, layers=row["layers"], hidden=row["k"], heads=row["heads"],
@@ -371,6 +416,7 @@ def layer_launch(rows: Sequence[Row]) -> float:
 
 
 def _errors(what: str, ratios: Sequence[float]) -> Errors:
+    """Return the errors of the model's seconds over the measured ones, *ratios*."""
     apart = np.array(ratios) - 1.0
     found = (np.median(np.abs(apart)), np.percentile(np.abs(apart), 95), np.median(apart))
     return Errors(what, len(ratios), *(float(value) for value in found))

@@ -1,6 +1,9 @@
 """Rows as `pdsim profile` measures them, made of tables that others published, so that one fit reads both.
 
 What tables and rows call differently is translated here.  Of matrix products those of a model's widths are taken.
+The tables are aiconfigurator's (`pdsim.serving.compute.operators`), whose latencies are milliseconds; they give
+one number a point, so a row's least and most are its median.  A function below makes a row of a table's line, or
+returns None for one that no modelled engine runs.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ _LATENT, _RANK = 576, 512  # elements of a latent row, and of its value: the tab
 
 
 def rows(operators: Operators) -> Iterator[Row]:
-    """Yield the rows of *operators* in bf16, and in FP8 with scales of blocks those of products and experts."""
+    """Yield the rows of *operators* in bf16, and in FP8 with scales of blocks those of products and experts.
+
+    Tables that are not there are left out.  The rows have all columns of `pdsim.serving.compute.kernel_fit`, 0 or
+    empty where they say nothing.
+    """
     for name, make in (
         ("gemm", _gemm), ("prefill", _prefill), ("decode", _decode), ("prefill_mla", _latent_prefill),
         ("decode_mla", _latent_decode), ("moe", _experts), ("allreduce", _allreduce),
@@ -47,6 +54,7 @@ def _whole_number(size: int) -> bool:
 
 
 def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row of a product, of widths between `_NARROWEST` and `_WIDEST`."""
     m, n, k = (int(row[name]) for name in ("m", "n", "k"))
     usual = min(n, k) >= _NARROWEST and max(n, k) <= _WIDEST and _whole_number(m)
     if row["gemm_dtype"] not in _DTYPES or not usual:
@@ -55,6 +63,7 @@ def _gemm(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _plain(row: dict[str, Any]) -> bool:
+    """Return whether attention of *row* has queries, keys and values in bf16."""
     types = [row[name] for name in ("attn_dtype", "mla_dtype", "kv_cache_dtype") if name in row]
     return all(each == "bfloat16" for each in types)
 
@@ -66,12 +75,14 @@ def _heads(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prefill(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row of one whole prompt of 128 tokens and more, without context; shorter ones are all launch."""
     if not _plain(row) or row["batch_size"] != 1 or row["step"] or row["isl"] < 128:
         return None
     return {**_heads(row), "operator": "prefill", "tokens": int(row["isl"])}
 
 
 def _decode(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row of one step; ``step`` counts the tokens before it, so the context is one more."""
     if not _plain(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
         return None
     return {**_heads(row), "operator": "decode", "batch": int(row["batch_size"]), "context": int(row["step"]) + 1}
@@ -90,6 +101,7 @@ def _latent_prefill(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _latent_decode(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row of one step of latent attention, whose cache has one head of `_LATENT` elements."""
     if not _plain(row) or not 127 <= row["step"] <= 32767 or row["batch_size"] > 512:
         return None
     sizes = {"batch": int(row["batch_size"]), "context": int(row["step"]) + 1, "heads": int(row["num_heads"])}
@@ -109,6 +121,7 @@ def _experts(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _allreduce(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a row of an all-reduce from a CUDA graph; *message_size* is in elements, of rows of 1024."""
     if not str(row["backend"]).endswith("graph") or row["message_size"] < 1024:
         return None
     size = {"tokens": int(row["message_size"]) // 1024, "n": 1024}
