@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """What the *first* descriptors of a batch cost *extra* seconds, each: doorbells of idle queue pairs, cold caches.
+    """The *first* descriptors of a batch cost *extra* seconds each: doorbells of idle queue pairs, cold caches.
 
     A batch of *n* descriptors pays ``min(n, first) * extra`` on top of `EngineModel.posting`; several ramps add up.
     Published tables show the need: on Thor2 the cost of a descriptor falls over the first 16 queue pairs

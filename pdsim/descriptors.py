@@ -62,7 +62,7 @@ def check_inside(region: Extent, offset: Int64s, size: Int64s, side: str) -> Non
 
 
 _PART = 1 << 13
-"""Descriptors compared at a time: what that needs stays in the cache, and is not fetched from the system each time."""
+"""Descriptors compared at a time: few enough for the arrays to stay in the processor's cache."""
 
 
 def _ascending(offset: Int64s, size: Int64s) -> bool:

@@ -99,7 +99,10 @@ class PeerLost(TransferError):
 
 
 class TransferTimeout(TransferError):
-    """The deadline passed first.  No engine can recall bytes, so they may still land: wait for `Transfer.settled`."""
+    """The deadline passed first.
+
+    No engine can recall bytes, so they may still land: wait for `Transfer.settled` before memory is reused.
+    """
 
 
 class TransferFailed(TransferError):

@@ -99,7 +99,7 @@ def _shown(config: Config, *, quiet: bool, progress: ShowProgress | None) -> Ite
 
 
 def recovered(folder: Path) -> bool:
-    """Write the files of the run in *folder*, which was killed, from what its journals have; return whether it could.
+    """Write the files of the run in *folder*, which was killed, from its journals; return whether that was possible.
 
     The folder stays marked incomplete, and the first of its failures says how many requests had ended.  It holds for
     experiments that name a function ``partial``, such as `serve`.

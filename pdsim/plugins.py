@@ -95,7 +95,8 @@ def resolve(group: str, name: str) -> Any:
     found = _found(group)
     if name not in found:
         raise ConfigError(
-            f"nothing is registered as {name!r} under the entry-point group {group!r}; {instead(name, sorted(found))}"
+            f"nothing is registered as {name!r} under the entry-point group {group!r}; "
+            f"{instead(name, sorted(found))}"
         )
     try:
         return found[name].load()

@@ -57,7 +57,7 @@ class Meter:
             self._show(share, text)
 
     def simulated(self, now: float, done: int, of: int) -> None:
-        """Show the virtual time *now*, and that *done* of *of* pieces of the job's work are done; 0 of 0 is unknown."""
+        """Show the virtual time *now*, and that *done* of *of* pieces of work are done; 0 of 0 is unknown."""
         self._within(done, of, f" ({format_time(now)} simulated)")
 
     def measured(self, now: float, done: int, of: int) -> None:  # noqa: ARG002  both targets call it alike

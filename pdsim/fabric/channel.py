@@ -187,7 +187,7 @@ class SimChannel:
             self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
-        """Give *message* to whoever receives it, unless the channel is closed by now; later if the rank is paused."""
+        """Give *message* to its receiver, unless the channel is closed by now; later if the rank is paused."""
         if self.closed:
             return
         if self._clock.paused:

@@ -306,7 +306,10 @@ class _Core:
         return None
 
     def _carry(self, call: _Call) -> None:
-        """Start the flows of *call*: ring neighbours exchange all pieces but their own, direct peers one piece each."""
+        """Start the flows of *call*.
+
+        Ring neighbours exchange all pieces but their own; direct peers send each other one piece.
+        """
         if call.done:
             return
         kind, size, others = call.one.kind, call.one.size, len(self.names) - 1

@@ -1,4 +1,9 @@
-"""What an endpoint keeps of its regions, its peers and its transfers.  The rules are in `pdsim.fabric.sim_endpoint`."""
+"""What an endpoint keeps of its peers and its transfers.
+
+A `Connection` is to one life of a peer, a `SimTransfer` holds the memory of both sides until it has settled, and
+`Visitors` know which lives of peers may still write here.  The rules are in `pdsim.fabric.initiator` and
+`pdsim.fabric.sim_endpoint`.
+"""
 
 from __future__ import annotations
 

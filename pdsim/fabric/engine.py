@@ -186,7 +186,7 @@ class _Wire:
 
 
 class SeriesSteps:
-    """When each of *count* equal transfers begins and ends that are posted one after the other, nothing in their way.
+    """When each of *count* equal transfers begins and ends, posted one after the other with nothing in their way.
 
     Each is posted when the one before is complete; with *overlap* its flow begins then, else when it is posted.
     """
@@ -298,7 +298,7 @@ class SendQueue:
             self._waiting.append(posting)
         else:
             raise SendQueueFull(
-                f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine takes "
+                f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine "
                 f"{self.model.depth} and refuses more; send smaller batches or fewer at once"
             )
         return posting

@@ -166,7 +166,7 @@ class Chance:
         return at
 
     def breaks(self) -> float | None:
-        """Return the share of the bytes of the next transfer that move before the engine reports a failure, or None."""
+        """Return the share of the next transfer's bytes that move before the engine reports a failure, or None."""
         if self._calm or not self._faults.broken or next(self._breaks) >= self._faults.broken:
             return None
         kind = 3 * next(self._breaks)
@@ -177,7 +177,7 @@ class Chance:
         return 0.0 if self._calm else _held(self._lateness, self._faults.late, self._faults.lateness)
 
     def parts(self, nbytes: int, seconds: float) -> Iterator[tuple[int, int, float, float]]:
-        """Yield the parts in which a transfer of *nbytes* moves, each with the first byte and the one after the last.
+        """Yield the parts in which a transfer of *nbytes* moves, each from its first byte to the one after its last.
 
         After how long the source of the part is read follows, and after how long its target is written, if the
         transfer may take *seconds*: either at once, at some time in between or, as good as never, at the end.

@@ -55,12 +55,12 @@ class Columns:
         return {copy: name for name, copies in self.copies.items() for copy in copies}
 
     def meet(self, name: str, other: str) -> None:
-        """Take note that these two ranks move bytes between each other, which must be in the same column or in none."""
+        """Take note that these two ranks move bytes between them: they must be in one column, or in none."""
         if (name in self.copies) != (other in self.copies):
             self.crossings.append(f"{name} and {other}")
 
     def unfold(self, links: Iterable[Link]) -> Iterator[tuple[str, Link]]:
-        """Yield name and stand-in of all links that the job would have with every rank, in the order of their making.
+        """Yield name and stand-in of all links that the job would have with every rank, in the order of making.
 
         *links* are those that it has.  Those of send queues are made as ranks connect, which ranks that are alike do
         one after the other.
@@ -163,7 +163,7 @@ def _routes(sites: Sequence[Site], topology: Topology, engine: Engine) -> Iterat
 
 
 def _alike(columns: Sequence[Sequence[Route]]) -> dict[Link, Link] | None:
-    """Return the link of the first of *columns* for each link of the others; None unless they are alike and apart."""
+    """Return the link of the first of *columns* for each of the others; None unless they are alike and apart."""
     found: dict[Link, Link] = {}
     first = columns[0]
     mine = {link for route in first for link in route.links}

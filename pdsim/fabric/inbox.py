@@ -36,7 +36,7 @@ class NotificationInbox:
             self._hardware.call_at(self.host_latency.acts(self._hardware.now), self._wake_with, notification)
 
     def notify_at(self, at: float, notification: Notification) -> None:
-        """Deliver *notification* at the time *at* in seconds, when the rank acts upon it; at once if that is past."""
+        """Deliver *notification* at the time *at* in seconds, when the rank acts upon it; now if that is past."""
         if at > self._hardware.now:
             self._hardware.call_at(at, self._wake_with, notification)
         else:

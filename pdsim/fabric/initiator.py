@@ -105,10 +105,11 @@ class Initiator:
         return transfer
 
     def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes, label: str) -> SimSeries | None:
-        """Begin *count* writes like that of *batch* if their times are known; see `pdsim.transfer.Endpoint.foresee`.
+        """Begin *count* writes like that of *batch*, if their times are known.
 
-        They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
-        nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.
+        The contract is that of `pdsim.transfer.Endpoint.foresee`.  They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
+        nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.  Otherwise return None, having changed
+        nothing.
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._regions.local(batch.source), connection.remote
@@ -132,7 +133,10 @@ class Initiator:
         return series
 
     def disconnect(self, remote: Remote) -> None:
-        """Abort what is posted to *remote*, which has ended; its transfers fail when that is noticed."""
+        """Abort what is posted to *remote*, which has ended; its transfers fail when that is noticed.
+
+        Their flows leave the links at once: no byte lands after the end of its target.
+        """
         for number, flight in self.posted.moving.items():
             if flight.connection.remote is remote and flight.posting is not None:
                 flight.connection.send_queue.abort(flight.posting)
@@ -168,7 +172,11 @@ class Initiator:
         return posting
 
     def _on_complete(self, posting: Posting) -> None:
-        """Bytes first, then the notification, then the event that the poster waits for."""
+        """Complete the transfer of *posting*: bytes first, then the notification, then the poster's event.
+
+        So whoever is told finds the bytes.  A region that its owner has withdrawn meanwhile fails the transfer,
+        and so does a fault that breaks it, after some of its bytes.
+        """
         flight = self.posted.moving[posting.tag]
         there = flight.connection.remote
         buffers = flight.buffers()
@@ -208,12 +216,14 @@ class Initiator:
         clock.call_at(max(clock.now, remote.ended + DETECTION), self._on_lost, number)
 
     def _on_lost(self, number: int) -> None:
+        """Fail transfer *number*, whose peer has ended, unless this endpoint has ended meanwhile."""
         flight = self.posted.moving.get(number)
         if flight is not None:  # else this endpoint has ended meanwhile
             error = PeerLost(f"{flight.connection.remote.name} is gone")
             self.posted.fail(number, error)
 
     def _refuse(self, number: int, flight: SimTransfer, error: TransferError) -> None:
+        """Fail *flight* at once with *error*: the send queue is full, and nothing of it was posted."""
         self.posted.quiesce(number, error)
         flight.transfer.fail(error)
         flight.transfer.settled.succeed()
@@ -221,7 +231,11 @@ class Initiator:
     def _report(
         self, flight: SimTransfer, last: bool, submitted: Times, posted: Times, ended: Times, complete: Times
     ) -> None:
-        """Report writes of a series like *flight* that are complete, *last* if no other of it is under way."""
+        """Report writes of a series like *flight* that are complete.
+
+        *last* says that no other of it is under way; times are those of `SimSeries`.  The peer's rank is told of
+        all of them, as one `Repeated`, when it has acted upon the last.
+        """
         series, self.series = self.series, None
         assert series is not None
         count = self.posted.record_series(flight, submitted, posted, complete)
@@ -237,7 +251,10 @@ class Initiator:
                 inbox.notify_at(now, Repeated(self.name, flight.notify, count))
 
     def _resume(self, flight: SimTransfer, stages: Stages, flow: Flow | None) -> Transfer:
-        """Make *flight* the write of a series that is under way."""
+        """Make *flight* the write of a series that is under way, with the times of its *stages*; return it.
+
+        It goes on as if it had been posted by `start` at its time.
+        """
         batch = flight.transfer.batch
         flight.submitted = stages[0]
         number = self.posted.add(flight)
@@ -247,13 +264,18 @@ class Initiator:
         return flight.transfer
 
     def _check_peer(self, peer: Peer, region: Region) -> Connection:
+        """Return the connection of *peer*.
+
+        Raise an `InvalidBatch` if the peer was not connected here, or *region* was not in the address it was
+        connected with.
+        """
         connection: Any = peer.handle
         if not isinstance(connection, Connection) or connection.owner is not self:
             raise InvalidBatch(f"peer {peer.name} is not connected to {self.name}; pass what its connect() returned")
         known = peer.regions.get(region.name)
         if known is not region and known != region:
             raise InvalidBatch(
-                f"region {region.owner}/{region.name} is not in the address of {peer.name} that was connected; connect "
-                f"again with a newer one"
+                f"region {region.owner}/{region.name} is not in the address of {peer.name} that was connected; "
+                f"connect again with a newer one"
             )
         return connection

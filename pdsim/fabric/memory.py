@@ -50,7 +50,7 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 LAUNCH = 3e-6
-"""Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's constant of a memory kernel."""
+"""Seconds from asking for a copy kernel to its first byte.  Published: aiconfigurator's for a memory kernel."""
 
 POOLS = ("default", SYMMETRIC, "nvlink")
 
@@ -174,7 +174,8 @@ class DeviceMemory:
             raise ValueError(f"size={size} must be > 0")
         if self._pool_used[pool] + size > self._limit[pool]:
             raise OutOfMemory(
-                f"{format_size(size)} do not fit in pool {pool!r} of {self.name}: {format_size(self._pool_used[pool])} "
+                f"{format_size(size)} do not fit in pool {pool!r} of {self.name}: "
+                f"{format_size(self._pool_used[pool])} "
                 f"of {format_size(self._limit[pool])} are in use; free some or take less"
             )
         buffer = SimBuffer(self, self._take(size), size, pool)
@@ -212,14 +213,15 @@ class DeviceMemory:
         return {pool: peak / self._limit[pool] for pool, peak in self._peak.items() if peak}
 
     def _take(self, size: int) -> int:
-        """Return the address of the first gap that has *size* bytes, and take them; raise `OutOfMemory` if none has."""
+        """Take *size* bytes of the first gap that has them; return the address.  Raise `OutOfMemory` if none has."""
         for index, (address, room) in enumerate(self._gaps):
             if room >= size:
                 self._gaps[index : index + 1] = [(address + size, room - size)] if room > size else []
                 return address
         largest = max((room for _, room in self._gaps), default=0)
         raise OutOfMemory(
-            f"{format_size(size)} do not fit on {self.name}: {format_size(self.used)} of {format_size(self.capacity)} "
+            f"{format_size(size)} do not fit on {self.name}: "
+            f"{format_size(self.used)} of {format_size(self.capacity)} "
             f"are in use and the largest gap has {format_size(largest)}; free some or take less"
         )
 
@@ -366,7 +368,7 @@ class SimDevice:
         return buffer in self._buffers
 
     def copy(self, batch: Batch) -> Event:
-        """Copy within the device: `Copies.busy`, twice the bytes at a fair share of the memory's bandwidth, `LAUNCH`.
+        """Copy within the device: `Copies.busy`, twice the bytes at a fair share of the bandwidth, `LAUNCH`.
 
         Copies of a rank are planned one after the other; their bytes do not wait for one another.  Contents are read
         and written at the end.  Raise `InvalidBatch` if a region is not on this device, a `RegistrationError` if its
@@ -438,8 +440,8 @@ class SimDevice:
     def _buffer(self, region: Region) -> SimBuffer:
         if region.device != self.name:
             raise InvalidBatch(
-                f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works within a "
-                f"device; use Endpoint.write between devices"
+                f"region {region.owner}/{region.name} lies on {region.device}, not on {self.name}: copy works "
+                f"within a device; use Endpoint.write between devices"
             )
         buffer = self.memory.at(region.address)
         if buffer is None or self.symmetric.reserved:  # which may begin at the same address

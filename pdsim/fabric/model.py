@@ -230,7 +230,7 @@ class _ModelJob:
                 self._squeeze((link, link.nominal * change.share))
 
     def _plan(self, faults: Faults) -> None:
-        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for a rank or link that is not there."""
+        """Schedule what is to go wrong at given times.  Raise a `ConfigError` for an unknown rank or link."""
         links = {link.name: link for link in self._network.links}
         slow_ranks = {slow.rank: slow.start for slow in faults.slow}
         pauses = {pause.rank: pause.start for pause in faults.pauses}
@@ -288,12 +288,12 @@ class _ModelJob:
             self._model.progress(self._clock.now, *self._counted())
 
     def _counted(self) -> tuple[int, int]:
-        """Return how much of the job's work is done, and of how much: of the first rank that counts, 0 of 0 if none."""
+        """Return how much of the job's work is done, and of how much: of the first rank that counts, else 0 of 0."""
         read, of = next((rank.counted for rank in self._ranks.values() if rank.counted), (int, 0))
         return read(), of
 
     def _member(self, spec: RankSpec) -> _Member:
-        """Return the rank of *spec*, made anew: its memory is its device's, which it may share; all else is its own."""
+        """Return the rank of *spec*, made anew; it may share its device's memory, all else is its own."""
         fabric, clock = self._fabric, RankClock(self._clock, spec.name)
         site = self._topology.site(spec.place)
         host, link = self._model.machine.host, self._topology.memory(site)
@@ -331,7 +331,7 @@ class _ModelJob:
         return not (failed or self._columns.crossings) and all(channel.agrees for channel in absent)
 
     def _delay(self, sender: str, receiver: str) -> float:
-        """Return the seconds that a message from *sender* takes to the node of *receiver* over the machine's link."""
+        """Return the seconds that a message from *sender* takes to *receiver*'s node over the machine's link."""
         one, other = (Site(self._specs[name][0].place.node, None, None) for name in (sender, receiver))
         return self._topology.delay(one, other)
 
@@ -390,7 +390,7 @@ class _ModelJob:
             self._end(name, error=f"Killed: {name} was killed at {self._clock.now:g} s, as asked", by_force=True)
 
     def _fail(self, name: str, error: BaseException) -> None:
-        """End rank *name* with *error* as its result; what is no error of a program, such as Ctrl-C, is raised here."""
+        """End rank *name* with *error* as its result; what no program causes, such as Ctrl-C, is raised here."""
         if not isinstance(error, Exception):
             raise error  # KeyboardInterrupt and the like are for us
         _log.debug("rank %s ended with an error", name, exc_info=error)
@@ -456,7 +456,7 @@ def _as_copy(result: RankResult, copy: str, names: Mapping[str, str]) -> RankRes
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """Look for cycles of garbage a hundredth as often: nearly all that a job makes is kept, and was looked at in vain.
+    """Look for cycles of garbage a hundredth as often: nearly all that a job makes is kept.
 
     With 65,000 transfers waiting at once that took as long as all else.
     """
@@ -469,7 +469,7 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 def _load(spec: RankSpec) -> Callable[..., Program]:
-    """Return the program of *spec*, ``"package.module:function"``; raise a `ConfigError` if it cannot be imported."""
+    """Return the program of *spec*, ``"package.module:function"``.  Raise a `ConfigError` if there is none."""
     module, _, name = spec.program.partition(":")
     try:
         function: Callable[..., Program] = getattr(importlib.import_module(module), name)

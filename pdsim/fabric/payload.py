@@ -24,6 +24,8 @@ class Payload:
     Without faults all bytes of a transfer are read and land at its completion. With them a transfer moves in parts,
     each read at one instant and landing at another, so that memory which is reused too early shows. *observer* is
     told of both.
+
+    Where memory has no contents (``memory=timing``) nothing is copied, and the observer is told all the same.
     """
 
     def __init__(
@@ -35,7 +37,11 @@ class Payload:
         self._flights = flights
 
     def stray(self, flight: SimTransfer, number: int, chance: Chance, seconds: float) -> None:
-        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says."""
+        """Have the parts of *flight*, which takes about so many *seconds*, read and land when chance says.
+
+        A part that is not read or has not landed by the transfer's completion does so then (`move`); one whose
+        transfer is aborted before never does.
+        """
         clock, batch = self._clock, flight.transfer.batch
         for first, end, read, land in chance.parts(batch.nbytes, seconds):
             part = Part(part_of(batch, first, end))
@@ -81,7 +87,11 @@ class Payload:
         return None if stopped else flight
 
     def move(self, flight: SimTransfer, source: SimBuffer, target: SimBuffer, end: int | None = None) -> None:
-        """Move what has not moved yet; of a transfer that has not begun, only the bytes before *end* if it is given."""
+        """Move what has not moved yet from *source* to *target*, all at this instant.
+
+        With *end*, of a transfer that has not begun, only the bytes before *end* move: the engine reports a
+        failure then.  Of a transfer in parts, each part that was read already lands as it was read.
+        """
         if end is not None:
             if end and not flight.parts:
                 part = Part(part_of(flight.transfer.batch, 0, end))

@@ -80,7 +80,7 @@ class RegionTable:
             raise RegistrationError(f"region {region.owner}/{region.name} is not registered with {self._owner}")
         if registration.unsettled:
             raise RegistrationError(
-                f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them first"
+                f"{registration.unsettled} transfers over region {region.name!r} have not settled; wait for them"
             )
         before()
         registration.buffer.registered = ""

@@ -38,7 +38,12 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Fabric:
-    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives."""
+    """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives.
+
+    *chance* is there only where faults are injected, *draws* only where something jitters: without both a job is
+    exact.  Endpoints find each other by rank in *endpoints*, where a rank that is started again takes the place
+    of its last life.
+    """
 
     clock: Clock
     network: Network
@@ -55,7 +60,10 @@ class Fabric:
     shares: dict[str, PostingShare] = field(default_factory=dict)  # the same, of GPUs
 
     def threads(self, site: Site) -> PostingThreads | None:
-        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work."""
+        """Return the posting threads of a rank at *site*; None if nothing keeps its only one from its work.
+
+        Ranks of one GPU that serves several (*crowded*) share what their threads must do one at a time.
+        """
         engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
         if engine.threads == 1 and not (crowded and engine.serial < 1.0):
             return None

@@ -1,4 +1,4 @@
-"""What a GPU puts on its links beside transfers: KV on its way to host memory, and tokens on their way to experts."""
+"""What a GPU puts on its links beside transfers: KV on its way to host memory, and tokens to experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SideTraffic:
         return done
 
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:
-        """Move so many bytes to GPUs of other nodes, and to those of this one, spread over *seconds*, and as many back.
+        """Move bytes to GPUs of other nodes and to those of this one, spread over *seconds*, and as many back.
 
         Where the links carry other bytes too it takes longer.  What is left of the exchange before is dropped, for
         its forward is over.  Return an event for each way that is used.

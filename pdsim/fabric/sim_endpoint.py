@@ -69,7 +69,7 @@ class SimEndpoint:
 
     @property
     def slowness(self) -> float:
-        """How many times as long as usual posting takes."""
+        """How many times as long as usual posting takes; a fault may set it (`Faults.slow`)."""
         return self._poster.slowness
 
     @slowness.setter
@@ -145,11 +145,18 @@ class SimEndpoint:
     def foresee(
         self, peer: Peer, batch: Batch, count: int, notify: bytes = b"", *, label: str = ""
     ) -> SimSeries | None:
-        """Begin *count* writes like that of *batch* if their times are known; see `pdsim.transfer.Endpoint.foresee`."""
+        """Begin *count* writes like that of *batch*, if their times are known.
+
+        See `pdsim.transfer.Endpoint.foresee` for the contract, and `Initiator.foresee` for when they are.
+        """
         return self._initiator.foresee(peer, batch, count, notify, label)
 
     def quiesced(self, peer: str) -> Event:
-        """Return an event that succeeds `DETECTION` after the end of all lives of *peer* that have connected here."""
+        """Return an event that succeeds when no life of *peer* that has connected here can move bytes any more.
+
+        That is `DETECTION` after the end of the last of them; at once if none has connected, or all are over that
+        long.
+        """
         return self.visitors.quiesced(peer)
 
     def close(self) -> None:
@@ -184,14 +191,20 @@ class SimEndpoint:
         return flights
 
     def _cut_series(self) -> None:
-        """Cut the series to and from this endpoint."""
+        """Cut the series to and from this endpoint.
+
+        What is complete of them is reported, and the write under way becomes a transfer, which can fail.
+        """
         for other in self._fabric.endpoints.values():
             series = other.series
             if series is not None and (other is self or series.peer == self.name):
                 series.cut()
 
     def disconnect(self, remote: SimEndpoint) -> None:
-        """Stop what goes to *remote*, which has ended; its loss is noticed later."""
+        """Stop what goes to *remote*, which has ended; its loss is noticed later.
+
+        Flows end at once, because the wire is cut; what posts them fails with `PeerLost` only `DETECTION` later.
+        """
         self.visitors.end(remote)
         self._initiator.disconnect(remote)
 
@@ -201,6 +214,11 @@ class SimEndpoint:
             raise TransferFailed(f"the endpoint of {self.name} is closed; make no calls after close()")
 
     def _send_queue(self, remote: SimEndpoint) -> SendQueue:
+        """Return a queue for what is posted to *remote*: the engine's model within a node or across, and the routes.
+
+        A copy engine that works in order is one for all ranks of its GPU.  Raise a `BackendUnavailable` if the
+        engine has no model for that way, and what `Topology.route` raises.
+        """
         fabric, inside = self._fabric, remote.site.node == self.site.node
         model = fabric.engine.intra if inside else fabric.engine.inter
         if model is None:

@@ -47,7 +47,7 @@ PROBE = 2e-3
 """Seconds that a tail loss probe comes after two round trips.  Published: Linux's TCP_TIMEOUT_MIN_US."""
 
 TICK = 4e-3
-"""Seconds of a tick of the kernel's timers.  Measured: steps of the time-outs of cut streams; as with CONFIG_HZ=250."""
+"""Seconds of a tick of the kernel's timers: CONFIG_HZ=250.  Measured: steps of the time-outs of cut streams."""
 
 
 def late(wait: float) -> float:
@@ -101,7 +101,7 @@ class Streams:
         self._used = -inf  # until when
 
     def start(self, now: float, blocks: int, nbytes: float) -> tuple[float, float]:
-        """Let a transfer begin; return how long its bytes take at least, and what is to be added to the time they take.
+        """Let a transfer begin; return how long its bytes take at least, and what is added to the time they take.
 
         Both without the last answer.
         """
@@ -152,7 +152,7 @@ class Streams:
         return now + fires + self.restart()
 
     def _queued(self, now: float) -> tuple[float, float, bool]:
-        """Return seconds of bytes under way, the estimated round trip, and whether a few answers make no room for more.
+        """Return seconds of bytes under way, the round trip, and whether a few answers make no room for more.
 
         What is under way grows until it is the largest window, and is less than that by turns from then on.  Of what
         has arrived, the acknowledgements of half a round trip are lost; they are what the first answer makes up for.
@@ -168,7 +168,7 @@ class Streams:
         return self._waits(self._segment, inf)[0]
 
     def _grow(self, now: float, nbytes: float, rate: float) -> float:
-        """Return how long a stream that sends *nbytes* waits for acknowledgements, and keep the window it ends with."""
+        """Return how long a stream that sends *nbytes* waits for acknowledgements; keep the window it ends with."""
         before = self._after_idle(now)
         waits, window = self._waits(before, nbytes, rate)
         # it grows only as far as it is used

@@ -74,7 +74,7 @@ class _GpuLinks:
 
 
 class _Node:
-    """What belongs to one node: host memory, TCP in either direction and within, GPUs, what joins them, and cards."""
+    """What belongs to one node: host memory, TCP in either direction and within, GPUs, their switch, and cards."""
 
     def __init__(self, machine: Machine, network: Network, name: str) -> None:
         host = machine.host
@@ -162,7 +162,7 @@ class Topology:
         return (*self._out(site), host), (host, *reversed(self._in(site)))
 
     def exchange(self, site: Site) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-        """Return the links of the GPU at *site* to GPUs of other nodes and back, and to those of its own node and back.
+        """Return the links of the GPU at *site* to GPUs of other nodes and back, and of its own node and back.
 
         Each rank of an engine sends as much as it gets, so its own links stand for both ends.  None where nothing
         is.
@@ -180,7 +180,7 @@ class Topology:
         return network, (memory, node.ports[site.gpu, other][0], node.ports[other, site.gpu][1], memory)
 
     def route(self, kind: str, source: Site, target: Site) -> Route:
-        """Return how bytes get from the memory at *source* to the one at *target* by *kind*, as in `EngineModel.path`.
+        """Return how bytes get from memory at *source* to that at *target* by *kind*, as in `EngineModel.path`.
 
         Raise a `ConfigError` if there is no such way on this machine.
         """
@@ -200,8 +200,8 @@ class Topology:
         """Return the way between two GPUs of a node, within one GPU over its memory twice."""
         if source.gpu is None or target.gpu is None:
             raise ConfigError(
-                f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or take a "
-                f"backend over tcp, rdma or shm"
+                f"nvlink from {source.name} to {target.name}: it joins GPUs only; place both ranks on GPUs or "
+                f"take a backend over tcp, rdma or shm"
             )
         if source.node != target.node:
             raise ConfigError(

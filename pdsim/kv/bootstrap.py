@@ -47,7 +47,7 @@ class Bootstrap:
         self._terms: tuple[str, Terms] | None = None  # of the first that enrolled, who sets them
 
     def check(self, message: Enroll) -> None:
-        """Raise a `MessageError` if the rank that sent *message* has no place here, or cannot exchange KV with others.
+        """Raise a `MessageError` if the sender of *message* has no place here, or cannot exchange KV with others.
 
         The error names both values and the way out.
         """
@@ -63,8 +63,8 @@ class Bootstrap:
             mine, theirs = getattr(message.terms, name), getattr(terms, name)
             if mine != theirs:
                 raise MessageError(
-                    f"rank {message.index} of {message.instance} has {name}={mine}, {first} {theirs}: both sides must "
-                    f"have the same; start it with {name}={theirs}"
+                    f"rank {message.index} of {message.instance} has {name}={mine}, {first} {theirs}: both sides "
+                    f"must have the same; start it with {name}={theirs}"
                 )
 
     def replaces(self, message: Enroll) -> bool:
@@ -96,7 +96,7 @@ class Bootstrap:
         return self._until[instance]
 
     def incarnation(self, instance: str, index: int) -> int:
-        """Return the incarnation of the rank that has place *index* of *instance*.  A `KeyError` if there is none."""
+        """Return the incarnation of the rank at place *index* of *instance*; raise a `KeyError` if there is none."""
         return self._places[instance][index]
 
     def epoch(self, instance: str) -> int:

@@ -120,7 +120,7 @@ class Contents:
                 self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
 
     def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
-        """Return "" if *pages* of *table*, the *number*-th of the state, hold *tokens* of *room*, else what differs."""
+        """Return "" if *pages* of *table*, the state's *number*-th, hold *tokens* of *room*, else what differs."""
         for plane, offset, stretch in _stretches(table, pages, tokens.start):
             piece = range(stretch.start, min(stretch.stop, tokens.stop))
             if not piece:
@@ -207,7 +207,10 @@ def _slot(tensor: Tensor, tp: int, tp_rank: int, names: tuple[int, int, int]) ->
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return *words* so mixed that each bit depends on all of one (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Return *words* mixed so that each bit depends on all of one.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, 2014).
+    """
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

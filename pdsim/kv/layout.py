@@ -26,7 +26,7 @@ __all__ = ["AUX_BYTES", "AUX_ROWS", "KvLayout", "KvShape", "PageTable"]
 
 AUX_ROWS = (64, 64, 64, 64, 512, 512, 64, 128, 64, 64)
 """Bytes of a request's row in each buffer of first-token metadata: output ids, cached tokens, log-probabilities and
-their ids, top log-probabilities and their ids, top-k p, top-k ids, hidden states, room (as SGLang's without EAGLE)."""
+their ids, top log-probabilities and their ids, top-k p, top-k ids, hidden states, room (SGLang's, without EAGLE)."""
 
 AUX_BYTES = sum(AUX_ROWS)
 

@@ -184,7 +184,7 @@ class Submit(KvMessage, frozen=True):
 
 
 class Details(KvMessage, frozen=True):
-    """The router to a leader, before `Submit` or `PullRequest`, where something depends on it: more about a request."""
+    """The router to a leader, before `Submit` or `PullRequest`, where it matters: more about a request."""
 
     room: int
     blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks, each with all before it
@@ -213,7 +213,7 @@ class Located(KvMessage, frozen=True):
 
 
 class Destination(KvMessage, frozen=True):
-    """A decode leader to a prefill leader: write there; *pages*, and index rows, are those after the first *held*."""
+    """A decode leader to a prefill leader: write there; *pages* and index rows are those after the first *held*."""
 
     life: str  # of the prefill instance: this may find the next one
     room: int
@@ -283,7 +283,7 @@ class Renew(KvMessage, frozen=True):
 
 
 class Revoked(KvMessage, frozen=True):
-    """A prefill leader to a decode leader: do not read this room any more, and say `Collected` once nothing is read."""
+    """A prefill leader to a decode leader: stop reading this room, and say `Collected` once nothing is read."""
 
     room: int
     life: str  # of the decode instance
@@ -316,7 +316,7 @@ class Forward(KvMessage, frozen=True):
 
 
 class Preceded(Forward, frozen=True):
-    """As `Forward`; write *cached* at once, which needs no forward, and wait for *tokens* on their way to experts."""
+    """As `Forward`; write *cached* at once, which needs none, and wait for *tokens* on their way to experts."""
 
     cached: tuple[Chunk, ...]
     tokens: int = 0

@@ -192,7 +192,7 @@ class PagePool:
         return len(lent) + self.free == self.pages and sum(self._counts) == self.unused
 
     def _choose(self, count: int) -> int:
-        """Return the index of the free run to take from: the smallest that holds *count* pages, or else the largest."""
+        """Return the index of the free run to take from: the smallest that holds *count* pages, else the largest."""
         counts = self._counts
         fitting = [size for size in counts if size >= count]
         return counts.index(min(fitting) if fitting else max(counts))

@@ -185,8 +185,8 @@ class _Section:
             for run in runs:
                 if run[side] < 0 or run[side] + run[2] > rows:
                     raise InvalidBatch(
-                        f"{'slots' if self.component == 'mamba' else 'pages'} {run[side]} to {run[side] + run[2] - 1} "
-                        f"are not all in a pool of {rows}"
+                        f"{'slots' if self.component == 'mamba' else 'pages'} "
+                        f"{run[side]} to {run[side] + run[2] - 1} are not all in a pool of {rows}"
                     )
         return self._whole(runs) if self._pieces is None else self._sliced(runs, *self._pieces)
 

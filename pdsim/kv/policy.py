@@ -52,8 +52,8 @@ class Policy:
         one_of("policy", ("", "device", "host"), metadata_memory=self.metadata_memory)
         if self.staging and not (self.queues and self.notify == "write"):
             raise ValueError(
-                f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} and "
-                f"notify={self.notify}"
+                f"policy.staging needs queues, which own the buffers, and notify=write, got queues={self.queues} "
+                f"and notify={self.notify}"
             )
         if self.metadata_on == "host" and self.metadata_by != "control":
             raise ValueError(

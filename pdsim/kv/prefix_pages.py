@@ -34,7 +34,7 @@ class _CachedPage:
 
 
 class PrefixPagePool(PagePool):
-    """A `PagePool` whose pages may have several users, and whose free pages keep what they hold until they are needed.
+    """A `PagePool` whose pages may have several users, and whose free pages keep their contents until needed.
 
     `free` counts the pages without a user, cached or not; *limit*, if not 0, is the most of them that stay cached.
     *eviction* is ``"block"`` or ``"radix"``.  With *host*, so many pages that were known last are in host memory,

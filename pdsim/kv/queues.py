@@ -104,7 +104,7 @@ class Queues(Generic[T]):
         self._next(queue)
 
     def _advance(self, queue: _Queue[T], program: Program, event: Any) -> Any:
-        """Let *program* go on after *event*, as SimPy's `Process` does; return what it waits for, None at its end."""
+        """Let *program* go on after *event*, as SimPy's `Process` does; return what it waits for, None at last."""
         value: Any = None
         ok = True
         while True:

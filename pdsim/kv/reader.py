@@ -1,7 +1,7 @@
-"""The decode side of a pulled handoff, on one rank: it reads its part of a request from the prefill ranks that have it.
+"""The decode side of a pulled handoff, on one rank: it reads its part of a request from prefill ranks.
 
-One read for each prefill rank, whose descriptors are runs of neighbouring pages on both sides, a layer and plane
-each.
+There is one read for each prefill rank that has some of it, whose descriptors are runs of neighbouring pages on
+both sides, a layer and plane each.  The prefill side only lends (`pdsim.kv.lending`): nothing is written there.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class KvReader:
         transfer.callbacks.append(partial(self._ended, room))
 
     def _ended(self, room: _ReadRoom, event: Event) -> None:
-        """Count a read that has ended; the room is complete with the last one, and fails with the first that fails."""
+        """Count a read that has ended: the room is complete with the last one, or fails with the first to fail."""
         assert isinstance(event, Transfer)
         room.missing -= 1
         self._under_way -= 1

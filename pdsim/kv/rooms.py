@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 OVER = 600.0
-"""Seconds for which a room that failed is remembered, lest what comes late for it brings it back to life.  Far longer
+"""Seconds for which a room that failed is remembered, lest what comes late for it revives it.  Far longer
 than any message or notification takes, and short enough to keep few of them."""
 
 

@@ -43,7 +43,7 @@ class Tensor:
             raise ValueError(f"groups={self.groups} and dim_bytes={self.dim_bytes} must be >= 1")
 
     def local(self, tp: int) -> tuple[int, ...]:
-        """Return the dimensions of each group on each of *tp* ranks.  Raise a `ValueError` if *tp* divides them not."""
+        """Return the dimensions of each group on each of *tp* ranks.  Raise a `ValueError` if they do not divide."""
         if any(group % tp for group in self.groups):
             raise ValueError(f"mamba dimensions {self.groups} over tp={tp}: tp must divide each of them; lower tp")
         return tuple(group // tp for group in self.groups)

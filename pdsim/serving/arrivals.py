@@ -1,4 +1,8 @@
-"""When the requests of a router's program arrive: by the clock, or when the answer that a user waits for has come."""
+"""When requests arrive at a router: by the clock, or when the answer that a user waits for has come.
+
+Open loops give times, and a request comes whatever happens; in closed loops a user thinks after an answer, so the
+offered load follows from how fast requests are served.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,7 @@ class Arrivals:
 
     @property
     def over(self) -> bool:
-        """Whether no further request can arrive."""
+        """Whether no further request can arrive: all that come by themselves have, and nobody waits or thinks."""
         return self._next == self._count and not self._later
 
     @property
@@ -57,12 +61,19 @@ class Arrivals:
         return len(self._requests) if self._open is None else len(self._open)
 
     def begin(self, start: float) -> None:
-        """Let requests arrive, whose times count from *start*, which is now."""
+        """Let requests arrive, whose times count from *start*, which is now.
+
+        *arrive* is called for all that are due at once, before this returns.
+        """
         self.start = start
         self._advance(None)
 
     def follow(self, request: RoutedRequest) -> None:
-        """Let the requests arrive that come after *request*, which is over, each after its think time."""
+        """Let the requests arrive that come after *request*, which is over, each after its think time.
+
+        It counts from when the answer had reached the user, which may be later than now on the way from the
+        server, or earlier where the router hears of it late; a request never arrives in the past.
+        """
         clock = self._process.clock
         for number in self._waiting.pop(request.number, ()):
             follower = self._requests[number]
@@ -73,7 +84,7 @@ class Arrivals:
             clock.call_at(arrival, lambda request: self._process.guard(self._come_later, request), follower)
 
     def _advance(self, _: Event | None) -> None:
-        """Let all arrive that are due, and wake when the next is."""
+        """Let all arrive that are due, and wake when the next is; call *idle* once none is left."""
         clock = self._process.clock
         while self._next < self._count and not self._process.ended.triggered:
             request = self._requests[self._next if self._open is None else self._open[self._next]]

@@ -1,7 +1,7 @@
-"""The part of a router that knows instances: ranks enrol here, rooms are looked up here, and silence is noticed here.
+"""The part of a router that knows instances: where ranks enrol, rooms are looked up, and silence is noticed.
 
-SGLang runs it beside its router, as the bootstrap server; here both are one rank.  What a loss means for requests is
-the router's (`pdsim.serving.router`).
+SGLang runs it beside its router, as the bootstrap server; here both are one rank.  What a loss means for requests
+is the router's (`pdsim.serving.router`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,17 @@ class BootstrapServer(RankProcess, ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Let requests come, if all instances are connected or lost by now."""
+        """Let requests come, if all instances are connected or lost by now.
+
+        Called again and again; it acts once.
+        """
 
     @abstractmethod
     def give_up(self, life: str, reason: str, formed: bool) -> None:
-        """End what needs *life*, which is lost; nothing does unless it was *formed*."""
+        """End what needs *life*, which is lost; nothing does unless it was *formed*.
+
+        Called before the other side's ranks hear of the loss: they are asked about rooms that they forget then.
+        """
 
     @abstractmethod
     def look(self, asked: float) -> None:
@@ -90,6 +96,11 @@ class BootstrapServer(RankProcess, ABC):
         super()._handle(sender, payload)
 
     def _enroll(self, sender: str, message: Enroll) -> None:
+        """Give a rank its place, and have the ranks of each pair that this forms meet.
+
+        A rank that has a place already was started again: its instance is lost first, with all its other ranks.
+        One that cannot serve with the others is refused.
+        """
         message = own_place(sender, message)
         try:
             self.registry.bootstrap.check(message)

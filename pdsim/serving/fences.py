@@ -1,4 +1,4 @@
-"""Proof that nothing of another instance moves in this one's memory any more: on each rank, and counted by its leader.
+"""Proof that nothing of another instance moves in this one's memory any more, rank by rank and for all of them.
 
 A life of an instance that is gone may have posted transfers that still land.  Its pages here stay in quarantine
 until every rank has the proof of its endpoint (`pdsim.transfer.Endpoint.quiesced`) about every rank that reaches

@@ -17,7 +17,7 @@ __all__ = ["InstanceRegistry"]
 
 
 def own_place(sender: str, message: Enroll) -> Enroll:
-    """Return *message* with the place of *sender*, where its name has one: a rank that runs for others tells its own.
+    """Return *message* with the place of *sender*, if its name has one: a rank that runs for others tells its own.
 
     >>> from pdsim.kv.messages import Terms
     >>> own_place("prefill0.3", Enroll("prefill0", 1, 0, Terms(64, "bf16"))).index

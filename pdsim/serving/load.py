@@ -68,12 +68,13 @@ class OfferedLoad:
         side = "the engine" if self.together else "prefill" if self.prefill >= self.decode else "decode"
         if self.highest < 1:
             return (
-                f"warning: near capacity: {side} is offered {self.highest:.3g} of what it can serve, so latencies vary "
-                "much from run to run; set workload.load=0.7, or add instances"
+                f"warning: near capacity: {side} is offered {self.highest:.3g} of what it can serve, so latencies "
+                f"vary much from run to run; set workload.load=0.7, or add instances"
             )
         return (
-            f"warning: overloaded: {side} is offered {self.highest:.3g} times what it can serve, so latencies measure "
-            f"how long the queue has grown; set workload.load=0.7, at most {self.at_most(workload)}, or add instances"
+            f"warning: overloaded: {side} is offered {self.highest:.3g} times what it can serve, so latencies "
+            f"measure how long the queue has grown; set workload.load=0.7, at most {self.at_most(workload)}, or "
+            f"add instances"
         )
 
     def plain(self, workload: Workload) -> dict[str, float | int | str]:

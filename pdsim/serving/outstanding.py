@@ -25,7 +25,10 @@ class OutstandingTokens:
         self._output_known = output_known
 
     def expected(self, request: RoutedRequest) -> int:
-        """Return how many tokens *request* will generate, as far as a router knows: others did so many on average."""
+        """Return how many tokens *request* will generate, as far as a router knows.
+
+        Unless output is known, that is the mean of those that are done, rounded down; 0 before the first.
+        """
         if self._output_known:
             return request.output
         count, tokens = self.generated

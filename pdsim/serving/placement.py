@@ -68,7 +68,8 @@ def pages(
     count = int(left // page)
     if count < 1:
         raise ConfigError(
-            f"a page of kv.page_size={kv.page_size} tokens takes {format_size(page)} a rank, and {format_size(left)} "
+            f"a page of kv.page_size={kv.page_size} tokens takes {format_size(page)} a rank, and "
+            f"{format_size(left)} "
             f"are left for KV at tp={side.tp}; raise tp, kv.pool or scheduler.memory_fraction, or lower kv.page_size"
         )
     return count

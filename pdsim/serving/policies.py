@@ -36,7 +36,7 @@ class FirstCome:
 
 
 class LeastGenerated(FirstCome):
-    """As `FirstCome`, but the request with the fewest tokens is preempted, of several the longest prompt (SGLang)."""
+    """As `FirstCome`, but the request with the fewest tokens is preempted, of equal ones the longest prompt."""
 
     def victim(self, running: Sequence[Running]) -> int:
         """Take the one that loses least.

@@ -20,7 +20,7 @@ __all__ = ["PrefixCache", "hit_share", "page_keys", "page_pool"]
 
 
 def page_keys(blocks: Sequence[int], tokens: int, page_size: int) -> list[int]:
-    """Return the hash of each full page of a prompt of *tokens*, of which *blocks* are the hashes of 512 tokens each.
+    """Return the hash of each full page of a prompt of *tokens*; *blocks* are the hashes of 512 tokens each.
 
     A page is named by the block that its last token lies in, and by where it ends: the block's hash is one of all
     that comes before, too.

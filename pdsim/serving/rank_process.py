@@ -98,7 +98,10 @@ class RankProcess:
             self.ended.fail(error)
 
     def refuse(self, sender: str, reason: str) -> None:
-        """Tell *sender* why this rank will have nothing to do with it, which ends it, and drop its connection."""
+        """Tell *sender* why this rank will have nothing to do with it, and drop its connection.
+
+        It ends by that; nothing that it sends later is heard.
+        """
         self.rank.channel.send(sender, refusal(reason))
         self.rank.channel.refuse(sender)
 
@@ -125,7 +128,11 @@ class RankProcess:
             self.fail(error)
 
     def _handle(self, sender: str, payload: bytes) -> None:
-        """Decode a message and call its handler; refuse the sender of what cannot be read or is not for this rank."""
+        """Decode a message and call its handler.
+
+        The sender of what cannot be read, or is not for this rank, is refused; a refusal of this rank ends it
+        with a `MessageError`.
+        """
         try:
             if payload is not self._payload:  # of several ranks at once it is one object
                 self._message, self._payload = decode(payload), payload

@@ -1,4 +1,8 @@
-"""What a router knows of the requests that it is given, from their arrival until they are over."""
+"""What a router knows of the requests that it is given, from their arrival until they are over.
+
+A request is an object only while it is under way: those to come are made of rows when they arrive, those that are
+over are rows of a `RequestLog`.  So a run of millions has as many objects as requests are served at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,12 @@ __all__ = ["ComingRequests", "RoutedRequest"]
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """What the router knows of a request."""
+    """What the router knows of a request.
+
+    Life: made when it arrives; each try has a *room* and two lives, *prefill* and *decode*; *answered* and
+    *prefilled* say how far it is, *finished* has its times; *status* is set once, when it is over.  *lost* and
+    *asked* are set between the loss of an instance and the answer of the other.
+    """
 
     arrival: float
     input: int
@@ -44,7 +53,8 @@ class RoutedRequest:
 class ComingRequests(Sequence[RoutedRequest]):
     """The requests that a router is given, each made when it is asked for: a new one each time.
 
-    *rows* are arrival, input and output; *leaves*, *blocks* and *priorities* are those of the router's program.
+    *rows* are arrival in seconds, input and output in tokens; *leaves*, *blocks* and *priorities* are those of
+    the router's program, and empty where no request has any.
     """
 
     def __init__(

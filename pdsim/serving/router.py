@@ -53,10 +53,14 @@ def program(
 ) -> Program:
     """Serve *requests* (arrival in seconds, input tokens, output tokens) and return what became of each.
 
-    *leaves* are users who give up: the number of a request, and how many seconds after its arrival.  *blocks* are
-    the hashes of each prompt's blocks, where prefixes are cached.  *after* is, of each, the number of the request
-    whose end its user waits for, -1 for none; its arrival is then counted from there.  The value has ``start``, when
-    the first could have arrived, and ``rows``: prefill, decode, bytes, status, and the times of `Finished` or None.
+    *job* is `Deployment.plain`.  *leaves* are users who give up: the number of a request, and how many seconds
+    after its arrival.  *blocks* are the hashes of each prompt's blocks, where prefixes are cached.  *after* is,
+    of each, the number of the request whose end its user waits for, -1 for none; its arrival is then counted from
+    there.  *priorities* are for schedulers that look at them.
+
+    The value has ``start``, when the first could have arrived; ``rows``, a `RequestLog` of prefill, decode,
+    bytes, status, and the times of `Finished` or None; how many messages were ``ignored``, and ``open_rooms``,
+    which is 0 unless the job was stopped; and with *after* the ``arrivals`` as they turned out.
     """
     return (yield from Router(rank, Deployment.from_plain(job), requests, leaves, blocks, after, priorities).run())
 
@@ -65,17 +69,19 @@ class Router(BootstrapServer):
     """The rank that requests arrive at.
 
     When they do is `Arrivals`', which instances there are `InstanceRegistry`'s, how busy each is
-    `OutstandingTokens`'.  An instance that is lost gets no more requests.  A request that depends on it fails, unless
-    the leader of its other instance says that none of its bytes can have moved: then it is sent out anew, in another
-    room, at most `Deployment.retries` times.
+    `OutstandingTokens`'.  An instance that is lost gets no more requests.  A request that depends on it fails,
+    unless the leader of its other instance says that none of its bytes can have moved: then it is sent out anew,
+    in another room, at most `Deployment.retries` times.
 
     If everybody answers, none with `Busy`, and no request progresses for as long as a loss can take to be noticed
     and twice as long as the longest request can take, all open requests fail.  A rank that owes the answer to a ping
     is waited for: it is heard, or lost, within a deadline.
 
-    Life of a request: arrives; sent out, in a room of its own; answered (where decode pulls); prefilled; finished;
-    closed, with its status, once both of the last have come.  A user who leaves, a failure that an instance reports
-    and a loss close it early, and both instances are told to give it up.
+    Life of a request: arrives; sent out, in a room of its own; answered (where decode pulls); prefilled;
+    finished; closed, with its status, once both of the last have come.  A user who leaves, a failure that an
+    instance reports and a loss close it early, and both instances are told to give it up.
+
+    A subclass may have requests arrive otherwise, by its own *arrivals_type*.
     """
 
     arrivals_type: type[Arrivals] = Arrivals
@@ -152,12 +158,17 @@ class Router(BootstrapServer):
             self.arrivals.begin(self.start)
 
     def _come(self, request: RoutedRequest) -> None:
-        """Have *request* arrive now."""
+        """Have *request* arrive now, and its user leave when its patience ends."""
         if request.patience is not None:
             self.clock.call_at(self.start + request.arrival + request.patience, self._leave, request)
         self._submit(request)
 
     def _submit(self, request: RoutedRequest) -> None:
+        """Choose a pair of instances for *request* and send it there, in a room of its own for each try.
+
+        It fails at once if no pair is left, and is shed if the chosen prefill instance has `Deployment.shed`
+        tokens outstanding or more, unless it has a priority.
+        """
         request.room = 1 + request.number + request.tries * len(self.requests)
         self._rooms[request.room] = request
         pair = self.registry.choose(request.room, request.input, request.blocks)
@@ -192,6 +203,7 @@ class Router(BootstrapServer):
             send(request)
 
     def _send_on(self, request: RoutedRequest) -> None:
+        """Send *request* to the leaders of both its instances, or to prefill alone where decode comes after it."""
         message = request.submission()
         if request.blocks or request.priority:
             details = Details(request.room, request.blocks, request.priority)
@@ -202,6 +214,7 @@ class Router(BootstrapServer):
         self.send(leader(request.prefill), message)
 
     def _took(self, _: str, message: Took) -> None:
+        """Let decode find a room at *life* of a prefill instance, which has chosen it by itself."""
         if message.room in self._rooms:
             self.directory.took(message.room, message.life)
         else:
@@ -218,6 +231,7 @@ class Router(BootstrapServer):
         self._pass_on(request, lambda request: self.send(leader(request.decode), pull))
 
     def _prefilled(self, _: str, message: Prefilled) -> None:
+        """Take note that all KV of a request is written, or collected: its bytes are known."""
         request = self._find(message.room)
         if request is None:
             return
@@ -228,6 +242,7 @@ class Router(BootstrapServer):
             self._close(request, "ok")
 
     def _finished(self, _: str, message: Finished) -> None:
+        """Take note that a request has all its tokens; it is closed now, or when its bytes are known."""
         request = self._find(message.room)
         if request is not None:
             request.finished = message
@@ -236,6 +251,7 @@ class Router(BootstrapServer):
                 self._close(request, "ok")
 
     def _failed(self, sender: str, message: Failed) -> None:
+        """Fail the request that an instance cannot serve, and lose the life that it says is gone."""
         request = self._find(message.room)
         if request is not None:
             self._fail(request, message.reason, but=sender)
@@ -243,6 +259,7 @@ class Router(BootstrapServer):
             self.lose_life(message.lost, f"PeerLost: {message.lost} is gone")
 
     def _dropped(self, sender: str, message: Dropped) -> None:
+        """Hear whether a request that lost one instance can start anew, from the leader of the other."""
         request = self._rooms.get(message.room)
         if request is None or sender != request.asked:
             return
@@ -257,6 +274,7 @@ class Router(BootstrapServer):
         self._submit(request)
 
     def _leave(self, request: RoutedRequest) -> None:
+        """Have the user of *request* leave, unless it has its answer."""
         if not request.status and request.finished is None and not self.ended.triggered:
             self._fail(request, f"Aborted: the user left after {request.patience:g} s")
 
@@ -279,6 +297,7 @@ class Router(BootstrapServer):
         self._close(request, reason)
 
     def _abort(self, request: RoutedRequest, but: str = "") -> None:
+        """Have both instances of *request* give it up, but for the leader *but*, which has done so."""
         for life in (request.decode, request.prefill):
             if life and leader(life) != but:
                 self.send(leader(life), Abort(request.room))
@@ -303,6 +322,7 @@ class Router(BootstrapServer):
             self.log.put(request.number, prefill, decode, request.nbytes, request.status, request.finished)
 
     def _stop_if_done(self) -> None:
+        """Stop all ranks, and end, once no request is under way and none can arrive."""
         if not self._rooms and self.arrivals.over and not self.ended.triggered:
             for instance in self.instances:
                 self.send(self.job.ranks(instance), Stop())

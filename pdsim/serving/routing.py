@@ -56,7 +56,7 @@ class CacheAware:
 
 
 class TransferAware:
-    """The decode instance that has the prompt's KV first, by the rate from its prefill instance and what is under way.
+    """The decode instance that has the prompt's KV first, by its rate from prefill and what is under way to it.
 
     Of prefill instances, and of equals, the one with the fewest tokens outstanding.
     """

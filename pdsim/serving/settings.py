@@ -205,8 +205,8 @@ class Parallel:
             raise ValueError(f"decode.cp={decode.cp}: decode ranks are not context-parallel; leave decode.cp at 1")
         if decode.pp not in (1, prefill.pp):
             raise ValueError(
-                f"decode.pp={decode.pp} and prefill.pp={prefill.pp}: decode has the stages of prefill or a single one; "
-                f"use decode.pp=1 or decode.pp={prefill.pp}"
+                f"decode.pp={decode.pp} and prefill.pp={prefill.pp}: decode has the stages of prefill or a single "
+                f"one; use decode.pp=1 or decode.pp={prefill.pp}"
             )
 
 

@@ -96,9 +96,9 @@ def _checked(lines: Iterator[_Line], context: int) -> Iterator[Row]:
             raise line.error(f"{given} input and {wanted} output tokens: both must be >= 1")
         if given + wanted > context:
             raise ConfigError(
-                f"{line.path}:{line.number}: {given} + {wanted} tokens exceed model.context={context}; choose a model "
-                "with a longer context, set model.context, or cut the trace before this line with workload.count="
-                f"{line.number - (2 if parse is _azure else 1)}"
+                f"{line.path}:{line.number}: {given} + {wanted} tokens exceed model.context={context}; choose a "
+                f"model with a longer context, set model.context, or cut the trace before this line with "
+                f"workload.count={line.number - (2 if parse is _azure else 1)}"
             )
         previous = time
         origin = time if origin is None else origin
@@ -118,8 +118,8 @@ def _parser(line: _Line) -> Callable[[_Line], tuple[float, int, int, tuple[int, 
     if line.text.lstrip("\ufeff") == AZURE_HEADER:
         return _azure
     raise ConfigError(
-        f"{line.path}:{line.number}: neither a Mooncake trace (JSON lines with timestamp, input_length, output_length) "
-        f"nor an Azure one (CSV with the header {AZURE_HEADER}); convert the trace to one of them"
+        f"{line.path}:{line.number}: neither a Mooncake trace (JSON lines with timestamp, input_length, "
+        f"output_length) nor an Azure one (CSV with the header {AZURE_HEADER}); convert the trace to one of them"
     )
 
 

@@ -158,8 +158,8 @@ def _spread(requests: RequestTable, seed: int) -> tuple[RequestTable, tuple[str,
     for start, count, most in zip(first.tolist(), counts.tolist(), room.tolist(), strict=True):
         arrivals[start : start + count] += most * np.sort(shares[start : start + count])
     note = (
-        f"workload.jitter=auto: arrivals lie on a grid of {format_time(spacing)}, {len(arrivals) / len(times):.1f} at "
-        "a time; each was moved by a random part of that, in order"
+        f"workload.jitter=auto: arrivals lie on a grid of {format_time(spacing)}, {len(arrivals) / len(times):.1f} "
+        f"at a time; each was moved by a random part of that, in order"
     )
     return requests.but(arrival=arrivals), (note,)
 

@@ -108,7 +108,7 @@ class Plan:
         return bool((self.begins[1:] > self.ends[:-1]).all())
 
     def forget(self) -> None:
-        """Let go of the owner and of the plans in lockstep: the series is over, and must not be garbage in a circle."""
+        """Let go of the owner and of the plans in lockstep: the series is over, and no garbage in a circle."""
         self.group = []
         self.changed = self.cut = _nothing
 
@@ -266,7 +266,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _level(plans: list[Plan]) -> float:
-    """Return the rate of each of *plans* while all their flows are under way and nothing else; 0.0 if they differ."""
+    """Return the rate of each of *plans* while all their flows, and no others, are under way; 0.0 if they differ."""
     counts: dict[Any, float] = {}
     for plan in plans:
         for link in plan.path.live:

@@ -93,7 +93,7 @@ class Network:
         return link
 
     def path(self, links: Sequence[Link], cap: float = inf) -> Path:
-        """Return the path over *links* whose flows get at most *cap* bytes/s each; equal arguments give the same path.
+        """Return the path over *links* whose flows get at most *cap* bytes/s each; equal arguments give one path.
 
         A link that stands twice carries every byte twice.  The order has no influence on rates; the physical order
         lets the network see best which links can never limit a flow.  A path without links and cap takes no time.
@@ -150,7 +150,7 @@ class Network:
         return flow
 
     def abort(self, flow: Flow) -> float:
-        """Take *flow* off its path now and return the bytes that were still to be carried; it is never reported done.
+        """Take *flow* off its path now and return the bytes still to be carried; it is never reported done.
 
         Return 0.0 if it has ended or was aborted before.
         """

@@ -47,7 +47,7 @@ class ComputedChecker:
         self._done: dict[str, dict[int, int]] = {}  # by rank and room: tokens that are computed, in this life
 
     def joined(self, member: Any) -> None:
-        """Watch what *member*, a rank's program, computes, if it is one of prefill; mark what it writes or compares."""
+        """Watch what *member*, a rank's program, computes if it is of prefill, and what it writes or compares."""
         part = getattr(member, "sender", getattr(member, "receiver", None))
         contents: Contents | None = getattr(part, "contents", None)
         if contents is not None:
@@ -116,7 +116,7 @@ def touched(tokens: int, window: int, page_size: int) -> list[int]:
 
 
 def window_differs(contents: Contents, table: PageTable, number: int, room: int, rows: Pages, tokens: int) -> str:
-    """Return "" if *rows*, of the window of *room*, hold each page that it touches, else what is wrong with the first.
+    """Return "" if *rows*, of the window of *room*, hold each page that it touches, else what is wrong.
 
     *number* is that of *table* among those of the state.
     """

@@ -44,16 +44,16 @@ INVARIANTS = {
     "arrived, when decoding begins and when it ends, and windows by a formula that writers do not share.",
     "I3": "Nothing is read from, or lands on, a page or state row that is not its room's at that moment.",
     "I4": "Nothing is written outside the staging slot of its room, writer and chunk; slots never overlap.",
-    "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that lost "
-    "one, fell silent or paused, or of a job whose router is lost.",
+    "I5": "Every request ends, and a fault reached each one that fails; no rank ends but those of instances that "
+    "lost one, fell silent or paused, or of a job whose router is lost.",
     "I6": "First-token metadata is read from, and lands in, the slot of its room; when the scheduler reads it, the "
     "slot is the room's and holds it.",
     "I7": "The ranks of a group take up the same chunks of the same rooms, and pages, in one order.",
-    "I8": "At the end nothing is left: no pages, slots, ring bytes, memory regions or outstanding tokens; no container "
-    "has grown.",
+    "I8": "At the end nothing is left: no pages, slots, ring bytes, memory regions or outstanding tokens; no "
+    "container has grown.",
     "I9": "At the end every pair of live instances is connected and serves its probe.",
-    "I10": "What is read of a room at prefill (pages, state, metadata) was computed there by forwards that have ended; "
-    "bytes carry the chunk that computed them.",
+    "I10": "What is read of a room at prefill (pages, state, metadata) was computed there by forwards that have "
+    "ended; bytes carry the chunk that computed them.",
 }
 """What is checked, by name; `docs/faults.md` has the table."""
 

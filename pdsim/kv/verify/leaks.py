@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["LeakChecker"]
 
 _NOT_STATE = frozenset({"rank", "job", "clock", "handlers", "layout", "requests", "log", "fallbacks", "_over"})
-"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or what is remembered
+"""Attributes that are not counted: not the protocol's own, as long as the workload, statistics, or remembered
 of rooms that are over for longer than a scenario lasts (`pdsim.kv.rooms.OVER`)."""
 
 _POOLS = frozenset({"_starts", "_counts", "_free", "unused"})

@@ -101,7 +101,7 @@ class OwnershipChecker:
         self._check_rows(verb, part.layout, int(label.partition("/")[0]), rank, offsets, sizes)
 
     def _check_rows(self, verb: str, layout: KvLayout, room: int, rank: str, offsets: Any, sizes: Any) -> None:
-        """Check that the rows of *layout*'s tables, and the metadata slots, that pieces touch are those of *room*."""
+        """Check that the rows of *layout*'s tables and the metadata slots that pieces touch are *room*'s."""
         leader = self._leader(rank)
         if leader is None:
             self._found("I3", f"room {room} {verb} {rank}, which is in no life of its instance")

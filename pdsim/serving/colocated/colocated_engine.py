@@ -54,8 +54,7 @@ class ColocatedEngine:
 
     A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
     output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its
-    own
-    up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
+    own up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
     *peak_batch* is the most requests that had begun and not finished at one time.
@@ -78,7 +77,11 @@ class ColocatedEngine:
         self._news: Event | None = None
 
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
-        """Take *request*, which the next step may begin; *blocks* are the hashes of its prompt's, where it has some."""
+        """Take *request*, which the next step may begin.
+
+        *blocks* are the hashes of its prompt's blocks of `HASHED` tokens, where prefixes are cached; *priority*
+        is for the scheduler.  An engine that waits for work goes on at once.
+        """
         keys = page_keys(blocks, request.input, self.job.page_size)
         self._queue.append(
             ColocatedRequest(request, request.input, request.output - 1, keys=keys, priority=priority)
@@ -162,7 +165,11 @@ class ColocatedEngine:
         return pieces, ends
 
     def _begin(self, one: ColocatedRequest) -> bool:
-        """Give *one* its pages and a place in the batch; return whether there are any."""
+        """Give *one* its pages and a place in the batch; return whether there are any.
+
+        A request that was preempted has its place still, and needs pages only.  What is cached is counted as
+        done, for the request's first begin also in *cached*.
+        """
         request, again = one.request, one.started >= 0
         if not again and (self._retracted or len(self._open) >= self.job.decode_batch):
             return False
@@ -200,6 +207,7 @@ class ColocatedEngine:
             self._batch.join(one.request.room, one.total + 1, one.left)
 
     def _end(self, one: ColocatedRequest) -> None:
+        """Free what *one* has and tell the caller: it has all its tokens."""
         one.finished = self.clock.now
         del self._open[one.request.room]
         self.pages.release(one.request.room)
@@ -208,7 +216,11 @@ class ColocatedEngine:
     # --- requests that run out of pages ---
 
     def _make_room(self, memory: GrowingMemory) -> None:
-        """Give everyone the pages of the next step; preempt, and let the retracted go on, as far as there are any."""
+        """Give every request of the batch the pages of its next step.
+
+        While there are too few, the scheduler's victim is preempted.  What is left over lets retracted requests
+        go on, first in, first out, while they fit with their reserve.
+        """
         while memory.short():
             members = list(self._batch)
             running = [self._running(member) for member in members]
@@ -226,11 +238,17 @@ class ColocatedEngine:
             self._batch.join(*member)
 
     def _running(self, member: Member) -> Running:
+        """Return *member* as the scheduler sees it."""
         request = self._open[member.number].request
         return Running(member.number, request.input, request.output - member.left)
 
     def _preempt(self, number: int) -> None:
-        """Take *number* out of the batch, and its pages."""
+        """Take *number* out of the batch, and its pages.
+
+        With ``preemption: retract`` its KV goes to host memory, which holds the next step up, and comes back
+        later.  Otherwise what there is of it, prompt and answer, is the prompt of a new prefill, first in the
+        queue.
+        """
         one = self._open[number]
         member = next(member for member in self._batch if member.number == number)
         self._batch.leave(lambda other: other == number)
@@ -251,6 +269,7 @@ class ColocatedEngine:
     # --- the prefix cache ---
 
     def _known(self, one: ColocatedRequest) -> Sequence[int]:
+        """Return the hashes of *one*'s full pages, that of its last token left out: a step has to compute that."""
         return one.keys[: (one.request.input - 1) // self.job.page_size]
 
     def _shared(self, one: ColocatedRequest) -> int:
@@ -267,5 +286,6 @@ class ColocatedEngine:
                 self._commit(one)
 
     def _commit(self, one: ColocatedRequest) -> None:
+        """Make the full pages of *one* that steps have covered known to the prefix cache."""
         if isinstance(self.pages, PrefixPagePool) and one.has_pages:
             self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])

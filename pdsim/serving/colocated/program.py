@@ -23,7 +23,7 @@ __all__ = ["instances", "program"]
 
 
 def instances(job: Deployment) -> tuple[str, ...]:
-    """Return the names of the engines of *job*."""
+    """Return the names of the engines of *job*: as many as it has prefill instances."""
     return tuple(f"colocated{number}" for number in range(job.prefill_instances))
 
 
@@ -38,11 +38,8 @@ def program(
 ) -> Program:
     """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
 
-    *blocks*, *after* and *priorities* are as there.
-
-    *job* is `Deployment.plain`.  Fields of a row that belong to a handoff repeat the times beside them, and bytes
-    are
-    0.
+    *job* is `Deployment.plain`; *blocks*, *after* and *priorities* are as there.  Fields of a row that belong to
+    a handoff repeat the times beside them, and bytes are 0.
     """
     service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities)
     return (yield from service.run())
@@ -83,6 +80,7 @@ class _Service:
         self.start = self.clock.now
 
     def run(self) -> Program:
+        """Run all engines, let the requests come, and return their rows once the last has finished."""
         for engine in self.engines.values():
             self.clock.process(engine.run())
         for number, arrival in enumerate(self.arrivals):
@@ -116,6 +114,7 @@ class _Service:
             self.engines[name].submit(request, blocks, priority)
 
     def _finished(self, one: ColocatedRequest) -> None:
+        """Keep *one*, and let those arrive whose users waited for it, each after its think time."""
         request = one.request
         self.load[request.prefill] -= request.input + request.output
         self.ended[request.room] = one

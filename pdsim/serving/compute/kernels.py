@@ -127,7 +127,8 @@ class Kernels:
         found: Roof | None = getattr(self, name)
         if found is None:
             raise ValueError(
-                f"compute.kernels has no {name}, which model={model} needs; measure it with pdsim profile model={model}"
+                f"compute.kernels has no {name}, which model={model} needs; "
+                f"measure it with pdsim profile model={model}"
             )
         return found
 

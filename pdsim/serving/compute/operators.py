@@ -1,4 +1,4 @@
-"""Times of operators that others measured: aiconfigurator's tables, and what a whole forward of a model takes by them.
+"""Times of operators that others measured: aiconfigurator's tables, and what a whole forward takes by them.
 
 `aiconfigurator <https://github.com/ai-dynamo/aiconfigurator>`_ (Apache-2.0) ships Parquet tables of GEMMs,
 attention, latent attention, experts and all-reduces, for a GPU, an engine and a version of it, in
@@ -75,7 +75,7 @@ class Operators:
     )
 
     def gemm(self, m: int, n: int, k: int, dtype: str) -> float:
-        """Return the seconds of a product of *m* by *k* with *k* by *n*: of the nearest shape, scaled by its size."""
+        """Return the seconds of a product of *m* by *k* with *k* by *n*: the nearest shape's, scaled by its size."""
         rows = self._of("gemm", gemm_dtype=dtype)
         shapes = np.unique(np.stack([rows["n"], rows["k"]]), axis=1)
         near = shapes[:, np.argmin(np.abs(np.log(shapes[0] / n)) + np.abs(np.log(shapes[1] / k)))]
@@ -177,7 +177,7 @@ class Operators:
         return {name: values[keep] for name, values in rows.items()}
 
     def _at(self, table: str, by: str, value: float, **where: Any) -> float:
-        """Return the seconds of the operator at *value* of the column *by*, the other columns being as *where* says."""
+        """Return the operator's seconds at *value* of the column *by*, the other columns being as *where* says."""
         key = (table, by, *sorted(where.items()))
         if key not in self._curves:
             rows = self._of(table, **where)

@@ -122,7 +122,7 @@ class ForwardTime:
         return self.scale * self.kv_bytes / self.sequence_rate
 
     def _total(self, computing: float, tokens: int) -> float:
-        """Return the seconds of an iteration of *tokens* that takes so long on the GPU, with all that comes on top."""
+        """Return the seconds of an iteration of *tokens* that takes so long on the GPU, with what comes on top."""
         alone = computing + tokens * self.token_allreduce + self.allreduce
         travelling = self.exchange.seconds(tokens)
         both = max(alone, travelling) if self.exchange.overlap else alone + travelling

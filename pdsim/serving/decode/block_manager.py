@@ -106,7 +106,11 @@ class BlockManager(DecodeWorker, ABC):
         self.handlers |= handlers
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        """Return the account of pages, and how many messages came too late.
+
+        Pages in use, in quarantine and free add up to ``pages``; ``open_rooms`` counts what is not over on this
+        side.
+        """
         held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
         found: dict[str, Any] = super().report() | {
             "pages": self.pages.pages,
@@ -178,7 +182,11 @@ class BlockManager(DecodeWorker, ABC):
             self.end()
 
     def _count(self, rank: int, message: Arrived, arrival: Arrival | None) -> None:
-        """Count the part of *rank*; with the last one the room is complete, and the scheduler is woken."""
+        """Count the part of *rank*; with the last one the room is complete, and the scheduler is woken.
+
+        *arrival*, of this rank itself, has the times of prefill; a reason says why the bytes cannot be used, and
+        makes the request fail when it is polled.
+        """
         room = self._rooms.get(message.room)
         if room is None or room.consensus.over:
             self.ignore()
@@ -198,7 +206,11 @@ class BlockManager(DecodeWorker, ABC):
         self._fail(self._rooms[number])
 
     def _fail(self, room: DecodeRequest) -> None:
-        """Fail *room* and have its prefill leader give it up; its pages stay in quarantine until that has answered."""
+        """Fail *room* and have its prefill leader give it up.
+
+        Its pages stay in quarantine until that has answered (`Released`), or is proven to be gone.  A room that
+        is over already, one way or the other, stays as it is.
+        """
         if room.consensus.fail():
             number = room.request.room
             self._timers.drop(number)
@@ -300,7 +312,10 @@ class BlockManager(DecodeWorker, ABC):
             self.pages.commit(number, self.keys[number])
 
     def _free(self, number: int) -> None:
-        """Give the pages of a room back that is complete, and so at rest; a preempted one has none."""
+        """Give the pages of a room back that is complete, and so at rest; a preempted one has none.
+
+        With a prefix cache they keep what they hold until somebody needs them.
+        """
         room = self._rooms.pop(number)
         self.keys.pop(number, None)
         if room.has_pages:

@@ -1,4 +1,8 @@
-"""The decode engine: pages first, then continuous batching, in events that are few because steps are in closed form."""
+"""The decode engine: pages first, then continuous batching.
+
+Steps whose batch stays the same are in closed form (`pdsim.serving.decode.steps`), so events are few: one for
+each boundary between two steps at which something has come, is done, or runs out of pages.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,10 @@ class DecodeScheduler(BlockManager):
         }
 
     def report(self) -> dict[str, Any]:
-        """As `BlockManager.report`, with the requests that wait for pages, and how many were preempted if any were."""
+        """As `BlockManager.report`, with the requests that wait for pages.
+
+        ``preemptions`` says how many times a running request gave its pages up, if any did.
+        """
         found = super().report()
         found["open_rooms"] += len(self._coming) + len(self._queue) + len(self._lookup)
         return found | ({"preemptions": self.preemptions} if self.preemptions else {})
@@ -105,6 +112,7 @@ class DecodeScheduler(BlockManager):
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:
+        """Take a request for this life, once the host has made it known; one for another life is ignored."""
         if request.decode != self.life:
             self.ignore()
             return
@@ -120,12 +128,14 @@ class DecodeScheduler(BlockManager):
             self._take(request)
 
     def _take(self, request: Submit) -> None:
+        """Queue a request whose prefill instance is known, and look up that of another."""
         if request.prefill:
             self._enqueue(request)
         else:
             self._lookup.add(request)
 
     def _enqueue(self, request: Submit) -> None:
+        """Queue *request* for pages; the first in an empty queue wakes the scheduler, others wait for it."""
         self._queue.append(request)
         if len(self._queue) == 1:
             self._wake()
@@ -167,7 +177,10 @@ class DecodeScheduler(BlockManager):
     # --- the scheduler ---
 
     def _wake(self) -> None:
-        """See to what has come at the end of the current step, or when an idle scheduler looks next."""
+        """See to what has come at the end of the current step, or when an idle scheduler looks next.
+
+        Called whenever a message changes something; however many come within a step, there is one boundary.
+        """
         self._set(self.batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
@@ -180,12 +193,17 @@ class DecodeScheduler(BlockManager):
         event.callbacks.append(self._boundary)
 
     def _boundary(self, event: Event) -> None:
+        """See to the boundary that *event* was set for, unless an earlier one has taken its place."""
         if event is self._due_event and not self.ended.triggered:
             due, self._due = self._due, math.inf
             self.guard(self._between_steps, due)
 
     def _between_steps(self, due: float) -> None:
-        """Do all that a scheduler does between two steps, at the boundary *due*, and begin the next."""
+        """Do all that a scheduler does between two steps, at the boundary *due*, and begin the next.
+
+        *due* is what the clock was set to: on a wall clock, now is a little later, and tokens are counted until
+        *due*.
+        """
         self.batch.advance(due)
         self._held_up = 0.0
         if self._recomputing:
@@ -210,7 +228,12 @@ class DecodeScheduler(BlockManager):
         self._late = [room for room in self._late if room.lag]
 
     def _poll(self) -> None:
-        """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them."""
+        """Notice what has arrived: the first tokens are out with the metadata, unless decode computes them.
+
+        Taking a request up holds the loop up, one after the other, and the next step begins that much later
+        (`HostCosts.admit`).  With a pipeline of steps a request is in the batch only as many steps later as the
+        pipeline is deep, if steps are under way.
+        """
         room_lag = self.job.engine.pipeline if self.batch.runs else 0
         for room in self.complete:
             room.polled = self.clock.now
@@ -263,7 +286,12 @@ class DecodeScheduler(BlockManager):
                 self.batch.join(request.room, request.input + 1, request.output - 1)
 
     def _begin(self) -> None:
-        """Begin the next step, and say how long it is before anything can change by itself."""
+        """Begin the next step, and say how long it is before anything can change by itself.
+
+        The step begins when the host is done with this boundary and, with ``posting_holds``, with posting reads.
+        It is a mixed one if something is computed again; otherwise as many steps follow as no request ends or
+        lacks a page in.
+        """
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds:
             start = self.batch.held(self.clock.now, max(start, self.posted()))
@@ -353,6 +381,7 @@ class DecodeScheduler(BlockManager):
         self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
 
     def _reject(self, room: DecodeRequest) -> None:
+        """Fail a room whose bytes are not what was sent; all of it is here, so its pages are free at once."""
         self._free(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
@@ -382,7 +411,12 @@ class DecodeScheduler(BlockManager):
     # --- requests that run out of pages ---
 
     def _make_room(self, memory: GrowingMemory) -> None:
-        """Give everyone the pages of the next step; preempt, and let the preempted go on, as far as there are any."""
+        """Give every request of the batch the pages of its next step.
+
+        While there are too few, the scheduler's victim is preempted, of requests in the order in which they
+        joined.  What is left over then lets preempted ones go on, in their order, while each finds pages for its
+        whole context and its reserve.
+        """
         while memory.short():
             members = list(self.batch)
             running = [self._running(member) for member in members]
@@ -415,11 +449,16 @@ class DecodeScheduler(BlockManager):
         return 0
 
     def _running(self, member: Member) -> Running:
+        """Return *member* of the batch as the scheduler sees it."""
         request = self._rooms[member.number].request
         return Running(member.number, request.input, request.output - member.left)
 
     def _preempt(self, number: int) -> None:
-        """Take *number* out of the batch, and its pages."""
+        """Take *number* out of the batch, and its pages.
+
+        With ``preemption: recompute`` it goes first among the preempted, and its context is computed again;
+        otherwise its KV is moved to host memory, which holds the step up, and it goes last.
+        """
         room = self._rooms[number]
         member = next(member for member in self.batch if member.number == number)
         self.batch.leave(lambda other: other == number)

@@ -46,7 +46,10 @@ class GrowingMemory:
         return sum(pages for _, pages in self._lacking) > self._pool.free
 
     def grow(self) -> None:
-        """Give every request the pages that its next step needs, of which `short` has just said that they are there."""
+        """Give every request the pages that its next step needs; `short` has just said that they are there.
+
+        Raise a `ValueError` if they are not: the pool has changed since.
+        """
         for number, lacks in self._lacking:
             if not self._pool.extend(number, lacks):
                 raise ValueError(f"room {number} lacks {lacks} pages, {self._pool.free} are free")

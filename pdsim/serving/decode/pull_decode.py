@@ -185,7 +185,11 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
         super()._enqueue(request)
 
     def _abort(self, sender: str, message: Abort) -> None:
-        """Give a room up; one without pages is given back to prefill now, the others when their reads have settled."""
+        """Give a room up.
+
+        One without pages is given back to prefill now; the pages of others come back when their reads have
+        settled.
+        """
         super()._abort(sender, message)
         if message.room not in self._rooms:
             self.unadmitted(message.room)

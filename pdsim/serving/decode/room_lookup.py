@@ -18,7 +18,7 @@ Assumed: about an iteration of a decode scheduler, which is when SGLang's asks a
 """
 
 PATIENCE = 15.0
-"""Seconds after which a room that nobody knows is given up; assumed: as long as SGLang's asks for a prefill server."""
+"""Seconds after which a room that nobody knows is given up; assumed: as long as SGLang's asks for a server."""
 
 
 class RoomLookup:
@@ -52,7 +52,7 @@ class RoomLookup:
         return len(self._open)
 
     def add(self, request: Submit) -> None:
-        """Find out where *request* went."""
+        """Find out where *request* went; *found* or *lost* is called with it, unless it is dropped before."""
         self._open[request.room] = request
         self._until[request.room] = self._clock.now + PATIENCE
         self._again(request.room)
@@ -64,7 +64,11 @@ class RoomLookup:
         return self._open.pop(room, None) is not None
 
     def answer(self, lives: Mapping[int, str]) -> None:
-        """Take note of where the rooms of the last question are; those that are not in *lives* are not known yet."""
+        """Take note of where the rooms of the last question are.
+
+        Those that are not in *lives* are not known yet: they are asked for again after `RETRY` seconds, and lost
+        after `PATIENCE`.  The next question is asked at once, if rooms have come meanwhile.
+        """
         asked, self._asked = self._asked, ()
         for room in asked:
             request = self._open.get(room)
@@ -81,6 +85,7 @@ class RoomLookup:
         self._next()
 
     def _again(self, room: int) -> None:
+        """Have *room* be in the next question, which is asked now if none is under way."""
         if room in self._open:  # or it was dropped while its time to be asked for again came
             self._fresh[room] = None
             self._next()

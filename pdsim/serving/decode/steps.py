@@ -70,10 +70,11 @@ class Member(NamedTuple):
 
 
 def steps_that_fit(contexts: Sequence[int], page_size: int, pages: int, most: int) -> int:
-    """Return how many steps, at most *most*, requests whose next step reads *contexts* can take within so many *pages*.
+    """Return how many steps, at most *most*, some requests can take within so many *pages*.
 
-    Each reads one token more with every step, and stores it.  Pages grow with the steps, so the answer is found by
-    bisection.  Here contexts of 5 and 8 tokens still fit into two pages each, 6 and 9 do not:
+    The next step of each reads one of *contexts*; it reads one token more with every step, and stores it.  Pages
+    grow with the steps, so the answer is found by bisection.  Here contexts of 5 and 8 tokens still fit into two
+    pages each, 6 and 9 do not:
 
     >>> steps_that_fit([4, 7], page_size=4, pages=4, most=10)
     2
@@ -209,7 +210,10 @@ class RunningBatch:
         return self._span.end(int(min(self._members[0][0] - self._step, most)))
 
     def begin_mixed(self, now: float, pieces: Sequence[tuple[int, int]]) -> float:
-        """Begin one step at *now* that also computes *pieces* of prompts (context, new tokens); return when it ends."""
+        """Begin one step at *now* that also computes *pieces* of prompts; return when it ends.
+
+        A piece is its tokens of context and its new tokens.  The members get their token each in the same step.
+        """
         batch = len(self._members)
         forward = self._time.prefill([*pieces, (0, batch)] if batch else pieces)
         self._span = self._spanned(now, self._iteration(forward))

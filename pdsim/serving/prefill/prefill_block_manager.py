@@ -39,12 +39,12 @@ __all__ = ["PrefillBlockManager"]
 class PrefillBlockManager(PrefillWorker, ABC):
     """The rank that the router talks to: it owns the pages of its group, and the rooms that they are given to.
 
-    A room comes with `Submit` and ends when every rank of the group has done its part.  A subclass decides when it is
-    computed (`enqueue`), and what happens when all of it is done (`complete`) or when nothing of a failed one moves
-    any more (`settled`).
+    A room comes with `Submit` and ends when every rank of the group has done its part.  A subclass decides when
+    it is computed (`enqueue`), and what happens when all of it is done (`complete`) or when nothing of a failed
+    one moves any more (`settled`).
 
-    Invariant: pages are free, cached, or of rooms in ``_rooms``; a failed room keeps its own until `Settled` has come
-    from every rank, because writes from them may still be under way.
+    Invariant: pages are free, cached, or of rooms in ``_rooms``; a failed room keeps its own until `Settled` has
+    come from every rank, because writes from them may still be under way.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -86,7 +86,11 @@ class PrefillBlockManager(PrefillWorker, ABC):
         """Have what has changed seen to, soon."""
 
     def report(self) -> dict[str, Any]:
-        """Return the account of pages (those in use and in quarantine and free are all), and of what came too late."""
+        """Return the account of pages, and how many messages came too late.
+
+        Pages in use, in quarantine and free add up to ``pages``; ``open_rooms`` counts what is not over on this
+        side.
+        """
         holding = [room for room in self._rooms.values() if room.failed and room.source_slot >= 0]
         held = sum(self.job.page_count(room.request.input) for room in holding)
         return (
@@ -135,11 +139,15 @@ class PrefillBlockManager(PrefillWorker, ABC):
         super().end()
 
     def _end_if_drained(self) -> None:
+        """End if the job is over and no room is left."""
         if self._stopping and not self._rooms:
             self.end()
 
     def _count_ready(self, rank: int, message: Ready) -> None:
-        """Tell the router once all ranks are connected to a decode instance, whichever of them was told of it first."""
+        """Tell the router once all ranks are connected to a decode instance.
+
+        A rank may be told to meet that instance before this one is: what counts is that neither life is over.
+        """
         if self._is_over(message.peer) or (self.life and message.life != self.life):
             self.ignore()
         elif self.readiness.count(rank, message):
@@ -175,7 +183,10 @@ class PrefillBlockManager(PrefillWorker, ABC):
                 self.complete(room)
 
     def complete(self, room: PrefillRequest) -> None:
-        """Free what *room* has here, all of which every rank has written, and tell the router."""
+        """Free what *room* has here, all of which every rank has written, and tell the router.
+
+        It is told the bytes that all ranks have written for it.
+        """
         self._forget(room)
         self.send(ROUTER, Prefilled(room.request.room, room.nbytes))
 
@@ -184,6 +195,7 @@ class PrefillBlockManager(PrefillWorker, ABC):
         self.send(leader(room.request.decode), Released(room.request.room))
 
     def _submit(self, _: str, request: Submit) -> None:
+        """Take a request for this life, with its `Details` if any have come; one for another life is ignored."""
         if request.prefill != self.life:
             self.ignore()
             return
@@ -229,9 +241,10 @@ class PrefillBlockManager(PrefillWorker, ABC):
         self.enqueue(room)
 
     def _abort(self, sender: str, message: Abort) -> None:
-        """Give a room up: for the router, which is told whether it began; for its decode leader, if it means this life.
+        """Give a room up: for the router, or for its decode leader, if it means this life.
 
-        What another life has written, only that life or the decode side itself can say.
+        The router is told whether the room began: one that has no pages yet has moved nothing, and may start anew
+        elsewhere. What another life has written, only that life or the decode side itself can say.
         """
         if sender != ROUTER and message.life != self.life:
             self.ignore()
@@ -252,6 +265,7 @@ class PrefillBlockManager(PrefillWorker, ABC):
         self._fail(self._rooms[number], reason)
 
     def _fail(self, room: PrefillRequest, reason: str, lost: str = "") -> None:
+        """Fail *room* and tell the router, with the instance that is *lost* if that is why; only once."""
         if not room.failed:
             self.send(ROUTER, Failed(room.request.room, reason, lost))
             self._give_up(room)
@@ -265,6 +279,10 @@ class PrefillBlockManager(PrefillWorker, ABC):
             self._wake()
 
     def _forget(self, room: PrefillRequest) -> None:
+        """End *room*: nothing of it moves any more on any rank, so what it has here is free.
+
+        A failed one is remembered for `OVER` seconds, lest a late `Destination` revives it.
+        """
         number = room.request.room
         del self._rooms[number]
         if room.failed:

@@ -38,13 +38,13 @@ def program(rank: Rank, *, instance: str, index: int, job: Mapping[str, Any]) ->
 class PrefillScheduler(PrefillBlockManager):
     """The rank that also schedules.
 
-    A request waits for its `Destination` without being in the way of others, then in order of those; each iteration
-    takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the next.  A
-    request has pages for its whole input from its first forward until all ranks have written it.
+    A request waits for its `Destination` without being in the way of others, then in order of those; each
+    iteration takes up to `chunk` tokens, at most one request of which is left incomplete and goes first in the
+    next.  A request has pages for its whole input from its first forward until all ranks have written it.
 
-    Life of an iteration: `next_forward` chooses its pieces, and gives pages to the requests that begin; the followers
-    are sent it and every rank computes it; its chunks are written (`PrefillWorker`) while the next is computed.
-    Without work the scheduler sleeps until `_wake`.
+    Life of an iteration: `next_forward` chooses its pieces, and gives pages to the requests that begin; the
+    followers are sent it and every rank computes it; its chunks are written (`PrefillWorker`) while the next is
+    computed.  Without work the scheduler sleeps until `_wake`.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -72,16 +72,22 @@ class PrefillScheduler(PrefillBlockManager):
             self._enqueue(room)
 
     def _enqueue(self, room: PrefillRequest) -> None:
+        """Queue *room* now, unless it has failed while its host was at it."""
         if not room.failed:
             self._queue.append(room)
             self._wake()
 
     def _wake(self) -> None:
+        """Let an idle scheduler look; one that is computing looks at the end of its iteration."""
         if self._idle is not None and not self._idle.triggered:
             self._idle.succeed()
 
     def _schedule(self) -> Program:
-        """Run one iteration after the other, chosen when it begins or one `ahead`; wait for news if there is none."""
+        """Run one iteration after the other; wait for news if there is none to run.
+
+        With ``ahead`` the next one is chosen when this one begins, as an engine does that prepares a batch while
+        the GPU computes: what comes later has to wait for the one after.
+        """
         ahead: Forward | None = None
         while not self.ended.triggered:
             try:
@@ -148,8 +154,9 @@ class PrefillScheduler(PrefillBlockManager):
             tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
             if not 0 < tokens <= min(budget, room.request.input - room.done):
                 raise ConfigError(
-                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room {room.request.room}, "
-                    f"which has {room.request.input - room.done} left in a step of {budget}; give 1 to the lesser"
+                    f"engine.scheduler={self.job.engine.scheduler} gave {tokens} tokens of room "
+                    f"{room.request.room}, which has {room.request.input - room.done} left "
+                    f"in a step of {budget}; give 1 to the lesser"
                 )
             if not room.begun:
                 room.begun = True
@@ -187,7 +194,11 @@ class PrefillScheduler(PrefillBlockManager):
         return max(forward, step) if self.job.engine.overlap else forward + step
 
     def _begin(self, room: PrefillRequest) -> bool:
-        """Give *room* its pages and its slot; return whether there were any."""
+        """Give *room* its pages and its slot of first-token metadata; return whether there were any.
+
+        Pages are for the whole prompt, after those that decode holds; runs pair them with decode's, so that what
+        is contiguous on both sides is one descriptor.
+        """
         request, destination = room.request, room.destination
         assert destination is not None
         if not self.slots.free:

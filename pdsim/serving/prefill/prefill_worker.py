@@ -131,13 +131,18 @@ class PrefillWorker(EngineProcess):
         return forward
 
     def _pass(self, message: Forward, done: Event) -> None:
+        """Begin a forward of a later pipeline stage, whose input has come; *done* fires at its end."""
         if not self.ended.triggered:
             forward = self._begin_forward(message)
             assert forward.callbacks is not None
             forward.callbacks.append(lambda _: fire(done))
 
     def _begin_forward(self, message: Forward) -> Event:
-        """Occupy the device with a forward whose input is here."""
+        """Occupy the device with a forward whose input is here.
+
+        What is cached can be written at once, and with ``layerwise`` each plane is when its layer is computed:
+        that is begun at this instant, too.
+        """
         forward = self.rank.device.compute(message.seconds)
         if isinstance(message, Preceded) and message.tokens:
             forward = self._routed(forward, message)
@@ -166,7 +171,10 @@ class PrefillWorker(EngineProcess):
         self.clock.call_at(self._sends, self._sending, message)
 
     def launching(self, forward: float) -> float:  # noqa: ARG002 for ranks that schedule
-        """Return for how long the end of a *forward* is not seen to, as the host is busy with the next: not at all."""
+        """Return for how long the end of a *forward* is not seen to, in seconds, as the host is busy with the next.
+
+        Not at all, on a rank that does not schedule.
+        """
         return 0.0
 
     def _sending(self, message: Forward) -> None:

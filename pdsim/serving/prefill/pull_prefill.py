@@ -1,4 +1,8 @@
-"""The prefill side of a pulled handoff: what is computed stays, under a lease, until its reader says that it has it."""
+"""The prefill side of a pulled handoff: what is computed stays until its reader says that it has it.
+
+A lease guards against readers that never come: its end, or the router, revokes a room, and then only the reader
+or the proof that it is gone can free the pages.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +162,10 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         """Do nothing: decode has not heard of a room that was never lent."""
 
     def complete(self, room: PrefillRequest) -> None:
-        """Lend *room*, which every rank has computed, once the host has answered for it."""
+        """Lend *room*, which every rank has computed, once the host has answered for it.
+
+        It is in ``_lent`` from now on; the router is told, and the lease begins, with the answer.
+        """
         self._lent[room.request.room] = room
         seconds = self.host.answer()
         if seconds:
@@ -177,6 +184,11 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self.send(ROUTER, Lent(number, self.life, *where, room.noticed, room.started, room.ended))
 
     def _abort(self, sender: str, message: Abort) -> None:
+        """Give a room up.
+
+        One that is lent is revoked; the router may not start it anew, as its reader may have begun.  Others as in
+        `PrefillScheduler`.
+        """
         if message.room in self._lent:
             if sender == ROUTER:
                 self.send(ROUTER, Dropped(message.room, False))
@@ -185,6 +197,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
             super()._abort(sender, message)
 
     def _lease_ends(self, number: int) -> None:
+        """Fail a room whose reader has not renewed the lease, and revoke it."""
         reason = f"TransferTimeout: the lease of {self.job.engine.lease:g} s ended without a heartbeat of the reader"
         self.send(ROUTER, Failed(number, reason))
         self._revoke(number)
@@ -198,6 +211,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
             self.send(leader(decode), Revoked(number, decode, self.life))
 
     def _renew(self, _: str, message: Renew) -> None:
+        """Begin the leases of these rooms anew; one that was revoked stays so."""
         if message.life != self.life:
             self.ignore()
             return
@@ -217,6 +231,7 @@ class PullPrefillScheduler(PrefillScheduler, PullPrefillWorker):
         self._return(room)
 
     def _fenced(self, rank: int, message: Fenced) -> None:
+        """Count the proof of *rank*; with that of the last, the rooms that waited for it are free."""
         rooms = self._fences.count(rank, message)
         if rooms is None:
             self.ignore()
