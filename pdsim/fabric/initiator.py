@@ -107,9 +107,9 @@ class Initiator:
     def foresee(self, peer: Peer, batch: Batch, count: int, notify: bytes, label: str) -> SimSeries | None:
         """Begin *count* writes like that of *batch*, if their times are known.
 
-        The contract is that of `pdsim.transfer.Endpoint.foresee`.  They are where memory has no contents and nothing is left to chance or watched, while this endpoint does
-        nothing else, and `SendQueue.foresee` and `Foreseen.add` say so.  Otherwise return None, having changed
-        nothing.
+        The contract is that of `pdsim.transfer.Endpoint.foresee`.  Times are known where memory has no contents and
+        nothing is left to chance or watched, while this endpoint does nothing else, and `SendQueue.foresee` and
+        `Foreseen.add` say so.  Otherwise return None, having changed nothing.
         """
         fabric, connection = self._fabric, self._check_peer(peer, batch.target)
         local, there = self._regions.local(batch.source), connection.remote
