@@ -47,7 +47,7 @@ KEPT = 4096
 class Kind(NamedTuple):
     """What few values of a `TransferRecord` are the same in nearly all of a rank.
 
-    A rank has a handful of them, and a log keeps each once: records have its number, in 16 bits.
+    A rank has a handful of them, and a log keeps each once: its runs have their numbers, in 16 bits.
     """
 
     engine: str

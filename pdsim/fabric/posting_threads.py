@@ -36,8 +36,8 @@ class PostingShare:
     """What all threads on one GPU share, or, where there is none, those of one rank.
 
     It is a processor-sharing queue in closed form: one event stands for the next end, and is foreseen anew
-    whenever a thread begins or ends something.  With *serial* of 0 threads do not slow each other, with 1 they
-    take turns.
+    whenever a thread begins or ends something.  With *serial* of 0 threads do not slow each other; with 1 all of
+    them together are as fast as one alone.
     """
 
     def __init__(self, clock: Clock, serial: float) -> None:

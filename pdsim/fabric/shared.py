@@ -40,9 +40,9 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Fabric:
     """What all endpoints of a job share.  *clock* is the job's, on which the hardware lives.
 
-    *chance* is there only where faults are injected, *draws* only where something jitters: without both a job is
-    exact.  Endpoints find each other by rank in *endpoints*, where a rank that is started again takes the place
-    of its last life.
+    *chance* is there only where faults are injected, *draws* only where something jitters: without both nothing
+    is left to chance.  Endpoints find each other by rank in *endpoints*, where a rank that is started again takes
+    the place of its last life.
     """
 
     clock: Clock

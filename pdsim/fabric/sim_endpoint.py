@@ -69,7 +69,7 @@ class SimEndpoint:
 
     @property
     def slowness(self) -> float:
-        """How many times as long as usual posting takes; a fault may set it (`Faults.slow`)."""
+        """How many times as long as usual posting takes; a fault may set it."""
         return self._poster.slowness
 
     @slowness.setter

@@ -139,7 +139,7 @@ class Pong(KvMessage, frozen=True):
 
 
 class Busy(KvMessage, frozen=True):
-    """A rank instead of `Pong`, in as many bytes: work for requests is under way, or has got on since the last ping."""
+    """A rank instead of `Pong`, in as many bytes: work for requests goes on, or has got on since the last ping."""
 
 
 class Gone(KvMessage, frozen=True):

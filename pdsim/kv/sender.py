@@ -159,7 +159,7 @@ class KvSender(SenderRooms):
     def grant(self, sender: str, message: Grant) -> None:
         """Take note of a decode rank's answer to `Ask`, and let what waited for it go.
 
-        A position of -1 is a no: the chunk goes unstaged, a piece a head, and no more slots are asked of that
+        A position of -1 is a no: the chunk goes unstaged, and no more slots are asked of that
         rank for this room.  An answer about a room that is over is ignored.
         """
         state = self._rooms.get(message.room)
@@ -194,8 +194,8 @@ class KvSender(SenderRooms):
     def _share(self, chunk: Chunk) -> tuple[Runs, bool]:
         """Return what of the runs of *chunk* this rank writes, and whether it writes no more of its room.
 
-        With context parallelism each of the ``cp`` ranks writes an equal part of the request's pages (`share`),
-        so a chunk may be all, some or none of a rank's; without, all is written by one of them.
+        Where all context-parallel ranks write, each of them has an equal part of the request's pages (`share`),
+        so a chunk may be all, some or none of a rank's; otherwise one of them writes everything.
         """
         if not self._all_cp_ranks:
             return chunk.runs, chunk.last
@@ -280,8 +280,8 @@ class KvSender(SenderRooms):
         """Write plane after plane: many at once, for as long as the endpoint knows what will come of it.
 
         `Endpoint.foresee` gives a whole series for one event where nothing can interfere.  Something that does
-        cuts it, the write under way goes on as a transfer, and the rest is asked for again after a pause that
-        doubles with each refusal: asking costs as much as a write.
+        cuts it, the write under way goes on as a transfer, and the rest is asked for again after a pause, counted
+        in writes, that doubles with each refusal.
         """
         state, target, endpoint = delivery.state, delivery.target, self._rank.endpoint
         notify, label = self._attached(delivery, piece.path)

@@ -24,8 +24,8 @@ class Live:
     this machine with dummy weights in the shape of ``model``.
 
     Of a pair the client is the proxy, too: a request goes to a prefill server first and then to a decode server,
-    or to both at once, as the engine's own proxy does it.  Addresses are those of HTTP servers, without a path.
-    Fields from *launch* on say how servers are started; they mean nothing for servers that run already.
+    or to both at once, as the engine's own proxy does it.  Fields from *launch* on say how servers are started;
+    they mean nothing for servers that run already.
 
     Raises:
         ValueError: an unknown choice, a number out of range, an address without http, token ids for a chat API, or a

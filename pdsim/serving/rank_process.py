@@ -158,7 +158,10 @@ class RankProcess:
         return Busy() if self.working() else Pong()
 
     def working(self) -> bool:
-        """Return whether something that ends by itself is under way for requests, or has ended since the last call."""
+        """Return whether work for requests that ends by itself is under way, or has ended since the last call.
+
+        Asked at each ping: what is slow, but goes on, must not be taken for stalled.
+        """
         return False
 
 

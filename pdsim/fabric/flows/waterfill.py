@@ -276,8 +276,8 @@ class Waterfill:
         """Let *link* limit its paths to *level*, unless others turn out to be in the way.
 
         A path that another link allows more than *level* is limited here from now on, so that link is opened
-        first and this one comes up again.  A path that gets more than before by a link that settles takes from
-        its other links, so those that were settled are opened, too.
+        first and this one comes up again.  A path that gets less than before leaves more to its other links, so
+        those of them that were settled are opened, too.
 
         Half of all time is spent here, so it is one function, and no loop makes a call that is not rare.
         """

@@ -307,7 +307,7 @@ class InvariantChecker:
     def _check_order(self) -> None:
         """Check that the ranks of one life took up the same rooms and chunks in the same order (I7).
 
-        They follow one leader, and work that depends on its order, such as collectives, would deadlock otherwise.
+        Two ranks are compared up to the end of the shorter list: one of them may have been stopped sooner.
         """
         for number, (member, order) in enumerate(self._orders):
             for other, theirs in self._orders[number + 1 :]:

@@ -123,7 +123,7 @@ class OwnershipChecker:
     ) -> None:
         """Check that what is read on a prefill rank has been computed there.
 
-        Of keys and values, these are the tokens in the last page that is read; of state and metadata, all of the
+        Of keys and values, these are the tokens up to the last page that is read; of state and metadata, all of the
         room's.
         """
         request = leader._rooms.get(room) or getattr(leader, "_lent", {}).get(room)

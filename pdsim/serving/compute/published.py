@@ -3,7 +3,7 @@
 What tables and rows call differently is translated here.  Of matrix products those of a model's widths are taken.
 The tables are aiconfigurator's (`pdsim.serving.compute.operators`), whose latencies are milliseconds; they give
 one number a point, so a row's least and most are its median.  A function below makes a row of a table's line, or
-returns None for one that no modelled engine runs.
+returns None for one that is not fitted to.
 """
 
 from __future__ import annotations
