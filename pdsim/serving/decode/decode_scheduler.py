@@ -1,8 +1,4 @@
-"""The decode engine: pages first, then continuous batching.
-
-Steps whose batch stays the same are in closed form (`pdsim.serving.decode.steps`), so events are few: one for
-each boundary between two steps at which something has come, is done, or runs out of pages.
-"""
+"""The decode engine: pages first, then continuous batching, with few events: steps are in closed form."""
 
 from __future__ import annotations
 
@@ -54,18 +50,19 @@ class DecodeScheduler(BlockManager):
     """The rank that also schedules.
 
     Everything is looked at between steps and only there: requests that came, KV that arrived, requests that are
-    done. So what happens within a step waits for its end, as in a real scheduler, and a step without news needs no
-    event.
+    done. So what happens within a step waits for its end, as in a real scheduler, and a step without news needs
+    no event.
 
-    With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output: nothing
-    that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each other.  With
-    ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's victim gives its
-    own
-    up: its KV is computed again in the steps of the others, or moved to host memory and back.
+    With ``memory: reserve`` a request is admitted when there are pages for its input and all of its output:
+    nothing that runs can ever run out of pages, so nothing is preempted and no two requests can wait for each
+    other.  With ``grow`` it is admitted with pages for its input, and when the others lack some the scheduler's
+    victim gives its own up: its KV is computed again in the steps of the others, or moved to host memory and
+    back.
 
-    Life of a request: `Submit`; queued; admitted (pages, and a `Destination` to prefill); complete; noticed between
-    two steps; joins the batch; finished.  The order between two steps is that of `_between_steps`: tokens counted,
-    requests done, arrivals noticed, places filled, pages grown, requests admitted, and the next step begun.
+    Life of a request: `Submit`; queued; admitted (pages, and a `Destination` to prefill); complete; noticed
+    between two steps; joins the batch; finished.  The order between two steps is that of `_between_steps`: tokens
+    counted, requests done, arrivals noticed, places filled, pages grown, requests admitted, and the next step
+    begun.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -97,10 +94,7 @@ class DecodeScheduler(BlockManager):
         }
 
     def report(self) -> dict[str, Any]:
-        """As `BlockManager.report`, with the requests that wait for pages.
-
-        ``preemptions`` says how many times a running request gave its pages up, if any did.
-        """
+        """As `BlockManager.report`, with requests that wait for pages, and the preemptions if there were any."""
         found = super().report()
         found["open_rooms"] += len(self._coming) + len(self._queue) + len(self._lookup)
         return found | ({"preemptions": self.preemptions} if self.preemptions else {})
@@ -112,7 +106,6 @@ class DecodeScheduler(BlockManager):
     # --- what comes in ---
 
     def _submit(self, _: str, request: Submit) -> None:
-        """Take a request for this life, once the host has made it known; one for another life is ignored."""
         if request.decode != self.life:
             self.ignore()
             return
@@ -128,14 +121,12 @@ class DecodeScheduler(BlockManager):
             self._take(request)
 
     def _take(self, request: Submit) -> None:
-        """Queue a request whose prefill instance is known, and look up that of another."""
         if request.prefill:
             self._enqueue(request)
         else:
             self._lookup.add(request)
 
     def _enqueue(self, request: Submit) -> None:
-        """Queue *request* for pages; the first in an empty queue wakes the scheduler, others wait for it."""
         self._queue.append(request)
         if len(self._queue) == 1:
             self._wake()
@@ -177,10 +168,7 @@ class DecodeScheduler(BlockManager):
     # --- the scheduler ---
 
     def _wake(self) -> None:
-        """See to what has come at the end of the current step, or when an idle scheduler looks next.
-
-        Called whenever a message changes something; however many come within a step, there is one boundary.
-        """
+        """See to what has come at the end of the current step, or when an idle scheduler looks next."""
         self._set(self.batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
@@ -193,7 +181,6 @@ class DecodeScheduler(BlockManager):
         event.callbacks.append(self._boundary)
 
     def _boundary(self, event: Event) -> None:
-        """See to the boundary that *event* was set for, unless an earlier one has taken its place."""
         if event is self._due_event and not self.ended.triggered:
             due, self._due = self._due, math.inf
             self.guard(self._between_steps, due)
@@ -381,7 +368,6 @@ class DecodeScheduler(BlockManager):
         self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
 
     def _reject(self, room: DecodeRequest) -> None:
-        """Fail a room whose bytes are not what was sent; all of it is here, so its pages are free at once."""
         self._free(room.request.room)
         self.send(ROUTER, Failed(room.request.room, room.reason))
 
@@ -449,16 +435,11 @@ class DecodeScheduler(BlockManager):
         return 0
 
     def _running(self, member: Member) -> Running:
-        """Return *member* of the batch as the scheduler sees it."""
         request = self._rooms[member.number].request
         return Running(member.number, request.input, request.output - member.left)
 
     def _preempt(self, number: int) -> None:
-        """Take *number* out of the batch, and its pages.
-
-        With ``preemption: recompute`` it goes first among the preempted, and its context is computed again;
-        otherwise its KV is moved to host memory, which holds the step up, and it goes last.
-        """
+        """Take *number* out of the batch, and its pages."""
         room = self._rooms[number]
         member = next(member for member in self.batch if member.number == number)
         self.batch.leave(lambda other: other == number)
