@@ -56,7 +56,8 @@ class _Measurer:
                 table.writeheader()
             for number, case in enumerate(cases):
                 if self._agree(time.time() - self._deadline) > 0.0:
-                    print(f"rank {self.rank}: out of time, {len(cases) - number} cases left", flush=True)  # noqa: T201
+                    left = len(cases) - number
+                    print(f"rank {self.rank}: out of time, {left} cases left", flush=True)  # noqa: T201
                     return
                 print(f"case {case['number']} {described(case)}", flush=True)  # noqa: T201
                 if (timing := self._tried(case)) is not None:

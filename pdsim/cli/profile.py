@@ -93,7 +93,8 @@ def profile(words: Sequence[str]) -> int:
         _write(path, about, rows)
         print(f"profile: {path}")  # noqa: T201
     if find_spec("scipy") is None:
-        print("not fitted: SciPy is missing; fit with pdsim profile --from FILE.csv where there is one")  # noqa: T201
+        where = "fit with pdsim profile --from FILE.csv where there is one"
+        print(f"not fitted: SciPy is missing; {where}")  # noqa: T201
         return 0
     found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
     terminal.show_table(errors(found))
