@@ -26,8 +26,16 @@ POOLS = ("default", SYMMETRIC, "nvlink")
 class RealBuffer(ABC):
     """Zeroed memory at *address*, a pointer of this process.
 
-    *registered* is set by endpoints while an engine knows the address, *holds* counted by who moves bytes.  The
-    memory goes back when the buffer is freed and nothing holds it.
+    The memory goes back when the buffer is freed and nothing holds it.
+
+    Attributes:
+        address: Where it begins.
+        size: Bytes.
+        pool: One of `POOLS`.
+        registered: Whether an engine knows the address; set by endpoints.  Such a buffer cannot be
+            freed.
+        holds: Reasons for which bytes may still move here, counted by who moves them.
+        freed: Whether its owner has given it back.
     """
 
     def __init__(self, address: int, size: int, pool: str) -> None:
@@ -59,6 +67,7 @@ class RealBuffer(ABC):
     def _store(self, offset: int, data: bytes) -> None: ...
 
     def _check(self, offset: int, size: int) -> None:
+        """Raise an `IndexError` unless the buffer has *size* bytes at *offset*, and still belongs to its owner."""
         if self.freed:
             raise IndexError("this buffer was freed")
         if offset < 0 or size < 0 or offset + size > self.size:
@@ -68,9 +77,17 @@ class RealBuffer(ABC):
 class RealDevice(ABC):
     """Memory of limited capacity, and one queue of emulated work.
 
-    Subclasses provide memory (`_make`) and copies.  *peak* has the most bytes of each pool so far.  Used on the
-    clock's thread, but for `enter`, which every thread of an engine calls for itself.  Raise a `ValueError` for a
-    capacity that is not positive.
+    Subclasses provide memory (`_make`) and copies.  Used on the clock's thread, but for `enter`,
+    which every thread of an engine calls for itself.  Raise a `ValueError` for a capacity that is
+    not positive.
+
+    Attributes:
+        holds_bytes: True: contents can be read, and compared.
+        clock: Of the rank.
+        name: Such as "cpu" or "cuda:0".
+        capacity: Bytes that may be allocated, held ones included.
+        symmetric: The pool that groups reserve.
+        peak: Most bytes of each pool so far.
     """
 
     holds_bytes = True
@@ -132,6 +149,7 @@ class RealDevice(ABC):
         self.peak[pool] = max(self.peak[pool], self._used[pool])
 
     def _check_room(self, size: int) -> None:
+        """Raise `OutOfMemory` unless *size* bytes more fit."""
         if self.used + size > self.capacity:
             raise OutOfMemory(
                 f"{self.name}: {size} bytes asked for, {self.capacity - self.used} of {self.capacity} left; "

@@ -62,7 +62,13 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Page:
-    """One reading of a server's metrics, each summed over its labels."""
+    """One reading of a server's metrics, each summed over its labels.
+
+    Attributes:
+        gauges: Values of the moment, such as requests that are running.
+        counters: Totals since the server started, by name with and without ``_total``.
+        histograms: Observations since the server started.
+    """
 
     gauges: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -127,7 +133,10 @@ def difference(before: Page, after: Page) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One number that a server reported."""
+    """One number that a server reported at one time; a row of ``metrics.parquet``.
+
+    *metric* is the server's own name of it, *time* seconds on the client's clock.
+    """
 
     time: float  # seconds on the client's clock
     server: str
@@ -170,6 +179,7 @@ class Sampler:
         }
 
     async def _watch(self) -> None:
+        """Read all pages every so many seconds, until the block ends."""
         while True:
             await asyncio.sleep(self._every)
             await self._read()

@@ -17,7 +17,11 @@ __all__ = ["compiled", "norm", "rotate", "silu_mul"]
 
 
 def norm(x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the root-mean-square norm of the sum of *x* and *residual*, and the sum."""
+    """Return the root-mean-square norm of the sum of *x* and *residual*, and the sum.
+
+    Both are (row, n) in bf16, *gain* (n,).  The norm is taken in float32, with 1e-6 below the root,
+    as models do.
+    """
     import torch
 
     total = x + residual
@@ -57,7 +61,9 @@ def rotate(
 def compiled(name: str, device: str) -> Callable[..., Any]:
     """Return the pointwise function *name* as one kernel, as engines have it.
 
-    Where it cannot be compiled it is returned as it is.
+    Where it cannot be compiled it is returned as it is, and a line of the log says why.  Compiled
+    once for each function and process, for any number of rows; tried at once, so that a compiler
+    that fails does so here.
     """
     import torch
 

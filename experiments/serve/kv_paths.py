@@ -1,4 +1,9 @@
-"""Which way the keys and values of each request went, from the labels that the KV protocol gives its transfers."""
+"""Which way the keys and values of each request went, from the labels that the KV protocol gives its transfers.
+
+The policy says which way they should go; a full staging ring or metadata that does not fit may send
+some another way.  So the summary counts what was really written, and notes say what differed and
+why.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ class Paths:
                 self._count(run, run.count * ranks)
 
     def _count(self, run: RecordRun, count: int) -> None:
+        """Add the *count* alike transfers of *run* to the totals of their path, and the path to their request."""
         room, _, path = run.label.split("/")
         total = self._totals.get(path)
         if total is None:
@@ -48,6 +54,7 @@ class Paths:
         return [joined[taken] for taken in self._taken]
 
     def _in_order(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the paths that were taken with their totals, in the order of `PATHS`."""
         return ((path, self._totals[path]) for path in PATHS if path in self._totals)
 
     def metrics(self) -> list[Metric]:
@@ -89,6 +96,7 @@ def notes(outcome: Outcome) -> list[str]:
 
 
 def _fallbacks(values: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Return for each reason how often metadata took the control channel for it, over all ranks."""
     found: dict[str, int] = {}
     for value in values:
         for text, count in value.get("fallbacks", {}).items():

@@ -1,8 +1,10 @@
 """What a run says at its end, in twelve lines: verdict, latencies, what bounds it, evidence, what to type next.
 
-Failures, and what was typed in vain, come on top of the twelve.
+Failures, and what was typed in vain, come on top of the twelve.  Pure text, from the files of the
+run; ``-v`` prints everything instead (`pdsim.results.terminal.show`).
 
-Pure text, from the files of the run; ``-v`` prints everything instead (`pdsim.results.terminal.show`).
+The phase that takes the largest share of all requests' time is what bounds a run, as far as shares
+can tell; ``pdsim explain``, which the last line names, finds out by simulating.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A run that was kept, for a program: its metrics, and its requests and transfers as Arrow tables."""
+"""A run that was kept, for a program: its metrics, and its requests and transfers as Arrow tables.
+
+`pdsim.load` returns one.  Figures, timelines and the report are made of nothing else, so whatever
+they show can be computed again from the files.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +88,7 @@ class KeptRun:
         return float(self.about.get("start") or 0.0)
 
     def _table(self, name: str) -> pa.Table:
+        """Return the table *name* as the file has it; schema and units are in its metadata."""
         import pyarrow.parquet as pq
 
         return pq.read_table(self.folder / f"{name}.parquet")
