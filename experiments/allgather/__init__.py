@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from experiments.allgather.gather_rows import GatherPoint, GatherRow, merged, metrics, padded_size, rows, table
+from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
+from pdsim.costs import Collective
 from pdsim.errors import ConfigError
 from pdsim.group import SYMMETRIC
 from pdsim.job import Outcome, Place, RankSpec, Target
@@ -82,7 +84,7 @@ class AllgatherOptions(ExperimentOptions):
 
 
 def check(config: Config) -> Iterator[str]:
-    """Yield what cannot be: more ranks than GPUs, no collectives, or a pool or memory that is too small.
+    """Yield what cannot be: more ranks than GPUs, no collectives or not their library, too small a pool or memory.
 
     Memory is checked for the point that needs most of it: a source, a target and the reserved pool on one rank.
     """
@@ -91,6 +93,8 @@ def check(config: Config) -> Iterator[str]:
     if config.collective is None:
         yield "experiment=allgather needs collectives; set collective=nccl, or gloo on hosts"
         return
+    if config.target == "real" and (problem := _missing(config.collective)):
+        yield f"collective={config.collective.name} {problem}"
     if gpus and max(options.ranks) > gpus:
         yield (
             f"experiment.ranks={max(options.ranks)}: each takes a GPU and hw={hw.name} has {gpus}; set "
@@ -103,6 +107,12 @@ def check(config: Config) -> Iterator[str]:
             f"collective.pool={config.collective.pool} ({format_size(config.collective.pool)}) and buffers "
             f"of {need} bytes do not fit into the {room} that a rank has; lower collective.pool or experiment.size"
         )
+
+
+def _missing(collective: Collective) -> str:
+    """Return what the library of *collective* needs here to run, or nothing."""
+    known = collective.implementation in plugins.names(plugins.COLLECTIVES)
+    return str(plugins.resolve(plugins.COLLECTIVES, collective.implementation).missing()) if known else ""
 
 
 def run(config: Config, target: Target, progress: ShowProgress) -> Result:

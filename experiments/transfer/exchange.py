@@ -117,7 +117,7 @@ def exchange(
             yield from party.start(f"{number} begins")
             yield from work.transfer(warmup)
             yield from party.meet(f"{number} has ended")
-            mine = work.found()
+            mine = work.found(warmup)
             others = yield from party.meet(f"{number} is checked", b"%d %d %d" % mine)
             done.append(_total([mine, *(tuple(map(int, found.split())) for found in others.values())]))
     except TransferError as error:
@@ -176,14 +176,20 @@ class _TransferLoop:
         if self._check:
             self._plan.fill(self._rank.name, self._buffer)
 
-    def found(self) -> tuple[int, int, int]:
-        """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent."""
+    def found(self, warmup: int) -> tuple[int, int, int]:
+        """Return the slots in which bytes arrived here, how many were checked, and how many hold what was sent.
+
+        *warmup* is that of `transfer`: a flow of fewer transfers than slots leaves the last slots unused.
+        """
         flows = enumerate(self._task["flows"])
         received = [index for index, flow in flows if flow[1] == self._rank.name]
-        slots = len(received) * self._task["concurrency"]
+        used = self._task["concurrency"]
+        if self._task["schedule"] == "free":
+            used = min(used, max(warmup, self._task["repeat"]))
+        slots = len(received) * used
         if not self._check:
             return slots, 0, 0
-        return slots, slots, sum(self._plan.verified(index, self._buffer) for index in received)
+        return slots, slots, sum(self._plan.verified(index, used, self._buffer) for index in received)
 
     def transfer(self, warmup: int) -> Generator[Any, Any, None]:
         """Make the transfers of every flow, *warmup* more than are measured.
@@ -293,11 +299,11 @@ class _Plan:
                 elif sink == rank and self._scattered:  # otherwise every byte is written
                     buffer.write(self._at(index, slot, rank), bytes(self._places * self.size))
 
-    def verified(self, index: int, buffer: Buffer) -> int:
-        """Return how many slots of flow *index* have the checksum of what was sent, and zeros between the blocks."""
+    def verified(self, index: int, slots: int, buffer: Buffer) -> int:
+        """Return how many of the first *slots* of flow *index* hold what was sent, and zeros between the blocks."""
         sink = self.flows[index][1]
         good = 0
-        for slot in range(self.concurrency):
+        for slot in range(slots):
             expected = np.zeros((self._places, self.size), dtype=np.uint8)
             expected[self._to] = self._content(index, slot)[self._from]
             found = buffer.read(self._at(index, slot, sink), self._places * self.size)

@@ -172,7 +172,9 @@ def _weakest(proof: Evidence) -> str:
 
 
 def _next(run: Mapping[str, Any], folder: Path) -> str:
-    """Return the two commands that lead on: what bounds the run, and the same run with other seeds."""
+    """Return the commands that lead on: of a validation its figures; else what bounds it, and other seeds."""
+    if run["experiment"].startswith("validate"):
+        return f"pdsim report {join([str(folder)])}"
     words = [word for word in run.get("overrides", ()) if not word.startswith(("output=", "seed="))]
     return f"pdsim explain {join([str(folder)])}; pdsim sweep {join([*words, 'seed=0,1,2'])}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from json import dumps
 from pathlib import Path
@@ -49,7 +49,9 @@ _FIRST = (
     *("goodput", "slo_attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "ttft_p50_s", "tpot_p50_s", "e2e_p50_s"),
     *("transfer_p50_s", "output_tokens_per_s", "bw_gbs"),
 )
-"""Metrics that come before the others where there are any, for a terminal may not be wide enough for all."""
+"""Metrics that come before the others where there are any; the table for people has these."""
+_LEAST = 8
+"""Metrics that the table for people has if fewer of `_FIRST` were measured."""
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]], definitions: Mapping[str, str]) -> Path:
@@ -92,7 +94,10 @@ def table(folder: Path) -> Table:
     A sweep of one point shows all of its metrics.  Columns that may have been swept come first, then the status,
     then the metrics, those of `_FIRST` ahead.
     """
-    found = points(folder)
+    return _table(points(folder), folder)
+
+
+def _table(found: pa.Table, folder: Path) -> Table:
     proven = [kind not in (None, "none") for kind in found["evidence"].to_pylist()]
     parts: dict[bytes, list[tuple[str, str, list[Any]]]] = {b"override": [], b"about": [], b"metric": []}
     for field in found.schema:
@@ -212,17 +217,18 @@ def short(keys: Iterable[str]) -> list[str]:
     return found
 
 
-def _runnable(whole: Table) -> Table:
-    """Return *whole* without the points that cannot be run, if others are left.
+def _brief(whole: Table, metrics: Collection[str]) -> Table:
+    """Return the runnable points of *whole*, with short names of what was swept and the first of its *metrics*.
 
-    What was swept has short names.
-
-    Without those rows, columns that they alone filled are empty, and left out.
+    If no point can be run, all are kept.  Columns that no kept row fills are left out.
     """
-    at = list(whole.columns).index("status")
-    rows = [row for row in whole.rows if row[at] != "infeasible"] or list(whole.rows)
-    kept = [n for n, name in enumerate(whole.columns) if n == at or any(row[n] not in (None, "") for row in rows)]
     names = list(whole.columns)
+    at = names.index("status")
+    rows = [row for row in whole.rows if row[at] != "infeasible"] or list(whole.rows)
+    filled = [n for n, name in enumerate(names) if n == at or any(row[n] not in (None, "") for row in rows)]
+    most = max(_LEAST, sum(names[n] in _FIRST for n in filled))
+    shown = [n for n in filled if names[n] in metrics][:most]
+    kept = [n for n in filled if names[n] not in metrics or n in shown]
     titles = short(names)
     columns = {titles[n]: whole.columns[names[n]] for n in kept}
     return Table(whole.title, columns, [[row[n] for n in kept] for row in rows])
@@ -231,19 +237,23 @@ def _runnable(whole: Table) -> Table:
 def show(folder: Path, file: IO[str] | None = None, *, json: bool = False, verbose: bool = False) -> None:
     """Print the table over all points of the sweep in *folder*, or one JSON object with its rows.
 
-    A terminal shows points that cannot be run as their number and the reason of one; *verbose*, all rows are shown,
-    and the definitions of the columns follow.  The JSON object has the path of the Parquet file and its
-    rows.
+    Points that cannot be run are shown as their number and the reason of one, and of the metrics the first; what is
+    left out is counted.  *verbose*, all is shown, and the definitions of the columns follow.  The JSON object has
+    the path of the Parquet file and its rows.
     """
     if json:
-        found = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
-        (sys.stdout if file is None else file).write(dumps(found, default=str) + "\n")
+        rows = {"points": str(folder / POINTS), "rows": points(folder).to_pylist()}
+        (sys.stdout if file is None else file).write(dumps(rows, default=str) + "\n")
         return
-    whole = table(folder)
-    brief = whole if verbose or not (sys.stdout if file is None else file).isatty() else _runnable(whole)
+    found = points(folder)
+    whole = _table(found, folder)
+    metrics = {field.name for field in found.schema if field.metadata[b"part"] == b"metric"}
+    brief = whole if verbose else _brief(whole, metrics)
     terminal.show_table(brief, file, definitions=verbose)
+    if left := len(metrics & set(whole.columns)) - len(metrics & set(brief.columns)):
+        terminal.show_lines(f"{left} more metrics: pdsim show -v {folder}", file=file)
     if left := len(whole.rows) - len(brief.rows):
-        reason = next((row["error"] for row in points(folder).to_pylist() if row["status"] == "infeasible"), "")
+        reason = next((row["error"] for row in found.to_pylist() if row["status"] == "infeasible"), "")
         such = f", such as: {reason.splitlines()[0]}" if reason else ""
         terminal.show_lines(f"{left} more cannot be run (pdsim show -v {folder}){such}", file=file)
     terminal.show_lines(f"next: pdsim best {folder}", file=file)

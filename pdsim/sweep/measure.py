@@ -47,9 +47,10 @@ def measure(point: Point) -> dict[str, Any]:
 def refused(point: Point, why: str) -> dict[str, Any]:
     """Return the row of a *point* that cannot be run.
 
-    The status is ``infeasible``, which is final; *why* is put on one line.
+    The status is ``infeasible``, which is final; the lines of *why*, a reason each, are put on one.
     """
-    about = {"status": "infeasible", "error": " ".join(why.split()), "metrics": {}, "definitions": {}}
+    line = "; ".join(" ".join(each.split()) for each in why.splitlines() if each.strip())
+    about = {"status": "infeasible", "error": line, "metrics": {}, "definitions": {}}
     return point.about() | about
 
 

@@ -76,3 +76,14 @@ def test_more_ranks_than_gpus_and_more_bytes_than_memory_are_refused_by_name():
     assert "collective.pool" in line
     with pytest.raises(ConfigError, match=r"experiment\.ranks=9"):
         measure(ranks=(9,))
+
+
+def test_real_ranks_without_the_library_are_refused_before_they_start(monkeypatch):
+    monkeypatch.setattr("experiments.allgather.plugins.names", lambda group: ["gloo"])
+    lacking = type("Lacking", (), {"missing": classmethod(lambda cls: "needs PyTorch; pip install 'pdsim[torch]'")})
+    monkeypatch.setattr("experiments.allgather.plugins.resolve", lambda group, name: lacking)
+    config = replace(configured(), collective=replace(LIBRARY, name="gloo", implementation="gloo"))
+    assert list(check(config)) == []
+    assert list(check(replace(config, target="real"))) == [
+        "collective=gloo needs PyTorch; pip install 'pdsim[torch]'"
+    ]

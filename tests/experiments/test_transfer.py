@@ -153,6 +153,13 @@ def test_bytes_that_nobody_sent_are_found():
     assert result.failures == ["pair 4x4096 c2 scattered: 2 slots hold other bytes than were sent"]
 
 
+@pytest.mark.parametrize(("schedule", "used"), [("free", 3), ("rounds", 4), ("serial", 4)])
+def test_slots_that_no_transfer_used_are_not_checked(schedule, used):
+    result = measure(memory="tracked", concurrency=(4,), repeat=3, warmup=0, schedule=(schedule,))
+    (row,) = rows(result)
+    assert (row["verified"], row["status"], result.failures) == (f"{used}/{used}", "ok", [])
+
+
 def test_without_contents_nothing_is_verified_and_the_result_says_so():
     result = measure()
     assert rows(result)[0]["verified"] == "-"

@@ -81,16 +81,27 @@ class Screen(io.StringIO):
         return True
 
 
-def test_a_terminal_counts_the_points_that_cannot_be_run_and_a_pipe_has_their_rows(tmp_path, monkeypatch):
+def test_points_that_cannot_be_run_are_counted_and_shown_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     nothing = dict.fromkeys(("experiment", "backend", "target", "seed", "gpus", "evidence"))
     refused = [row(f"b{n}", n, "infeasible", error="8 GPUs needed", metrics={}, **nothing) for n in range(3, 6)]
     write(tmp_path, [row("a1", 1), row("a2", 2, metrics={"bw_gbs": 5.0}), *refused], DEFINITIONS)
-    screen, pipe = Screen(), io.StringIO()
+    screen, pipe, all_of_it = Screen(), io.StringIO(), io.StringIO()
     show(tmp_path, screen)
     show(tmp_path, pipe)
-    lines = screen.getvalue().splitlines()
-    assert [line.split() for line in lines if " ok " in line] == [["1", "ok", "2.500"], ["2", "ok", "5.000"]]
-    assert f"3 more cannot be run (pdsim show -v {tmp_path}), such as: 8 GPUs needed" in lines
-    assert pipe.getvalue().count("infeasible") == 3
-    assert "hidden" not in screen.getvalue()
+    show(tmp_path, all_of_it, verbose=True)
+    for file in screen, pipe:
+        lines = file.getvalue().splitlines()
+        assert [line.split() for line in lines if " ok " in line] == [["1", "ok", "2.500"], ["2", "ok", "5.000"]]
+        assert f"3 more cannot be run (pdsim show -v {tmp_path}), such as: 8 GPUs needed" in lines
+        assert "hidden" not in file.getvalue()
+    assert all_of_it.getvalue().count("8 GPUs needed") == 3
+
+
+def test_the_table_for_people_has_the_first_metrics_and_counts_the_others(tmp_path):
+    rows = [row(f"a{n}", n, metrics={"goodput": 1.0 * n} | {f"m{k}": 1.0 * n for k in range(20)}) for n in (1, 2)]
+    write(tmp_path, rows, {})
+    pipe = io.StringIO()
+    show(tmp_path, pipe)
+    assert pipe.getvalue().splitlines()[2].split() == ["rate", "status", "goodput", *(f"m{k}" for k in range(7))]
+    assert f"13 more metrics: pdsim show -v {tmp_path}\n" in pipe.getvalue()
