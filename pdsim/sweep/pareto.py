@@ -63,7 +63,14 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
             Tile("points on the Pareto front", str(len(best.front(ranked)))),
         ]
     evidence = sorted({str(kind) for kind in rows["evidence"].to_pylist() if kind})
-    errors = [f"{point}: {error}" for point, error in _rows(rows, "point", "error") if error]
+    reasons = [(status, f"{point}: {error}") for point, status, error in _rows(rows, "point", "status", "error")]
+    errors = [text for status, text in reasons if status in ("failed", "partial")]
+    refused = [text for status, text in reasons if status == "infeasible"]
+    warnings = errors[:5]
+    if len(errors) > 5:
+        warnings.append(f"and {len(errors) - 5} more points with failures")
+    if refused:
+        warnings.append(f"{len(refused)} points cannot be run, such as {refused[0]}")
     return Content(
         over="pdsim report of a sweep",
         title=f"Sweep of {', '.join(_swept(rows)) or 'one point'}",
@@ -75,7 +82,7 @@ def content(folder: Path, slo: SloLimits | None = None) -> Content:
         },
         tiles=tiles,
         lines=lines,
-        warnings=[*errors[:5], *([f"and {len(errors) - 5} more points without numbers"] if len(errors) > 5 else [])],
+        warnings=warnings,
         figures=figures(folder, slo),
         tables=tables,
         shown=1,

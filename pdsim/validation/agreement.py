@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pdsim.errors import ConfigError
+from pdsim.results import brief
 from pdsim.results.drawing.figure import Figure, Marks, Panel, Scale, cumulative, thinned
 from pdsim.results.record import Table
 from pdsim.results.report import of_run
@@ -67,8 +68,8 @@ def content(folder: Path) -> Content:
     errors = np.abs([each.error for each in found])
     tiles = [
         Tile("points", str(len(found))),
-        Tile("median error", f"{100 * float(np.median(errors)):.2g} %"),
-        Tile("95th percentile", f"{100 * float(np.percentile(errors, 95.0)):.3g} %"),
+        Tile("median error", brief.share(float(np.median(errors)))),
+        Tile("95th percentile", brief.share(float(np.percentile(errors, 95.0)))),
     ]
     facts = {
         "predicted before it was measured": "yes" if before else "no",

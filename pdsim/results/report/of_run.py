@@ -23,9 +23,9 @@ from pdsim.units import format_time
 
 __all__ = ["content", "figures", "proofs"]
 
-_UNPRINTED = ("results:", "next:", " ", "TTFT ", "TPOT ", "end to end ", "KV transfer ")
+_UNPRINTED = ("results:", "next:", "... and", " ", "TTFT ", "TPOT ", "end to end ", "KV transfer ")
 """How lines of `pdsim.results.brief` begin that a page has no use for: folders, commands, the table of latencies."""
-_PRINTED = ("evidence", "weakest evidence", "failed", "warning", "note", "... and")
+_PRINTED = ("evidence", "weakest evidence", "failed", "warning", "note")
 """How those lines begin, of a run that serves nothing, that are not a table."""
 _TILES = {
     "ttft_p50_s": "TTFT, median",
@@ -64,6 +64,9 @@ def content(folder: Path, more: Sequence[Figure] = ()) -> Content:
         if (not line.startswith(_UNPRINTED) if served else line.startswith(_PRINTED))
     ]
     warned = [line for line in lines if line.startswith(("warning", "failed", "SLO missed"))]
+    if (left := len(about["failures"]) - 3) > 0:
+        lines.append(f"and {left} more failures: pdsim show -v {folder}")
+        warned.append(lines[-1])
     notes = [note for note in about["notes"] if note not in lines and not any(note in line for line in lines)]
     proven = run.evidence != "none"
     return Content(

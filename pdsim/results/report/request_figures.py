@@ -72,9 +72,8 @@ def _finite(values: Floats) -> Floats:
 def _latency(run: KeptRun, columns: Columns) -> Figure:
     """One panel a latency: the share of requests that are not slower, with its percentiles and its limit.
 
-    A percentile that too few requests determine is left out, and so is a latency that no request
-    has.  The scale is logarithmic where the slowest took more than three times as long as the
-    fastest.
+    A percentile that too few requests determine is left out, and so is a latency that no request has. The scale is
+    logarithmic where the slowest request or the limit is more than three times the fastest request.
     """
     panels = []
     for name, (title, what) in _LATENCIES.items():
@@ -92,10 +91,12 @@ def _latency(run: KeptRun, columns: Columns) -> Figure:
             Marks("points", [v for _, v in known], [q for q, _ in known], "p50, p90, p99", colour=1, texts=texts)
         )
         limit = run.config.get(f"slo.{name}")
+        highest = float(values.max())
         if isinstance(limit, float | int) and limit > 0:
+            highest = max(highest, limit)
             text = f"SLO: {format_time(limit)}"
             series.append(Marks("line", [limit, limit], [0.0, 100.0], text, colour=7))
-        wide = bool(values.min() > 0 and values.max() > 3 * values.min())
+        wide = bool(values.min() > 0 and highest > 3 * values.min())
         panels.append(
             Panel(Scale(what, "s", log=wide), Scale("requests not slower", "%", low=0, high=101), series, title)
         )
