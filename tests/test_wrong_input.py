@@ -6,6 +6,8 @@ there is.  Refusals of commands, files and combinations are in `tests.test_cli`.
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from pdsim.cli.main import main
@@ -236,3 +238,16 @@ def test_a_trace_and_a_working_directory_may_have_any_name(capfd, tmp_path, monk
     assert main(["run", "workload.trace=spur-ß.jsonl", "--quiet"]) == 0
     assert capfd.readouterr().err == ""
     assert len(list((home / "results").iterdir())) == 1
+
+
+def test_an_error_on_the_way_out_of_an_interruption_is_the_interruption(monkeypatch, capsys):
+    def cleaning_up_fails(words):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("of a library")
+
+    module = importlib.import_module("pdsim.cli.main")
+    monkeypatch.setitem(module._DO, "list", cleaning_up_fails)
+    assert module.main(["list"]) == 130
+    assert capsys.readouterr().err == "pdsim: interrupted; nothing was kept\n"

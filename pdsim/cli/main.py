@@ -62,15 +62,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
     except KeyboardInterrupt as interrupt:
-        kept = "a run that had begun is marked incomplete" if words[0] in _KEEP else "nothing was kept"
-        return _fail(130, f"interrupted; {str(interrupt) or kept}")
+        return _interrupted(words[0], interrupt)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception as error:
+        behind = error.__context__  # a library's own cleaning up may fail on the way out of an interruption
+        while behind is not None:
+            if isinstance(behind, KeyboardInterrupt):
+                return _interrupted(words[0], behind)
+            behind = behind.__context__
         if debug:
             traceback.print_exc()
         return _explain(error)
+
+
+def _interrupted(command: str, interrupt: KeyboardInterrupt) -> int:
+    """Say in one line that *command* was interrupted and what there is of it, and return the exit status."""
+    kept = "a run that had begun is marked incomplete" if command in _KEEP else "nothing was kept"
+    return _fail(130, f"interrupted; {str(interrupt) or kept}")
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
