@@ -35,6 +35,11 @@ class EndpointAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: list[Region]
     life: float = 0.0  # when the endpoint was made: a rank that is started again has another
 
+    def __post_init__(self) -> None:
+        """Have an address of the start as many bytes from a compiled clock, which begins at 0.0 and not at 0."""
+        if not self.life:
+            msgspec.structs.force_setattr(self, "life", 0)
+
 
 @dataclass(frozen=True)
 class Fabric:
