@@ -15,16 +15,18 @@ from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
-from pdsim.serving.settings import Side
+from pdsim.serving.settings import ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.support.configs import EIGHT
-from tests.support.serving import GQA, ONE, configured
+from tests.support.serving import GQA, ONE, POOL, configured
 
 TWO = Side(tp=1, instances=2)
 TP2 = Side(tp=2)
 CRAWLING = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e5))  # 7 pages take 0.3 s
 SLOW = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e6))
 LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens
+PAGE = 16 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
+"""Bytes of one."""
 
 
 def serve(
@@ -168,6 +170,15 @@ def test_both_sides_started_again_at_once_connect_again(first: str, deadline: fl
 def test_a_user_who_leaves_in_mid_transfer_frees_the_pages_on_both_sides_when_the_write_is_over():
     outcome = serve([LONG, Request(1.0, 100, 4)], leaves=[(0, 0.1)], hw=CRAWLING)
     assert statuses(outcome) == ["Aborted: the user left after 0.1 s", "ok"]
+    assert at_rest(outcome, "prefill0.0", "decode0.0")
+
+
+def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
+    engine = ServingEngine(name="growing", memory="grow", reserved_tokens=512)
+    small = {"hw": CRAWLING, "kv": replace(POOL, pool=50 * PAGE), "engine": engine}
+    outcome = serve([LONG, Request(0.15, 100, 4)], leaves=[(0, 0.1)], **small)
+    assert statuses(outcome) == ["Aborted: the user left after 0.1 s", "ok"]
+    assert rows(outcome)[1]["reserved"] == pytest.approx(0.15, abs=0.001)  # the write goes on to 0.3 s
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 

@@ -339,10 +339,14 @@ class DecodeScheduler(BlockManager):
             self._timers.add(request.room)
             self.start(request, *rows, held)
 
+    def _growing(self) -> int:
+        """Return how many rooms may come to need more pages: not those that failed, whose pages are in quarantine."""
+        return sum(not room.failed for room in self._rooms.values())
+
     def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
         """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""
-        held, others = self.held(request), len(self._rooms)
-        if self._memory is not None and not self._memory.admits(request.input - self.shared(request), others):
+        held, memory = self.held(request), self._memory
+        if memory is not None and not memory.admits(request.input - self.shared(request), self._growing()):
             return held, None
         return held, self._allocate(request, held)
 
@@ -411,7 +415,7 @@ class DecodeScheduler(BlockManager):
         memory.grow()
         while self._preempted and len(self.batch) + len(self._recomputing) < self.batch.limit:
             room = self._preempted[0]
-            others = len(self._rooms) - len(self._preempted)
+            others = self._growing() - len(self._preempted)
             again = self.job.engine.preemption == "recompute"
             if not memory.admits(room.context - (self.shared(room.request) if again else 0), others):
                 return
