@@ -299,7 +299,7 @@ class SendQueue:
         else:
             raise SendQueueFull(
                 f"{descriptors} descriptors on top of {self.outstanding} outstanding on {self.name}: the engine "
-                f"{self.model.depth} and refuses more; send smaller batches or fewer at once"
+                f"takes {self.model.depth} and refuses more; send smaller batches or fewer at once"
             )
         return posting
 
