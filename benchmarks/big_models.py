@@ -10,7 +10,12 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
   the published rate is a step of 92 ms (the report says about 100).
 - DeepSeek: the open-source week's overview of its inference system, a day's mean over about 227 nodes of 8 x H800.
   A prompt of 4,000 tokens is assumed, of which 56.3 % are cached as published; 4,989 tokens of context are
-  published, and 88 requests a GPU are what the published rate and 21 tokens a second for each user mean.
+  published, and 88 requests a GPU are what the published rate and 21 tokens a second for each user mean.  The 32,200
+  are 73,700 less the 56.3 % that were cached.  608e9 tokens in and 168e9 out a day are those rates on 95.5 and 131.4
+  nodes, together the 226.75 that were in service in the mean: nodes released at night are in neither.  That leaves
+  the hours' load of the nodes in service, which is not published: 65 % of this model's saturated engine, or 39 % of
+  one that hides its exchange, as DeepSeek's does.  The most nodes, 278, are 1.23 times the mean; a load that followed
+  the hours on as many nodes would be 82 %.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tokenize
 import typing
 from ast import AnnAssign, ClassDef, Name, parse
@@ -34,7 +35,7 @@ from typing import Any
 from benchmarks import faults_model
 from benchmarks.faults_real import table as faults_real
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
-from experiments.reports.figures import kept
+from experiments.reports.figures import REASONS, kept
 from pdsim import plugins
 from pdsim.config import Config, ExperimentOptions
 from pdsim.kv.policy import Policy
@@ -100,12 +101,15 @@ def output() -> Iterator[str]:
 
 
 def figures() -> Iterator[str]:
-    """Yield the lines of the table of docs/reports.md."""
+    """Yield the lines of the table of docs/reports.md, and why its figures are missed."""
     yield "| report | figure, as a factor | reported | simulated | error | verdict | assumed |"
     yield "|---|---|---|---|---|---|---|"
     for row in kept():
         numbers = f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%}"
         yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
+    yield ""
+    for report, reason in REASONS.items():
+        yield from textwrap.wrap(f"- {report}: {reason}", 116, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def big_models() -> Iterator[str]:

@@ -35,16 +35,16 @@ class SideTraffic:
         self._exchange = exchange
         self._travelling: list[Flow] = []  # of the last exchange
 
-    def offload(self, size: int, back: bool = False) -> Event:
-        """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there.
+    def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
+        """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there, at most at *rate*.
 
-        On a host there is nowhere to go, and it takes no time.
+        *rate* is in bytes/s.  On a host there is nowhere to go: what has no rate takes no time there.
         """
         links = self._offload[back]
-        if not links:
+        if not links and rate == math.inf:
             return self._clock.timeout(0)
         done = Event(self._clock)
-        self._network.start(self._network.path(links), size, self._carried, done)
+        self._network.start(self._network.path(links, rate), size, self._carried, done)
         return done
 
     def exchange(self, network: float, port: float, seconds: float) -> list[Event]:

@@ -323,7 +323,7 @@ class Preceded(Forward, frozen=True):
 
 
 class Offload(KvMessage, frozen=True):
-    """A prefill leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
+    """A leader to its followers: move so many bytes of your pages to host memory, and so many *back*."""
 
     life: str  # of the instance
     nbytes: int

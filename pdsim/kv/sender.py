@@ -109,7 +109,7 @@ class KvSender(SenderRooms):
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
         """Take note of chunks whose forward begins: each will be given to `send`, and then `poll` be called."""
-        self._computing = True
+        self._computing += 1
         for chunk in chunks:
             state = self._rooms.get(chunk.room)
             if state is None:

@@ -99,7 +99,7 @@ class SenderRooms:
         self._policy = policy
         self.report = report
         self._rooms: dict[int, SenderRoom] = {}
-        self._computing = False
+        self._computing = 0  # forwards that have begun and whose results have not been looked at
         self._unpolled: list[SenderRoom] = []
 
     def __len__(self) -> int:
@@ -118,11 +118,11 @@ class SenderRooms:
             self._conclude(state)
 
     def poll(self) -> None:
-        """Look at what has become of the writes, as a scheduler does between two forwards."""
-        self._computing = False
+        """Look at what has become of the writes, as a scheduler does after a forward; the next may be under way."""
+        self._computing -= 1
         unpolled, self._unpolled = self._unpolled, []
         for state in unpolled:
-            self._conclude(state)
+            self._conclude(state, looked=True)
 
     def abort(self, room: int) -> None:
         """Give *room* up: nothing more of it is written.  `Settled` follows, at once if nothing of it is known."""
@@ -145,11 +145,14 @@ class SenderRooms:
         elif not state.unfinished:
             self._conclude(state)
 
-    def _conclude(self, state: SenderRoom) -> None:
-        """End the room if its last chunk is written; called when no write of it is under way."""
+    def _conclude(self, state: SenderRoom, *, looked: bool = False) -> None:
+        """End the room if its last chunk is written; called when no write of it is under way.
+
+        With ``notify="poll"`` that waits until the scheduler has *looked*, while forwards are under way.
+        """
         if state.last is None or state.planned or state.status is Status.FAILED:
             return
-        if self._policy.notify == "poll" and self._computing:
+        if self._policy.notify == "poll" and self._computing and not looked:
             self._unpolled.append(state)
             return
         state.status = advance(state.status, Status.SUCCESS)

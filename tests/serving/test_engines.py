@@ -12,6 +12,7 @@ from experiments.serve import ServeOptions, job, specs
 from pdsim.config import Config
 from pdsim.fabric.model import Model
 from pdsim.job import Outcome
+from pdsim.kv.policy import Policy
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.settings import HostCosts, SchedulerLimits, ServingEngine
 from pdsim.serving.workload import Request
@@ -295,6 +296,26 @@ def test_growth_ends_where_pages_do_and_the_last_is_retracted():
     now = together(what, one, two) + move + 23 * step(1) + context * sum(range(65, 88))
     assert one["finished"] == close(now)
     assert two["finished"] == close(now + move + 24 * step(1) + context * sum(range(64, 88)))
+
+
+def test_what_is_retracted_takes_as_long_as_the_links_to_host_memory_let_it():
+    slow = replace(QUIET, gpu=replace(QUIET.gpu, pcie=BARE.retract_rate / 4))
+    requests = [Request(0.0, 48, 40)] * 2
+    (what, fast, _), (_, late, _) = (run(BARE, requests, kv=pool(8), hw=hw) for hw in (QUIET, slow))
+    move = 64 * job(what, ServeOptions()).shape.token_bytes(1) / BARE.retract_rate
+    for (one, other), moves in zip(zip(fast, late, strict=True), (1, 2), strict=True):
+        assert other["finished"] - one["finished"] == pytest.approx(3 * move * moves)
+
+
+def test_a_scheduler_that_polls_sees_a_write_when_the_forward_beside_it_ends():
+    engine = replace(BARE, prefill=HostCosts(send=0.001))
+    requests = [Request(0.0, 512, 2), Request(1e-4, 4096, 2)]
+    polls = {"policy": Policy(queues=1, notify="poll"), "kv": pool(400), "scheduler": SchedulerLimits(chunk=8192)}
+    _, (first, second), _ = run(engine, requests, **polls)
+    assert second["started"] == close(first["prefilled"] - 0.001)
+    assert first["arrived"] == close(second["prefilled"])
+    _, (alone,), _ = run(engine, requests[:1], **polls)
+    assert alone["arrived"] < alone["prefilled"] + 0.001
 
 
 def test_a_preempted_request_computes_its_kv_again_in_one_forward():

@@ -168,9 +168,9 @@ def test_a_deployment_with_experts_on_other_nodes_serves_and_its_tokens_are_on_t
 @pytest.mark.parametrize(
     ("model", "machine", "ranks", "reason"),
     [
-        (MODEL, NODES, 20, "parallel.ep=20 spreads experts, and model=m has none"),
-        (MOE, NODES, 200, "parallel.ep=200 is more than the 100 experts"),
-        (MOE, MACHINE, 16, "parallel.ep=16 needs 2 nodes, and hw=round numbers has no cards"),
+        (MODEL, NODES, 20, "parallel.decode.ep=20 spreads experts, and model=m has none"),
+        (MOE, NODES, 200, "parallel.decode.ep=200 is more than the 100 experts"),
+        (MOE, MACHINE, 16, "parallel.decode.ep=16 needs 2 nodes, and hw=round numbers has no cards"),
         (
             MOE,
             replace(MACHINE, interconnect=replace(MACHINE.interconnect, kind="mesh")),

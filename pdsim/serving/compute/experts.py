@@ -69,21 +69,18 @@ def exchange(model: Llm, machine: Machine, compute: Compute, ranks: int, groups:
     The ranks of a group divide its tokens among them.  Raise a `ConfigError` for a model without experts, more ranks
     than experts, and for GPUs or nodes that nothing joins.
     """
+    key = f"parallel.{'decode' if direct else 'prefill'}.ep={ranks}"
     if not model.experts:
-        raise ConfigError(f"parallel.ep={ranks} spreads experts, and model={model.name} has none; leave ep at 1")
+        raise ConfigError(f"{key} spreads experts, and model={model.name} has none; leave ep at 1")
     if ranks > model.experts:
-        raise ConfigError(
-            f"parallel.ep={ranks} is more than the {model.experts} experts of a layer; lower tp and ep"
-        )
+        raise ConfigError(f"{key} is more than the {model.experts} experts of a layer; lower tp and ep")
     near = min(ranks, machine.gpus)
     nodes = -(-ranks // near) if near else ranks
     if nodes > 1 and not machine.nic.count:
-        raise ConfigError(
-            f"parallel.ep={ranks} needs {nodes} nodes, and hw={machine.name} has no cards between them"
-        )
+        raise ConfigError(f"{key} needs {nodes} nodes, and hw={machine.name} has no cards between them")
     if near > 1 and machine.interconnect.kind != "switch":
         raise ConfigError(
-            f"parallel.ep={ranks}: experts are modelled over a switch between GPUs, and hw={machine.name} has "
+            f"{key}: experts are modelled over a switch between GPUs, and hw={machine.name} has "
             f"interconnect.kind={machine.interconnect.kind}; leave ep at 1"
         )
     chosen = model.experts_per_token

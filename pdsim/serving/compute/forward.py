@@ -56,7 +56,8 @@ def forward(model: Llm, machine: Machine, compute: Compute, side: Side, direct: 
         return forward_time(model, machine, compute, side, direct)
     if side.ep > 1:
         raise ValueError(
-            f"parallel.ep={side.ep}: profiles have no tokens that travel; use compute=roofline, or ep=1"
+            f"parallel.{'decode' if direct else 'prefill'}.ep={side.ep}: profiles have no tokens that travel; use "
+            "compute=roofline, or ep=1"
         )
     return OperatorForward(
         model=model,

@@ -20,6 +20,7 @@ from pdsim.kv.messages import (
     Finished,
     Locate,
     Located,
+    Offload,
     Reserve,
     Streamed,
     Submit,
@@ -61,8 +62,8 @@ class DecodeScheduler(BlockManager):
 
     Life of a request: `Submit`; queued; admitted (pages, and a `Destination` to prefill); complete; noticed
     between two steps; joins the batch; finished.  The order between two steps is that of `_between_steps`: tokens
-    counted, requests done, arrivals noticed, places filled, pages grown, requests admitted, and the next step
-    begun.
+    counted, requests done, arrivals noticed, places filled, pages grown, requests admitted, KV of the retracted
+    moved, and the next step begun.
     """
 
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
@@ -81,6 +82,8 @@ class DecodeScheduler(BlockManager):
         )
         self._memory = GrowingMemory(job, self.pages, self.batch) if job.engine.memory == "grow" else None
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
+        self._moved = [0, 0]  # bytes of each rank that go to host memory, and back, at this boundary
+        self._moving = self._news = False  # they are under way, and no step is; something has come meanwhile
         self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
@@ -169,7 +172,10 @@ class DecodeScheduler(BlockManager):
 
     def _wake(self) -> None:
         """See to what has come at the end of the current step, or when an idle scheduler looks next."""
-        self._set(self.batch.boundary(self.clock.now))
+        if self._moving:
+            self._news = True
+        else:
+            self._set(self.batch.boundary(self.clock.now))
 
     def _set(self, time: float) -> None:
         """Make *time* the next boundary, unless an earlier one is set."""
@@ -205,7 +211,28 @@ class DecodeScheduler(BlockManager):
         if self._memory is not None:
             self._make_room(self._memory)
         self._admit()
+        if any(self._moved):
+            self._move()
+        else:
+            self._begin()
+
+    def _move(self) -> None:
+        """Move the KV of those that were retracted or go on; the next step begins when this rank's part is there.
+
+        SGLang's decode scheduler waits for these copies, too.  What comes meanwhile is seen to after that step.
+        """
+        out, back = self._moved
+        self._moved, self._moving = [0, 0], True
+        self.send(self.followers, Offload(self.life, out, back))
+        event = self.offload(out, back)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: None if self.ended.triggered else self.guard(self._go_on))
+
+    def _go_on(self) -> None:
+        news, self._moving, self._news = self._news, False, False
         self._begin()
+        if news:
+            self._wake()
 
     def _ripen(self) -> None:
         """Have those wait for a place in the batch that were noticed as many steps ago as the pipeline is deep."""
@@ -425,7 +452,7 @@ class DecodeScheduler(BlockManager):
             if again:
                 self._recomputing.append(room)
             else:
-                self._held_up += self._moving(room.context)
+                self._moved[1] += self._bytes(room.context)
                 self._rejoin(room, room.context, room.steps)
 
     def _again(self, room: DecodeRequest) -> int:
@@ -456,7 +483,7 @@ class DecodeScheduler(BlockManager):
         if self.job.engine.preemption == "recompute":
             self._preempted.appendleft(room)
         else:
-            self._held_up += self._moving(room.context)
+            self._moved[0] += self._bytes(room.context)
             self._preempted.append(room)
 
     def _rejoin(self, room: DecodeRequest, context: int, steps: int) -> None:
@@ -466,9 +493,9 @@ class DecodeScheduler(BlockManager):
             self._joined.append(room)
         self.batch.join(room.request.room, context, steps)
 
-    def _moving(self, tokens: int) -> float:
-        """Return how long the KV of *tokens* takes to host memory or back."""
-        return tokens * self.job.shape.token_bytes(self.job.decode.tp) / self.job.engine.retract_rate
+    def _bytes(self, tokens: int) -> int:
+        """Return the bytes of each rank for *tokens*."""
+        return tokens * self.job.shape.token_bytes(self.job.decode.tp)
 
     def _pieces(self) -> list[tuple[int, int]]:
         """Return what the next step computes again, and count it as done.

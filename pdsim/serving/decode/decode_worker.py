@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from simpy.events import Event
+
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
@@ -13,6 +15,7 @@ from pdsim.kv.messages import (
     Fenced,
     MessageError,
     Metadata,
+    Offload,
     Quiet,
     Reserve,
     Return,
@@ -44,6 +47,7 @@ class DecodeWorker(EngineProcess):
             Abort: self._forget,
             Arrival: self._arrive,
             Metadata: self._store,
+            Offload: self._offload,
         }
         if self.receiver.landing is not None:
             landing = self.receiver.landing
@@ -119,6 +123,26 @@ class DecodeWorker(EngineProcess):
     def _ask(self, sender: str, message: Ask) -> None:
         if message.to == self.life:
             self.receiver.ask(sender, message)
+
+    def offload(self, nbytes: int, back: int) -> Event:
+        """Move so much KV to host memory and then so much back, over the links that transfers use, too.
+
+        Each way is at most at `ServingEngine.retract_rate`.  The event succeeds at the end of both.
+        """
+        return self.clock.process(self._offloading(nbytes, back))
+
+    def _offloading(self, nbytes: int, back: int) -> Program:
+        rate = self.job.engine.retract_rate
+        traffic = getattr(self.rank.device, "traffic", None)  # a real device moves no bytes of its own accord
+        for size, returns in ((nbytes, False), (back, True)):
+            if size:
+                yield traffic.offload(size, returns, rate) if traffic else self.clock.timeout(size / rate)
+
+    def _offload(self, _: str, message: Offload) -> None:
+        if message.life == self.life:
+            self.offload(message.nbytes, message.back)
+        else:
+            self.ignore()
 
     def _forget(self, _: str, message: Abort) -> None:
         self.receiver.forget(message.room)
