@@ -58,12 +58,12 @@ Span = tuple[float, float, float]
 
 
 class CallSample(NamedTuple):
-    """What one round found: seconds of *count* descriptors of *size* bytes, in one of `MODES`."""
+    """What one round found: seconds of so many *descriptors* of *size* bytes, in one of `MODES`."""
 
     way: str
     round: int
     mode: str
-    count: int
+    descriptors: int
     size: int
     seconds: float
 
@@ -206,7 +206,7 @@ def _read(path: Path) -> list[CallSample]:
                 row["way"],
                 int(row["round"]),
                 row["mode"],
-                int(row["count"]),
+                int(row["descriptors"]),
                 int(row["size"]),
                 float(row["seconds"]),
             )
@@ -223,7 +223,7 @@ def costs(rows: Iterable[CallSample], seed: int = 0) -> Iterator[CallCost]:
     table: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = {}
     for row in rows:
         times = table.setdefault((row.way, row.size), {})
-        times.setdefault(row.mode, {}).setdefault(row.count, []).append(row.seconds)
+        times.setdefault(row.mode, {}).setdefault(row.descriptors, []).append(row.seconds)
     rng = np.random.default_rng(seed)
     for (way, size), times in table.items():
         arrays = {mode: {count: np.array(found) for count, found in of.items()} for mode, of in times.items()}
