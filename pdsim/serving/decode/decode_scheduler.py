@@ -82,7 +82,7 @@ class DecodeScheduler(BlockManager):
         )
         self._memory = GrowingMemory(job, self.pages, self.batch) if job.engine.memory == "grow" else None
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
-        self._moved = [0, 0]  # bytes of each rank that go to host memory, and back, at this boundary
+        self._moved = [0, 0]  # tokens whose KV goes to host memory, and back, at this boundary
         self._moving = self._news = False  # they are under way, and no step is; something has come meanwhile
         self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
@@ -221,7 +221,7 @@ class DecodeScheduler(BlockManager):
 
         SGLang's decode scheduler waits for these copies, too.  What comes meanwhile is seen to after that step.
         """
-        out, back = self._moved
+        out, back = (tokens * self.job.shape.token_bytes(self.job.decode.tp) for tokens in self._moved)
         self._moved, self._moving = [0, 0], True
         self.send(self.followers, Offload(self.life, out, back))
         event = self.offload(out, back)
@@ -452,7 +452,7 @@ class DecodeScheduler(BlockManager):
             if again:
                 self._recomputing.append(room)
             else:
-                self._moved[1] += self._bytes(room.context)
+                self._moved[1] += room.context
                 self._rejoin(room, room.context, room.steps)
 
     def _again(self, room: DecodeRequest) -> int:
@@ -483,7 +483,7 @@ class DecodeScheduler(BlockManager):
         if self.job.engine.preemption == "recompute":
             self._preempted.appendleft(room)
         else:
-            self._moved[0] += self._bytes(room.context)
+            self._moved[0] += room.context
             self._preempted.append(room)
 
     def _rejoin(self, room: DecodeRequest, context: int, steps: int) -> None:
@@ -492,10 +492,6 @@ class DecodeScheduler(BlockManager):
         if not room.first or (self.job.engine.recompute and steps == room.request.output):
             self._joined.append(room)
         self.batch.join(room.request.room, context, steps)
-
-    def _bytes(self, tokens: int) -> int:
-        """Return the bytes of each rank for *tokens*."""
-        return tokens * self.job.shape.token_bytes(self.job.decode.tp)
 
     def _pieces(self) -> list[tuple[int, int]]:
         """Return what the next step computes again, and count it as done.
