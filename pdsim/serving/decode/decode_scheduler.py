@@ -253,7 +253,7 @@ class DecodeScheduler(BlockManager):
             room.polled = self.clock.now
             self.release_slot(room)
             if room.reason:
-                self._reject(room)
+                self.reject(room)
                 continue
             self.cache(room)
             self._held_up += self.host.admit(room.request.input)
@@ -264,10 +264,6 @@ class DecodeScheduler(BlockManager):
             else:
                 self._waiting.append(room)
         self.complete.clear()
-
-    def release_slot(self, room: DecodeRequest) -> None:
-        """Give the row back that the metadata of *room* came in, which have been read."""
-        self.slots.release(room.request.room)
 
     def _leave(self) -> None:
         """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
@@ -377,17 +373,6 @@ class DecodeScheduler(BlockManager):
             return held, None
         return held, self._allocate(request, held)
 
-    def unadmitted(self, number: int) -> None:
-        """See to what is left of a room that was given up before it had pages: nothing."""
-
-    def posted(self) -> float:
-        """Return when this rank has posted what it reads: never, for others write."""
-        return 0.0
-
-    def has_slot(self) -> bool:
-        """Return whether there is a row for the metadata of one more room."""
-        return self.slots.free > 0
-
     def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
         """Have the KV of *request*, which has just got its *pages*, come here."""
         slot = self.slots.allocate(request.room)
@@ -397,10 +382,6 @@ class DecodeScheduler(BlockManager):
             self.send(self.followers, reserve)
             self.receiver.reserve(reserve)
         self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
-
-    def _reject(self, room: DecodeRequest) -> None:
-        self._free(room.request.room)
-        self.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: DecodeRequest) -> None:
         """Free what *room* has and tell the router the times of its life."""
