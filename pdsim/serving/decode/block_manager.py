@@ -105,26 +105,6 @@ class BlockManager(DecodeWorker, ABC):
         }
         self.handlers |= handlers
 
-    def release_slot(self, room: DecodeRequest) -> None:
-        """Give the row back that the metadata of *room* came in, which have been read."""
-        self.slots.release(room.request.room)
-
-    def unadmitted(self, number: int) -> None:
-        """See to what is left of a room that was given up before it had pages: nothing."""
-
-    def posted(self) -> float:
-        """Return when this rank has posted what it reads: never, for others write."""
-        return 0.0
-
-    def has_slot(self) -> bool:
-        """Return whether there is a row for the metadata of one more room."""
-        return self.slots.free > 0
-
-    def reject(self, room: DecodeRequest) -> None:
-        """Fail a room whose KV is here and cannot be used."""
-        self._free(room.request.room)
-        self.send(ROUTER, Failed(room.request.room, room.reason))
-
     def report(self) -> dict[str, Any]:
         """Return the account of pages, and how many messages came too late.
 

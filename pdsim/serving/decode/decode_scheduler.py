@@ -20,7 +20,6 @@ from pdsim.kv.messages import (
     Finished,
     Locate,
     Located,
-    Offload,
     Reserve,
     Streamed,
     Submit,
@@ -31,6 +30,7 @@ from pdsim.kv.rooms import QuarantineStall
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
 from pdsim.serving.decode.growing_memory import GrowingMemory
+from pdsim.serving.decode.preemption import Retraction, pieces_again
 from pdsim.serving.decode.room_lookup import PATIENCE, RoomLookup
 from pdsim.serving.decode.steps import Member, RunningBatch
 from pdsim.serving.deployment import ROUTER, Deployment, leader
@@ -82,8 +82,7 @@ class DecodeScheduler(BlockManager):
         )
         self._memory = GrowingMemory(job, self.pages, self.batch) if job.engine.memory == "grow" else None
         self._held_up = 0.0  # seconds that this boundary takes before the next step begins
-        self._moved = [0, 0]  # tokens whose KV goes to host memory, and back, at this boundary
-        self._moving = self._news = False  # they are under way, and no step is; something has come meanwhile
+        self._retraction = Retraction(self, self.followers, self._go_on)
         self._joined: list[DecodeRequest] = []  # at this boundary, their first token comes with the next step
         self._left = False  # somebody has left
         self._due = math.inf  # the next boundary between steps that is looked at, and its event
@@ -172,8 +171,8 @@ class DecodeScheduler(BlockManager):
 
     def _wake(self) -> None:
         """See to what has come at the end of the current step, or when an idle scheduler looks next."""
-        if self._moving:
-            self._news = True
+        if self._retraction.under_way:
+            self._retraction.news = True
         else:
             self._set(self.batch.boundary(self.clock.now))
 
@@ -211,25 +210,13 @@ class DecodeScheduler(BlockManager):
         if self._memory is not None:
             self._make_room(self._memory)
         self._admit()
-        if any(self._moved):
-            self._move()
+        if self._retraction:
+            self._retraction.move()
         else:
             self._begin()
 
-    def _move(self) -> None:
-        """Move the KV of those that were retracted or go on; the next step begins when this rank's part is there.
-
-        SGLang's decode scheduler waits for these copies, too.  What comes meanwhile is seen to after that step.
-        """
-        out, back = (tokens * self.job.shape.token_bytes(self.job.decode.tp) for tokens in self._moved)
-        self._moved, self._moving = [0, 0], True
-        self.send(self.followers, Offload(self.life, out, back))
-        event = self.offload(out, back)
-        assert event.callbacks is not None
-        event.callbacks.append(lambda _: None if self.ended.triggered else self.guard(self._go_on))
-
-    def _go_on(self) -> None:
-        news, self._moving, self._news = self._news, False, False
+    def _go_on(self, news: bool) -> None:
+        """Begin the next step, the KV of the retracted being where it goes."""
         self._begin()
         if news:
             self._wake()
@@ -253,7 +240,7 @@ class DecodeScheduler(BlockManager):
             room.polled = self.clock.now
             self.release_slot(room)
             if room.reason:
-                self.reject(room)
+                self._reject(room)
                 continue
             self.cache(room)
             self._held_up += self.host.admit(room.request.input)
@@ -264,6 +251,10 @@ class DecodeScheduler(BlockManager):
             else:
                 self._waiting.append(room)
         self.complete.clear()
+
+    def release_slot(self, room: DecodeRequest) -> None:
+        """Give the row back that the metadata of *room* came in, which have been read."""
+        self.slots.release(room.request.room)
 
     def _leave(self) -> None:
         """Take those out of the batch whose tokens nobody wants any more; all of it is here, so nothing moves."""
@@ -305,7 +296,7 @@ class DecodeScheduler(BlockManager):
         start = self.clock.now + self._held_up
         if self.job.engine.posting_holds:
             start = self.batch.held(self.clock.now, max(start, self.posted()))
-        if pieces := self._pieces():
+        if pieces := pieces_again(self._recomputing, self.job.chunk - len(self.batch)):
             end = self.batch.begin_mixed(start, pieces)
         else:
             most = 1.0 if self._late else math.inf
@@ -373,6 +364,17 @@ class DecodeScheduler(BlockManager):
             return held, None
         return held, self._allocate(request, held)
 
+    def unadmitted(self, number: int) -> None:
+        """See to what is left of a room that was given up before it had pages: nothing."""
+
+    def posted(self) -> float:
+        """Return when this rank has posted what it reads: never, for others write."""
+        return 0.0
+
+    def has_slot(self) -> bool:
+        """Return whether there is a row for the metadata of one more room."""
+        return self.slots.free > 0
+
     def start(self, request: Submit, pages: Pages, state: tuple[Pages, ...], held: int) -> None:
         """Have the KV of *request*, which has just got its *pages*, come here."""
         slot = self.slots.allocate(request.room)
@@ -382,6 +384,10 @@ class DecodeScheduler(BlockManager):
             self.send(self.followers, reserve)
             self.receiver.reserve(reserve)
         self.send(leader(request.prefill), Destination(request.prefill, request.room, pages, slot, state, held))
+
+    def _reject(self, room: DecodeRequest) -> None:
+        self._free(room.request.room)
+        self.send(ROUTER, Failed(room.request.room, room.reason))
 
     def _done(self, room: DecodeRequest) -> None:
         """Free what *room* has and tell the router the times of its life."""
@@ -433,7 +439,7 @@ class DecodeScheduler(BlockManager):
             if again:
                 self._recomputing.append(room)
             else:
-                self._moved[1] += room.context
+                self._retraction.back(room.context)
                 self._rejoin(room, room.context, room.steps)
 
     def _again(self, room: DecodeRequest) -> int:
@@ -464,7 +470,7 @@ class DecodeScheduler(BlockManager):
         if self.job.engine.preemption == "recompute":
             self._preempted.appendleft(room)
         else:
-            self._moved[0] += room.context
+            self._retraction.out(room.context)
             self._preempted.append(room)
 
     def _rejoin(self, room: DecodeRequest, context: int, steps: int) -> None:
@@ -473,22 +479,6 @@ class DecodeScheduler(BlockManager):
         if not room.first or (self.job.engine.recompute and steps == room.request.output):
             self._joined.append(room)
         self.batch.join(room.request.room, context, steps)
-
-    def _pieces(self) -> list[tuple[int, int]]:
-        """Return what the next step computes again, and count it as done.
-
-        A piece is ``(tokens computed before, tokens)``; running requests take one token each of the step's budget
-        first.
-        """
-        budget, pieces = self.job.chunk - len(self.batch), []
-        for room in self._recomputing:
-            tokens = min(budget, room.context - room.recomputed)
-            if tokens <= 0:
-                break
-            pieces.append((room.recomputed, tokens))
-            room.recomputed += tokens
-            budget -= tokens
-        return pieces
 
     def _computed_again(self) -> None:
         """Let those go on whose last piece has been computed, which gave them a token."""
