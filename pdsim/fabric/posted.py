@@ -45,6 +45,7 @@ class PostedTransfers:
         self._engine = engine
         self._recorder = recorder
         self._number = 0
+        self._kinds: dict[tuple[str, str], Kind] = {}  # of series, by source and target
         self._deadlines = Deadlines(clock, self.moving, time_out)
 
     def add(self, posted: SimTransfer) -> int:
@@ -117,7 +118,10 @@ class PostedTransfers:
     def record_series(self, posted: SimTransfer, submitted: Times, at: Times, complete: Times) -> int:
         """Record writes like *posted* that were submitted, posted and complete at these times; return how many."""
         batch, count = posted.transfer.batch, len(complete)
-        kind = Kind(self._engine, "write", batch.source.owner, batch.target.owner, "ok")
+        owners = batch.source.owner, batch.target.owner
+        kind = self._kinds.get(owners)
+        if kind is None:
+            kind = self._kinds[owners] = Kind(self._engine, "write", *owners, "ok")
         run = RecordRun(kind, posted.transfer.label, batch.nbytes, len(batch), count)
         self._recorder.series(run, submitted, submitted, at, complete, complete)
         return count

@@ -83,6 +83,7 @@ class Planner:
         self._source, self._target = _nameless(source), _nameless(target)
         # with arrays, a sliced batch has a descriptor a token and plane, up to tens of megabytes of them
         self.batch = lru_cache(maxsize=256 if part.heads is None else 8)(self._batch)
+        self.plane = lru_cache(maxsize=8)(self._plane)  # asked for by each rank that writes the same heads
 
     def _batch(self, runs: Runs, slots: tuple[int, int] | None = None, state: tuple[Runs, ...] = ()) -> Batch:
         """Return the batch that moves *runs* and, with *slots*, the metadata from one slot to the other.
@@ -96,7 +97,7 @@ class Planner:
             return self._arrays(runs, slots, state)
         return LazyBatch(self._source, self._target, *counted, lambda: self._arrays(runs, slots, ()))
 
-    def plane(self, runs: Runs, plane: int) -> Batch:
+    def _plane(self, runs: Runs, plane: int) -> Batch:
         """Return the batch that moves *runs* in one of `planes`; errors as `batch`."""
         whole, planes = self.batch(runs), self.planes
         each = len(whole) // planes
@@ -168,11 +169,14 @@ class _Section:
     def holds(self, runs: Runs) -> bool:
         """Return whether all rows of *runs* are in their pools."""
         first, second = self._rows
-        return all(0 <= a <= first - count and 0 <= b <= second - count for a, b, count in runs)
+        for a, b, count in runs:  # noqa: SIM110 a generator takes longer than the loop
+            if not (0 <= a <= first - count and 0 <= b <= second - count):
+                return False
+        return True
 
     def count(self, runs: Runs) -> tuple[int, int]:
         """Return how many descriptors and bytes `offsets` has for *runs*."""
-        rows = sum(count for _, _, count in runs)
+        rows = sum([count for _, _, count in runs])
         pieces, nbytes = self._each  # of a row
         return len(self) * (len(runs) if self._pieces is None else rows * pieces), len(self) * rows * nbytes
 

@@ -7,9 +7,8 @@ ring.  What is known of a room until it is over is `SenderRooms`'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 from simpy.events import Event
@@ -292,12 +291,16 @@ class KvSender(SenderRooms):
             if written >= ask and left > 1:
                 series = endpoint.foresee(target.peer, batch, left, notify, label=label)
                 if series is not None:
-                    before = written
-                    count, transfer = yield from self._foreseen(delivery, batch, series)
-                    written += count
+                    state.moving += 1
+                    self._under_way += 1
+                    state.foreseen.append(series)
+                    count, transfer = yield series
+                    self._told(delivery, batch, series, count)
                     if transfer is None:
                         return
-                    pause = pause if written - before < pause else 1
+                    written += count
+                    self._follow(delivery, transfer)
+                    pause = pause if count < pause else 1
                 pause = 2 * pause
                 ask = written + pause
             if transfer is None:
@@ -308,26 +311,17 @@ class KvSender(SenderRooms):
                 return
             written += 1
 
-    def _foreseen(
-        self, delivery: ChunkTransfer, batch: Batch, series: Series
-    ) -> Generator[Event, Any, tuple[int, Transfer | None]]:
-        """Wait for *series*; return how many of its writes are complete, and the one under way if it was cut."""
+    def _told(self, delivery: ChunkTransfer, batch: Batch, series: Series, count: int) -> None:
+        """Take note that *count* writes of *series*, each as *batch*, are complete, and no more come."""
         state = delivery.state
-        state.moving += 1
-        self._under_way += 1
-        state.foreseen.append(series)
-        count, transfer = yield series
         state.foreseen.remove(series)
         state.moving -= 1
         self._under_way -= 1
         self._succeeded = self._succeeded or count > 0
         state.nbytes += count * batch.nbytes
         state.unfinished -= count
-        if transfer is not None:
-            self._follow(delivery, transfer)
-        elif not state.unfinished:
+        if not state.unfinished:
             self._conclude(state)
-        return count, transfer
 
     def _stage(self, delivery: ChunkTransfer, piece: StagedPiece, queue: int, position: int) -> Program:
         """Gather the block, write it into its slot, and keep the buffer until nothing moves in it."""
