@@ -176,7 +176,7 @@ def answers(python: str, trace: Path, count: int, *, cut: bool = False, free: bo
 
 
 def speed(dynosim: str, pdsims: Mapping[str, str], trace: Path, counts: Sequence[int], repeat: int) -> list[str]:
-    """Return a line for each simulator, which replay the first requests of *trace* in turns, as many as *counts* say.
+    """Return a line for each simulator: they replay the first requests of *trace* in turns, as many as *counts*.
 
     A line has the least processor seconds of each of the two *counts*, and the requests a second between them.
     *pdsims* are Pythons by name.
@@ -210,7 +210,7 @@ _ALIKE = {"kv_bytes_per_token": 327680, "kv_transfer_bandwidth": 50, "block_size
 
 
 def _command(python: str, trace: Path, scratch: Path) -> None:
-    """Run pdsim's command with *trace*, by the pdsim that *python* has: not by that of the folder that this runs in."""
+    """Run pdsim's command with *trace*, by the pdsim that *python* has, not by that of this folder."""
     words = ["run", "--quiet", "hw=8xh20", f"workload.trace={trace}", f"output={scratch / 'results'}"]
     subprocess.run([python, "-P", "-m", "pdsim", *words], check=True, timeout=900)
 

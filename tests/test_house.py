@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import FIGURES, HEAVY, LONGEST_FILE, LONGEST_LINE, PACKAGES, ROOMS, ROOT, figures, house
+from benchmarks.house import (
+    FIGURES,
+    HEAVY,
+    LONG_LINE,
+    LONGEST_FILE,
+    LONGEST_LINE,
+    PACKAGES,
+    ROOMS,
+    ROOT,
+    figures,
+    house,
+)
 from benchmarks.source_figures import Room, read
 
 CIRCLES = {}
@@ -26,13 +37,16 @@ PRIVATE = {
 """Uses of private names of other packages, by module."""
 
 CEILINGS = {
-    "private names of others": 46,
+    "private names of others": 42,
     "class names more than once": 0,
     "module names more than once": 0,
-    "files under 40 lines": 14,
+    "files under 40 lines": 12,
     "classes over 25 methods": 1,
 }
 """Highest values of figures of `python -m benchmarks.house`.  Lower them when they fall."""
+
+FLOORS = {"docstring lines per 100 lines": 20}
+"""Lowest values of figures.  Raise them when they rise: the median of the three projects has 19.7."""
 
 LONG_YAML_LINES = 0  # as of 6db8051
 
@@ -80,13 +94,16 @@ def test_no_file_is_too_long():
 
 def test_no_line_is_too_long():
     found = {
-        str(p.relative_to(ROOT)): n for top in PACKAGES for p in (ROOT / top).rglob("*.py") if (n := long_lines(p))
+        str(p.relative_to(ROOT)): n
+        for top in PACKAGES
+        for p in (ROOT / top).rglob("*.py")
+        if (n := long_lines(p, LONGEST_LINE))
     }
     assert found == {}
 
 
 def test_no_line_of_the_configuration_is_too_long():
-    assert sum(map(long_lines, (ROOT / "conf").rglob("*.yaml"))) <= LONG_YAML_LINES
+    assert sum(long_lines(p, LONG_LINE) for p in (ROOT / "conf").rglob("*.yaml")) <= LONG_YAML_LINES
 
 
 @pytest.mark.parametrize("name", CEILINGS)
@@ -95,14 +112,19 @@ def test_a_figure_does_not_rise(source, name):
     assert figures(source, ROOMS)[name] <= CEILINGS[name]
 
 
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_figure_does_not_fall(source, name):
+    assert figures(source, ROOMS)[name] >= FLOORS[name]
+
+
 def same(found, allowed):
     """Assert that *found* is what is *allowed*, and say which is new and which is no longer needed."""
     assert sorted(found - allowed.keys()) == [], "new: take it out, or ask whether the table of rooms is right"
     assert sorted(allowed.keys() - found) == [], "no longer there: take it out of the list above"
 
 
-def long_lines(path: Path) -> int:
-    return sum(len(line) > LONGEST_LINE for line in path.read_text().splitlines())
+def long_lines(path: Path, most: int) -> int:
+    return sum(len(line) > most for line in path.read_text().splitlines())
 
 
 FILES = {
