@@ -14,8 +14,8 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
   are 73,700 less the 56.3 % that were cached.  608e9 tokens in and 168e9 out a day are those rates on 95.5 and 131.4
   nodes, together the 226.75 that were in service in the mean: nodes released at night are in neither.  That leaves
   the hours' load of the nodes in service, which is not published: 65 % of this model's saturated engine, or 39 % of
-  one that hides its exchange, as DeepSeek's does.  The most nodes, 278, are 1.23 times the mean; a load that followed
-  the hours on as many nodes would be 82 %.
+  one that hides its exchange, as DeepSeek's does.  The most nodes, 278, are 1.23 times the mean; a load that
+  followed the hours on as many nodes would be 82 %.
 """
 
 from __future__ import annotations

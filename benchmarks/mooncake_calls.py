@@ -6,8 +6,8 @@ turns: *calls*, so many `transfer_sync_write` one after the other, and *batch*, 
 many descriptors.  Every sample is kept.  ``python -m benchmarks.mooncake_calls fit FILE.csv`` prints what follows.
 
 The guest's TCP is measured to tell how slow its processors are: it is the same library as on the host.  Mooncake's
-threads poll, and the guest has fewer processors than they are, so that a call over verbs waits for time slices there:
-its seconds bound nothing.
+threads poll, and the guest has fewer processors than they are, so that a call over verbs waits for time slices
+there: its seconds bound nothing.
 """
 
 from __future__ import annotations
@@ -217,8 +217,9 @@ def _read(path: Path) -> list[CallSample]:
 def costs(rows: Iterable[CallSample], seed: int = 0) -> Iterator[CallCost]:
     """Yield what each way costs with descriptors of each size.
 
-    Of the rounds the lowest tenth is taken for each count, for other programs can only add to it; costs of batches are
-    least squares over counts, relative to how long they take, and intervals 95 % of `RESAMPLES` drawings of rounds.
+    Of the rounds the lowest tenth is taken for each count, for other programs can only add to it; costs of batches
+    are least squares over counts, relative to how long they take, and intervals 95 % of `RESAMPLES` drawings of
+    rounds.
     """
     table: dict[tuple[str, int], dict[str, dict[int, list[float]]]] = {}
     for row in rows:

@@ -18,8 +18,8 @@ What it does about the engine's ways:
 - It has no time-out, and releasing a handle does not stop its data.  A handle is released once, when its transfer
   has ended by the engine's own account, and never touched again.
 - It writes into deregistered memory.  `backends.base.endpoint` keeps that memory until all peers have returned it.
-- Its agent has no lock unless it is asked for one (`NIXL_THREAD_SYNC_STRICT`), and neither vLLM nor SGLang ask.  Three
-  threads of a process that post through one agent ended it by signal 11 at once, over TCP and over shared memory; with
+- Its agent has no lock unless it is asked for one (`NIXL_THREAD_SYNC_STRICT`); neither vLLM nor SGLang ask.  Three
+  threads of a process that post through one agent ended it by signal 11 at once, over TCP and shared memory; with
   the lock all bytes arrive, and a transfer over TCP (64 x 16 KiB, loopback) takes 0.9 to 1.1 times as long for twice
   the processor time.  So one thread posts.
 - Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.

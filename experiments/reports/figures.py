@@ -336,22 +336,22 @@ FIGURES = (
 
 REASONS = {
     "#7236, #9149": (
-        "a blocking call of Mooncake over TCP takes 46 us on two shared cores, 21 (18 to 27) more than a descriptor, "
-        "of which RDMA is given 15. Beside a thread that computes in Python it waits for the interpreter and takes "
-        "1.8 to 3.2 ms (`benchmarks.mooncake_calls`). The 67 us and 3 ms a call of the reports lie between; how busy "
-        "their schedulers were they leave out. Verbs in the emulated machine tell nothing: its processors are too few "
-        "for the threads of Mooncake that poll."
+        "a blocking call of Mooncake over TCP takes 46 us on two shared cores, 21 (18 to 27) more than a "
+        "descriptor, of which RDMA is given 15. Beside a thread that computes in Python it waits for the "
+        "interpreter and takes 1.8 to 3.2 ms (`benchmarks.mooncake_calls`). The 67 us and 3 ms a call of the "
+        "reports lie between; how busy their schedulers were they leave out. Verbs in the emulated machine tell "
+        "nothing: its processors are too few for the threads of Mooncake that poll."
     ),
     "#22536, #26406": (
-        "the slices of a prompt take Mooncake 91 ms, reported 89 for one prompt and 57 for each of many, where SGLang "
-        "has several threads for them. They take NIXL 2 ms, reported 10. In a burst the host costs of a request, "
-        "measured with single ones, hide those of NIXL: from TP 4 to 4 256 prompts take 588 ms, reported 327 (#22536) "
-        "and 557 (#26406)."
+        "the slices of a prompt take Mooncake 91 ms, reported 89 for one prompt and 57 for each of many, where "
+        "SGLang has several threads for them. They take NIXL 2 ms, reported 10. In a burst the host costs of a "
+        "request, measured with single ones, hide those of NIXL: from TP 4 to 4 256 prompts take 588 ms, reported "
+        "327 (#22536) and 557 (#26406)."
     ),
     "#37766": "the wait is 57 ms, reported 98, but the transfer 2.6 ms, reported 21.",
     "#6860": (
-        "of requests that hold L tokens, (L + 1,024) / (L + 512) as many run with 512 reserved: never twice as many. "
-        "On 8 H20, where decode is bound by compute, the factor was 1.14."
+        "of requests that hold L tokens, (L + 1,024) / (L + 512) as many run with 512 reserved: never twice as "
+        "many. On 8 H20, where decode is bound by compute, the factor was 1.14."
     ),
 }
 """Why figures are missed, as far as it is measured."""

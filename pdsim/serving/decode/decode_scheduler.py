@@ -354,7 +354,7 @@ class DecodeScheduler(BlockManager):
             self.start(request, *rows, held)
 
     def _growing(self) -> int:
-        """Return how many rooms may come to need more pages: not those that failed, whose pages are in quarantine."""
+        """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""
         return sum(not room.failed for room in self._rooms.values())
 
     def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
