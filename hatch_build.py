@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the hot modules with mypyc when a wheel is built with ``PDSIM_COMPILE=1``; others are pure Python.
 
     PDSIM_COMPILE=1 pip install .

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backend declares of itself: what it needs of a machine, and what its transfers can do.
 
 An endpoint class lists a `Variant` for each backend (``conf/backend``) that it implements.  Nothing else in pdsim

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine has: GPUs, RDMA devices, shared memory, libraries; each with a remedy where it does not work.
 
 Native libraries are tried in a process of their own, since some abort, and CUDA does not survive a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw simulated against measured times into docs/accuracy.svg: ``python -m benchmarks.accuracy``.
 
 The points are those of the committed validations on 2 x H200 (`data/validation`): medians of single transfers, of

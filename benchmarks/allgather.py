@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gathers of the GPU libraries in `backends.collectives.nccl`, without the interface: every size in one job.
 
     python benchmarks/allgather.py OUTPUT.csv [--ranks 2] [--repeat 30]

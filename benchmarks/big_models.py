@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Throughput of DeepSeek-V3 on nodes of 8 GPUs, published and modelled: ``python -m benchmarks.big_models``.
 
 Two deployments with experts over many nodes say how many tokens a second one of their nodes computes.  Each figure

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that a machine with GPUs can tell, in one go: predictions put to the test, engines calibrated, and the rest.
 
     python -m benchmarks.campaign hw=8xh200 [backend=nvlink,nixl] [KEY=VALUE ...] [STEP:KEY=VALUE ...] [OPTION ...]

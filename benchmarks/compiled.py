@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the compiled wheel, run jobs with and without it, and compare them: the same bits, in how much less time.
 
     python -m benchmarks.compiled [--requests 500] [--case NAME ...] [--wheel FILE]

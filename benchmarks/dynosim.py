@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pdsim beside DynoSim, the disaggregated replay of NVIDIA's Dynamo: how fast both are, and what both answer.
 
     python -m venv dynosim && dynosim/bin/pip install --no-deps ai-dynamo==1.2.1 ai-dynamo-runtime==1.2.1

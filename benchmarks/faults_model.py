@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The campaign of simulated faults: scenarios of `experiment=faults` on many processes, in parts that add up.
 
     python -m benchmarks.faults_model run --seeds 200000..210000 --workers 32 --limit 900 --to part.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprint what a run left behind, to compare two versions of the code by the content of their results.
 
 A Parquet table is hashed column by column: its type, and its values in order, so that another writer, another row

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare the results of fixed runs before and after a change that is to leave every simulation as it was.
 
     python -m benchmarks.fixed_runs record data/benchmarks/fixed_runs.json   # at the commit to compare with

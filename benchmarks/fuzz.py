@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed what others write to whatever reads it, changed at random: ``python -m benchmarks.fuzz --state FILE``.
 
 Each family is a kind of input: messages, frames of the wire, traces, outputs of other tools, samples, calibrations,

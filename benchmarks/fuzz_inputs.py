@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Right inputs of every kind that `benchmarks.fuzz` changes: what is wrong with one is the change alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a copy of a staged block costs: planning it on this machine, and moving it where there is a GPU.
 
     python -m benchmarks.gather [TOKENS ...]

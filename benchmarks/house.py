@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count how easy pdsim's source is to enter, beside SimPy, httpx and fsspec.
 
     python -m benchmarks.house                       # the table: pdsim before, now, the three, and their median

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real engines over links of known rate and delay: ``python -m benchmarks.known_link WHAT FILE [LINK ...]``.
 
 ``validate`` runs ``pdsim validate``, which predicts first, ``measure`` writes what both engines over TCP take,

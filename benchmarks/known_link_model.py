@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the model says of what `benchmarks.known_link` measured: ``python -m benchmarks.known_link_model WHAT FILE``.
 
 ``fit`` says which parameters suit them best; ``compare`` how far the model is off, for messages of 1 MiB and more in

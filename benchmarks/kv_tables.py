@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two published tables of KV transfers over Mooncake and RDMA, beside what the shipped configurations say.
 
     python -m benchmarks.kv_tables

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One pair of real servers, measured in one go: single requests of many lengths, then loads.
 
     python -m benchmarks.live_campaign --engine vllm|sglang --output DIR [OPTION ...] [KEY=VALUE ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables and the figure of serving engines in docs/validation.md.
 
     python -m benchmarks.live_page              # writes them

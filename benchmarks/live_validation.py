@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict what `benchmarks.live_campaign` measures, and say how far off the predictions are.
 
     python -m benchmarks.live_validation predict vllm FILE [--like FOLDER] [--fitted LOADS] [KEY=VALUE ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several pairs of real servers side by side on two GPUs, measured one after the other, and predicted before.
 
     python -m benchmarks.live_variants run PLAN --output DIR [--limit SECONDS] [--site ENGINE=FOLDER ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a blocking call of Mooncake costs against one descriptor more in a batch: by the real library, here.
 
 ``python -m benchmarks.mooncake_calls measure OUT.csv`` takes minutes.  It times, over TCP on loopback, and in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare modelled forwards with sums of published operators: ``python -m benchmarks.operators DIR``.
 
 DIR is ``systems/data/GPU`` of a checkout of aiconfigurator, such as h200_sxm.  Prints decode steps and prefills of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pdsim costs above the bare library: the same transfers through our endpoint and by the engine directly.
 
 ``python -m benchmarks.overhead [ENGINE ...]`` prints a table and exits with 1 if the bandwidth of the largest

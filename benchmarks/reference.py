@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the generated parts of the documentation: ``python -m benchmarks.reference``.
 
 What is generated, each between two HTML comments of its page:

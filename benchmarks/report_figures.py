@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate what reports say in figures and keep it: ``python -m benchmarks.report_figures``, a minute of CPU."""
 
 from __future__ import annotations

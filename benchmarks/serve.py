@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the model serves: requests simulated per second of one core, and events per request.
 
     python -m benchmarks.serve [--trace conversation_trace.jsonl] [--requests 2000] [--case NAME ...] [--command]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast links are shared, next to SimGrid's C++ core on the same flows in the same run.
 
 ::

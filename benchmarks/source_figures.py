@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read Python source with `ast`, and count what says how easy a project is to enter.
 
 Knows nothing about pdsim: packages are given by their folders, rooms and what they may import by tables.

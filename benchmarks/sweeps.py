@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sweeps that are killed, and what a sweep costs around its simulations.
 
 ``python -m benchmarks.sweeps kills`` runs one sweep undisturbed and the same one killed at random moments, resumed

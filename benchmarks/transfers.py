@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the model moves batches and messages: per second of one core, and in SimPy events.
 
     python benchmarks/transfers.py [--transfers 50000] [--descriptors 1000] [--messages 200000]

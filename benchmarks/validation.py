@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the generated parts of docs/validation.md: ``python -m benchmarks.validation``.
 
 ``python -m benchmarks.validation predictions`` prints the medians of what is predicted for machines not yet

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that meet: every experiment that has all of its ranks begin a thing together needs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulate, run and compare KV-cache transfer for prefill/decode disaggregated LLM serving."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two clocks.  A rank's program is a SimPy process and cannot tell which of them it runs on.
 
 `Clock` is virtual: it jumps from event to event, and equal inputs give equal times, bit for bit.  `WallClock` waits:

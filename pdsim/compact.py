@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables in little memory: columns of numbers and words that read as the lists of rows that they stand for.
 
 A run of a million requests keeps a few hundred bytes of each in columns; as rows of Python objects they would be

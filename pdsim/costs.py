@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What transfer engines and collectives cost: each formula once, for the simulator and for fits alike.
 
 Frozen data that a configuration fills in (`conf/backend`, `conf/collective`, `conf/calibration`).  Which links a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the arrays of a `pdsim.transfer.Batch` must be: int64, inside their regions, targets apart."""
 
 from __future__ import annotations

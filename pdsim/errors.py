@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that can go wrong, on the model and on the real engines alike.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of one configuration: the machine that it is for, the experiment, and the files that it leaves.
 
 The command line, a sweep's workers and `pdsim.simulate` all run through `execute`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives over ranks: the part of the waist that more than two ranks take part in.
 
 Which engine the ranks' endpoints use makes no difference here.  A group is had from its rank::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guard clauses that more than one module needs: each names the field, the rule and what it got.
 
 *owner* is the group that the fields belong to, as the user writes it: ``positive("hw.nic", rate=0)`` raises

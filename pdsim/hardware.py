@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a machine is: nodes, GPUs, links, network cards and hosts, as frozen data that a configuration fills in.
 
 Rates are what software reaches, not what a data sheet promises, unless the source says so.  Each class checks its

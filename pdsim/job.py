@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job: the ranks that are started, what each of them is given, and how they ended.
 
 A `Target` runs a job, on the model (`pdsim.fabric.model`) or on real engines (`backends.jobs.launcher`); the

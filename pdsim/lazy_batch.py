@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A batch that is counted and checked before its arrays exist, for memory without contents."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What packages provide under a name: backends, experiments, schedulers and so on, all by entry points.
 
 Built-in implementations are registered the same way, in pdsim's own ``pyproject.toml``.  Listing names imports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a run is: what experiments say of their steps, and what jobs say within one.
 
 An experiment calls its `ShowProgress` when a step begins; between two such calls the target calls the `Meter` with

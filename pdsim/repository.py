@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a checkout keeps its committed measurements: ``data/``, which no wheel contains.
 
 Fits, reports and benchmarks read it; a simulation never does.  The path is that of the source file's repository, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common transfer interface: the waist of pdsim.
 
 Everything above it (the KV protocol, the serving layer, the experiments) is written once against these few classes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many `TransferRecord`s in little memory: columns that make records when they are read.
 
 What equal transfers one after the other have in common (who, what, how many bytes) is kept once for all of them:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantities as people write them (`400Gbps`, `1.5us`, `64KiB`) and as the code keeps them: SI floats and bytes.
 
 Sizes are bytes, rates bytes per second, times seconds, everywhere in pdsim.  Decimal prefixes are powers of ten

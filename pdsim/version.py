@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version of pdsim, in a module of its own, for what is below the face of the package to import."""
 
 __all__ = ["__version__"]

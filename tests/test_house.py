@@ -22,6 +22,8 @@ from benchmarks.house import (
 )
 from benchmarks.source_figures import Room, read
 
+LICENSE = "# SPDX-License-Identifier: Apache-2.0\n"
+
 CIRCLES = {}
 """Modules that import each other, within functions or for type checkers: none may when they are imported."""
 
@@ -90,6 +92,11 @@ def test_pdsim_imports_heavy_libraries_where_it_uses_them(source):
 def test_no_file_is_too_long():
     files = [p for top in (*PACKAGES, "tests", "benchmarks") for p in (ROOT / top).rglob("*.py")]
     assert [str(p) for p in files if len(p.read_text().splitlines()) > LONGEST_FILE] == []
+
+
+def test_every_module_names_its_license():
+    texts = {path: path.read_text(encoding="utf-8") for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
+    assert [str(path) for path, text in texts.items() if text and not text.startswith(LICENSE)] == []
 
 
 def test_no_line_is_too_long():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may speak to a rank: key pairs made for one job, and the doorkeeper that knows them.
 
 Every control connection is CURVE (RFC 26, as ZeroMQ does it): encrypted, and accepted only from a rank of the same

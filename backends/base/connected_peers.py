@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The endpoints that an endpoint knows: what their addresses said, and what they have withdrawn since.
 
 This is the borrower's side of `backends.base.withdrawal`.  An address is a snapshot, counted by its epoch.  Whoever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What endpoints tell each other beside the engine: that they are alive, and short notes of a `kind`.
 
 Engines differ in what they report.  Mooncake says nothing when a peer dies between transfers, UCX

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real memory of every kind has in common as a `Device`: accounts, quarantine, and a queue of emulated work.
 
 It knows nothing of engines: they mark buffers as *registered* while they know their addresses, and *hold* buffers

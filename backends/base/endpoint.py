@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every real endpoint has in common; an engine adds seven methods (`RealEndpoint`, below).
 
 Deadlines, quarantine, withdrawal of memory and loss of peers are decided here, once, because engines leave them out

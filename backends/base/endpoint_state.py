@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a real endpoint keeps account of: addresses, regions, peers and transfers."""
 
 from __future__ import annotations

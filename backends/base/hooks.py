@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine adds to `backends.base.endpoint.RealEndpoint`: seven methods, and what it declares of itself.
 
 An engine is a library that registers memory, reaches a peer and moves blocks.  Everything that is

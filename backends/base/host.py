@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory as a `Device`: real bytes that the processor copies.  Computation is emulated by waiting.
 
 It serves ranks without a GPU: `target=real hw=loopback` moves real bytes of such memory on any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What native engines take from and leave in the process: environment variables in, log lines out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether another process is dead, as opposed to silent.
 
 A dead process has no memory left for bytes to land in.  That is the one proof about a lost peer that can be had

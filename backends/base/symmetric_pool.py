@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The symmetric pool of a real rank: memory that a group reserved, handed out first fit.
 
 Equal calls on all ranks give equal offsets, as symmetric memory must have.  A buffer lies within one segment.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this process has a TCP connection whose other end is dead: bytes may still come out of it.
 
 When a process ends, the kernel goes on delivering what the process had sent, from its send buffer and from the

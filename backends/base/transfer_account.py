@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The account that an endpoint keeps of its transfers, from posting until nothing of them moves.
 
 Three sets, and a transfer is in one of the first two at most: *under way* (neither complete nor failed),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One wake-up for the deadlines of many transfers, instead of a scheduled event for each.
 
 Nearly all transfers end long before their deadline, so an event for each would be made and

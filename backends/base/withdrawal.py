@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that its owner has withdrawn, but that others may still be writing to.
 
 An owner that deregisters a region tells every endpoint that knows it, and holds the memory until each has said that

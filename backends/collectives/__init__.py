@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of real ranks: Gloo on host memory, NCCL and symmetric memory on GPUs.
 
 A rank has one `group.RealGroups`, which makes a `group.RealGroup` for each list of names that is asked for.  It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What groups of real ranks are made of: the libraries that move their bytes, and what ranks say to each other.
 
 A library (`Library`) knows how to gather; `backends.collectives.real_group.RealGroup` decides when,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The libraries that groups of real ranks gather with: entry points of the group ``pdsim.collectives``.
 
 Each is a `Library` class.  Those of pdsim come with PyTorch, which is imported on the thread that connects a group:

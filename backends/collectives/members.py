@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of a group: who has said hello, what each is about to do, who has left, and who has died.
 
 What ranks tell each other goes over their control channels, in order, so a rank hears of another's calls in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups on GPU memory: NCCL, and PyTorch's symmetric memory read by the copy engines.
 
 Both leave NVLink multicast alone, and refuse to start where the environment does not switch it off:

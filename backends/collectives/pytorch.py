@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the libraries that come with PyTorch have in common: a store to meet at, and what its errors mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of real ranks: who is there, what they call, and in which order; the bytes are a library's.
 
 Ranks of a group speak over their control channels: each says hello, with what proves its death

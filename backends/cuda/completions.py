@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning that a GPU's work is done without waiting for it: events, which the wall clock polls.
 
 Waiting for a stream would block the clock's thread, and with it every other transfer of the rank.

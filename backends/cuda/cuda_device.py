@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GPU's memory as a `Device`: cudaMalloc, one segment a buffer, so that engines can share it with other processes.
 
 Computation is emulated by waiting, as on the host; copies are kernels on a stream of their own, and like those of

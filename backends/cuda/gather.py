@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of many pieces between two areas that one GPU reaches: gather, scatter, or straight into a peer's memory.
 
 One kernel moves all descriptors of a batch.  It is `backends.cuda.gather_kernel`, in Triton; where that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel of `backends.cuda.gather`; the one module that imports Triton, whose compiler needs module names.
 
 Imported by `backends.cuda.gather` at the first copy, and by nothing else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA's runtime library through ctypes: the few calls that engines and `backends.cuda.cuda_device` need.
 
 PyTorch allocates from a pool of its own, whose memory other processes cannot map piece by piece,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mooncake's TransferEngine: over TCP, over RDMA (``mooncake``), and over NVLink between the GPUs of a machine.
 
 What it does about the engine's ways:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MORI-IO over RDMA, on host memory; on the GPU memory of AMD machines over RDMA and xGMI, which has not been run.
 
 What it does about the engine's ways:

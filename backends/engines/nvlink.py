@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between GPUs of one machine by CUDA itself.
 
 Each rank maps the other's memory, and copies on a stream of its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What MORI's wheel needs of a machine; ``python -m backends.engines.rocm`` prints what is missing here.
 
 The wheel brings no part of ROCm, and its tag says nothing of it.  The versions are those that amd-mori 1.2.4 names

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs on real engines: one process per rank, watched by a launcher.
 
 `launcher.Processes` is the `pdsim.job.Target`.  It starts `worker` processes, speaks to them in the messages of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which processors each rank of a job stays on, which of them is quick now, and how long a thread keeps one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of one rank, from the supervisor's side: how it is started, heard, killed, and what became of it.
 
 A process is made by a `Spawn`: `spawn` starts Python anew, and an emulated machine forks one of its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a job on a real engine: one process per rank, watched by a supervisor with deadlines.
 
 Nothing outlives `Processes.run`: not after success or failure, not after Ctrl-C or SIGTERM (the

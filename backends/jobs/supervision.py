@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the supervisor and its workers say to each other: typed msgpack messages over a socket pair, never pickle.
 
 Each message has a length of eight bytes ahead.  The order is ``Start``, ``WorkerReady`` or ``WorkerFailed``, ``Go``,

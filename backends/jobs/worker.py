@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one rank: ``python -m backends.jobs.worker FD``, started by `backends.jobs.launcher` only.
 
 The life of the process: read ``Start``, make clock, memory, endpoint and channel, say

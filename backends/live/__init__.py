@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`target=live`: the workload of a serving run, sent to real vLLM, SGLang or other OpenAI-compatible servers.
 
 Module by module: `prompts` makes tokens, `formats` knows the bodies and streamed chunks of each HTTP API, `routes`

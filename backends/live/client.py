@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The open-loop client: every request is sent when the trace says, whatever became of those before.
 
 Times are those of one clock, `time.monotonic`, in one process; a chunk's time is when its bytes

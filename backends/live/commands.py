@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines and environments that start vLLM and SGLang in the layout and with the settings of a configuration.
 
 Every server sees all GPUs of the deployment, its own first: CUDA IPC cannot map the memory of a GPU

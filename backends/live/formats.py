@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP APIs of serving engines: the JSON body of a request, and what one streamed chunk says.
 
 ``/v1/completions`` and ``/v1/chat/completions`` as OpenAI defines them, with vLLM's and llama.cpp's additions, and

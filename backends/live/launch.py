@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts the servers of a deployment, waits until they answer, and ends every process that came of them.
 
 A server is the leader of a session of its own.  Engines start children that outlive a killed parent

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The target `live`: servers that somebody runs, or that are started for the run, and a client that measures them.
 
 `deployed` makes a `LiveDeployment` of a configuration, and `serve` sends it a workload.  Everything

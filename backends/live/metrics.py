@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What servers report of themselves: Prometheus text, read before, during and after a workload.
 
 `parse` reads a page, `difference` says what happened between two, and `Histogram.quantile` interpolates within a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model folder without weights: `config.json` of its shape, and a tokenizer with a word for every token id.
 
 Servers started with ``--load-format dummy`` need nothing else.  The tokenizer exists because vLLM's HTTP server

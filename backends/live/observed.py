@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a deployment has logged of its requests, as rows like those that pdsim's own client measures.
 
 ==============

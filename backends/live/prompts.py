@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts of exact length: token ids drawn from a seed, so that equal `hash_ids` are equal blocks of tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which servers a request visits, and in which order.
 
 `Direct` sends it to one server.  `VllmPair` does what vLLM's proxy does: the prompt to prefill with

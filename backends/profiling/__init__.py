@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure on a GPU what the forward of a model is made of, with PyTorch: the measuring half of ``pdsim profile``.
 
 `inventory` says what is measured, `measuring` measures it in a process for each GPU, `runner` starts those and keeps

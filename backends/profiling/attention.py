@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention as PyTorch has it, over dense keys and values: not the kernels of FlashInfer or FlashMLA.
 
 Kernels: ``cudnn`` and ``flash`` (FlashAttention 2) of scaled_dot_product_attention, ``paged`` the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole decoder with random weights: what its operators take together, as a check of what is added up.
 
 Layers of grouped-query attention, an MLP or experts, with weights of their own, the shard of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured: the operators of a forward in the sizes in which models have them, most valuable first.
 
 A case is a mapping of plain values, some of `COLUMNS`: with its times it is a row of the raw data.

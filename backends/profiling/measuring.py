@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of a measurement: ``python -m backends.profiling.measuring JOB.json RANK``.
 
 It has one GPU, or the processor.  A job is a mapping: *cases*, the *device*, the *output* without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts: grouped products over tokens sorted by expert, and the routing around them.
 
 Products are `torch._grouped_mm` on a GPU, and one product an expert on a processor.  Which experts

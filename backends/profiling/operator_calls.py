@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a case becomes on a device: calls of PyTorch's operators over inputs of which there are several copies.
 
 Matrices are those of `torch.nn.Linear`, so that products are of the kind that engines run.  Inputs

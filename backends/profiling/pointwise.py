@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pointwise parts of a layer, compiled into one kernel each by Inductor, as engines have kernels for them.
 
 Uncompiled, each would be a handful of launches, of which none is what an engine runs.  On a

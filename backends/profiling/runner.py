@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start a worker for each GPU, keep what they measure, and start one again behind a case that ended its process.
 
 A kernel that is wrong for a size can end the process or poison its CUDA context, so the cases run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults injected into real serving jobs: Mooncake and NIXL over TCP, at random moments that follow from a seed.
 
     python -m benchmarks.faults_real run --seeds 0:40 [--to data/benchmarks/faults_real.csv]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: run jobs and append to a CSV file, or print the table of what such files hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one job serves and which faults reach it: everything follows from the seed."""
 
 from __future__ import annotations

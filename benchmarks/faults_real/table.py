@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of what was found, a row for each job, and the table that docs/reliability.md has of it."""
 
 from __future__ import annotations

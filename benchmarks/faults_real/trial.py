@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one job with its faults and check how everything ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An independent probe of transfer engines and all-gathers, on the bare libraries.
 
     python -m benchmarks.probe predict --to FILE.csv             # what the model says for every point, before

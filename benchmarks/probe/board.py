@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks of a point meet: a page that all of them have mapped, and the processors that they run on.
 
 Pipes wake a process, and whoever has slept for a millisecond posts its first transfer with cold caches: two to four

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bare libraries: Mooncake's TransferEngine and NIXL, and memory from CUDA's runtime or the host.
 
 No wrapper of the project is used, and nothing here is used by one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-gathers by NCCL, a process on each of two GPUs: the device's time beside the caller's.
 
 The *device's* time lies between two events of a stream that a kernel kept busy while the events and the gather were

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure all points: four rank processes for each variant, then two for NCCL; one CSV with its provenance."""
 
 from __future__ import annotations

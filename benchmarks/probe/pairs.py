@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of a measured probe as samples of a calibration, a job for each set of processes that measured them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which points the probe measures, and on which settings of which library: plain data, drawn by a seed.
 
 Four ranks: *a0* and *a1* on the first GPU, *b0* and *b1* on the second, each a process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the model says for every point of the probe, and how far measurements are from it."""
 
 from __future__ import annotations

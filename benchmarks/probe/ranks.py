@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's process: it waits for orders on a pipe, meets the others, transfers in turns, and answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gather over groups of ranks: plain and symmetric memory, equal and padded pieces, pools reserved or grown.
 
 The points of one number of ranks are one job, so that real ranks meet once; those whose pool grows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the outcomes of the jobs of `experiments.allgather` to its rows and metrics.
 
 Times are of the group and not of a rank: an all-gather begins when the last rank calls and is over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each rank of `experiments.allgather` does: all points of one job, one after the other.
 
 All ranks run the same points in the same order, so no further agreement is needed.  Times are in the records; what a

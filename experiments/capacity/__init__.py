@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the parallelism and the P:D ratio that serve the most requests of a workload under an SLO, on one machine.
 
 Each deployment of the lists that fits is searched for the highest load at which a share of requests

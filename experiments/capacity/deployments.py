@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deployments that are compared.
 
 Every parallelism and number of instances of given lists that fits the machine.

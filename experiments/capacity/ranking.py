@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From capacities to the answer, the list of deployments, the Pareto front and what was skipped.
 
 A shape is simulated once, and the machine holds as many copies of it as fit; rates of copies are

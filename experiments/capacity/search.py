@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The highest load at which one deployment meets an SLO: probes by simulation, a bracket, its confidence.
 
 A load is what is offered over what the busier side can do, in closed form (`pdsim.serving.load`),

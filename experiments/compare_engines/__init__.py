@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serve one workload in every combination of transfer engine, serving engine, staging and way of metadata.
 
 Machine, model, parallelism and requests are the same for all, those that `serve` would run; a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trial of the KV protocol: seeded scenarios of faults on small modelled machines, with every invariant checked.
 
 Each scenario draws its machine, model, parallelism, pools and faults from its seed, serves some

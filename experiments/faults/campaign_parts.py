@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios of `experiment=faults` that are kept as they finish, so that a campaign can be run in parts and resumed.
 
 A file of JSON lines: the first says by which code, and with which options, the scenarios were run; each other one is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which failures of a scenario its faults explain.
 
 A fault explains a failure if it reached the request's own instances in its lifetime.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is served, and on what, in scenarios of `experiment=faults` that are not plain: layouts, lengths, pools.
 
 Each function returns what it was given with one of `experiments.faults.kinds.KINDS` applied, drawn from a stream of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scenario of `experiment=faults` is: a job, its requests, and everything that happens to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kinds of faults and unusual circumstances of `experiment=faults`, and their effects.
 
 `docs/faults.md` has this table.  New kinds are appended: each is drawn in this order, so that the kinds of earlier

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of `experiment=faults`.
 
 The router keeps what explains a failure, and asks at the end whether all has recovered.  A decode instance may hold

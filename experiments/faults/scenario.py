@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scenario: a deployment, its requests, and what goes wrong, drawn from a seed; and one try of it.
 
 Each part is drawn from a stream of its own (`pdsim.serving.workload.stream`), named after what it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take away from a scenario that fails what it does not need to fail.
 
 Kinds of faults first, then requests from the end.  Since each part of a scenario is drawn from a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hand KV over, one request at a time: token counts x tensor parallelism on both sides x path x metadata.
 
 The system is that of `experiments.serve`, whose forwards take no time here.  Each way of handing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the outcome of each job of `experiments.handoff` to its rows and metrics.
 
 Times of a handoff come from two sources on the job's one clock: the stamps of the router's rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A router with one request under way at a time: what a handoff takes by itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the five seeds share: a change to a real system, run before and after, and whether its claim holds.
 
 A report reuses the other experiments: `ReportRun.run` runs one of them as one variant,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What six reports of SGLang say in figures, simulated: reported, simulated, how far apart, and the verdict.
 
 Reports leave most of their set-up out, so each figure states what was assumed, and factors are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does metadata on the GPU, over NVLink, speed up a handoff within a node?  SGLang PR 26707.
 
 Before, rows of first-token metadata lie in host memory and go over TCP, beside KV that Mooncake

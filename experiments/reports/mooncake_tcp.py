@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seed: Mooncake over TCP where there is no RDMA, an alias of the backend without code of its own (SGLang #26346).
 
 Before, Mooncake over RDMA, the backend of the machine; after, ``mooncake_tcp``.  Where that is the

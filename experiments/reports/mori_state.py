@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seed: MORI-IO with state, posting inline instead of a worker queue, and metadata over TCP or RDMA (SGLang #22665).
 
 Before, one worker takes writes from a queue and blocks until each is done; after, the scheduler

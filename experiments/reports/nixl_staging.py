@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does a staged path speed up NIXL between prefill and decode of unlike TP?  SGLang PR 22536.
 
 Before, a rank writes what the other side keeps of each token and layer as a descriptor of its own

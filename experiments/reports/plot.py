@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the points of seeds: ``python -m experiments.reports.plot FIGURE.svg CLAIM,...
 
 FOLDER...``, the folders of runs.  Every claim is a row: simulated at the left, measured at the

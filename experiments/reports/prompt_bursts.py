@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two seeds share: handoffs by themselves, then prompts that arrive at once, before and after a change.
 
 `experiments.reports.nixl_staging` and `experiments.reports.intranode_metadata` extend its options

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The points of seeds: values before and after a change, as runs find them and as ``data/reports`` keeps them.
 
 ``python -m experiments.reports.report_points FOLDER...`` writes what complete runs of seeds found,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does symmetric memory speed up the all-gather of context-parallel KV?  SGLang PR 24040.
 
 Before, the buffer that K and V of all context-parallel ranks are gathered into is plain memory;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serve a trace or generated requests: router, prefill and decode engines, KV handed over through the waist.
 
 `job` makes a `pdsim.serving.deployment.Deployment` of the configuration, `specs` the ranks that run

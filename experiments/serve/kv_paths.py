@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way the keys and values of each request went, from the labels that the KV protocol gives its transfers.
 
 The policy says which way they should go; a full staging ring or metadata that does not fit may send

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experiment `serve` on a live deployment: from the client's rows to columns, metrics, tables and notes.
 
 The client (`backends.live.live_deployment`) sends each request at its arrival and keeps when it was

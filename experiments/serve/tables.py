@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what became of each request to columns, metrics, tables and notes of the experiment `serve`.
 
 A column has one value a request, None or NaN where a request did not live to see it; a metric is a

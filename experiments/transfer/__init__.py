@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Move blocks between ranks: size x batch x concurrency x pattern, in the columns of nixlbench.
 
 One job runs all points, one after the other, for starting ranks takes longer than most points.  A

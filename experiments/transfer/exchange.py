@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rank program of `experiments.transfer`.
 
 Ranks keep transfers in flight to each other, and check the bytes.  Written against the waist only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks `experiments.transfer` starts, where they run, and whether their memory is there."""
 
 from __future__ import annotations

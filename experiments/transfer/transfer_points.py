@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The points of `experiments.transfer`: what is swept over, from options or from a file."""
 
 from __future__ import annotations

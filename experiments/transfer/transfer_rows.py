@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the records of each point of `experiments.transfer` to its rows and metrics, in the columns of nixlbench.
 
 nixlbench and this divide time differently: its Avg Lat is per block and over the whole loop, its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict points that no calibration has seen, write the predictions down, measure the points, and compare.
 
 Here is what runs: the design of a validation, the experiments of its parts, and the files of its folder. What is

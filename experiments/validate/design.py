@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `experiments.validate` runs: other experiments, on points that no calibration has seen.
 
 What is not said is chosen by the ranks that there are: on eight GPUs the heterogeneous TP of four

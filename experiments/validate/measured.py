@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measurements of a validation: every part in its jobs, on a real engine, written down as they come.
 
 Jobs of a part differ more than transfers within one, since ranks are new processes with other

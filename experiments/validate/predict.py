@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The predictions of a validation: made and written down now, or taken from a file that was written earlier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the writes of handoffs that validations made, which `pdsim.calibration.handoff_fit` fits.
 
     python -m experiments.validate.records HOST=FOLDER ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a validation: written so that they are on disk, and taken from a folder of an earlier run.
 
 Expectations hold the design itself, its points included, so that measuring needs nothing else; they

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a validation reads of the results of its parts: the quantities that are predicted and measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict what real serving engines do, then measure them, then compare: ``pdsim validate target=live``.
 
 Single requests of several lengths, then loads: shares of the workload's rate, each for as many runs

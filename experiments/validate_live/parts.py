@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a validation of serving, and what the model says of them, one after the other in one deployment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the model's parameters are fitted from, and how well: calibrations, their raw points, and the fit.
 
 The way of a number from a measurement to a simulated microsecond:

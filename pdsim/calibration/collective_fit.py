@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fit collectives to measured all-gathers, and tell how far the fit is from those left out: `conf/collective`.
 
 The time of an all-gather is fitted to every other size of the equal pieces of each run, from its smallest on, in

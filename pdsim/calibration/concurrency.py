@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several transfers in flight tell of an engine, beyond what one at a time has told.
 
 A sample of a crowd is the time from a transfer's submission to its completion.  A program that posts by itself

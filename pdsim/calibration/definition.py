@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A calibration: parameters of a machine and an engine that were fitted to samples, and how far to trust them.
 
 It is a file of `conf/calibration`, with every sample that it was fitted to beside it (``<name>.csv``).  This module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of a calibration: ``<name>.yaml``, as `conf/calibration` has it, and every sample in ``<name>.csv``."""
 
 from __future__ import annotations

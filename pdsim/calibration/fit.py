@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A robust fit of an engine's parameters to samples, the choice of its form, and what the samples cannot tell.
 
 Parameters are fitted as logarithms, residuals are ``log(model / sample)``, so that a microsecond counts for as much

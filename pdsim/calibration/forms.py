@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forms that a fit chooses among: the closed form of `EngineModel.alone` over arrays of samples.
 
 With *n* descriptors of *s* bytes, a posting of ``P = call + n * descriptor + sum(min(n, first) * extra)``, and a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From samples to a calibration: which are fitted, what is held out, and what is said of the fit.
 
 `pdsim calibrate` and `pdsim refit` both end here, so that a shipped number is made by the code that

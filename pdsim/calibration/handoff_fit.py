@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fit what hosts and GPUs do in a handoff: `copies`, `wake`, `idle_wake` of `conf/hw/8xh200.yaml`.
 
 Fitted are parts of handoffs, and of requests, over `nvlink` on the hosts of `FITTED`.  Left out are the other

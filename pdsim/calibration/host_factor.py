@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a host takes for its part of a transfer, as a multiple of what the calibrated host took.
 
 Posting is the host's work, and hosts differ: the same probe took 2.24, 2.4 and 3.0 us for a descriptor of Mooncake

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples from what others print, in the formats of the tools that people run and of published tables.
 
 These are vLLM, nixlbench, Mooncake's tebench and transfer_engine_bench, MORI-IO's benchmark,

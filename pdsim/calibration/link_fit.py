@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fit what an engine over TCP costs on a link of known rate and delay: `conf/calibration/*-link.yaml`.
 
 Knows no link and no simulation: whoever fits says what the model predicts with given parameters.  The samples and

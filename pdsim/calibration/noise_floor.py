@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far jobs are from one another that do the same, and what that leaves for any model to reach.
 
 A host is not always as fast: on 2 x H200 its part of a transfer takes 1.3 or 1.7 times as long for tenths of a

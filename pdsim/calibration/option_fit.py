@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What NIXL's progress thread adds to a transfer: `intra.by_option` of `conf/backend/nixl.yaml`.
 
 While the caller posts, the thread that makes progress takes the lock of UCX's worker again and again, so that each

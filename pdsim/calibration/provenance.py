@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where and when samples were measured, which they say of themselves, so that a later fit elsewhere says it too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a read costs beyond a write, from samples of both of the same configurations.
 
 A read is told by its ratio to the write beside it: what the fit has wrong of a configuration it has wrong of both,

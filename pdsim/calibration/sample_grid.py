@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which transfers to measure so that a fit can tell an engine's parameters apart.
 
 A cross: sizes at one descriptor, counts at four sizes, a few of both with several transfers in flight, a few that

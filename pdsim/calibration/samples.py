@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples: how long a transfer of a certain kind took, and the CSV files that keep them.
 
 The columns that say what was transferred are those of the points of ``experiment=transfer``, so that a file of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people are told of a fit: its parameters, its errors, and how far jobs differ."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples from what transfer engines count while a deployment runs: NIXL's telemetry and Mooncake's metrics.
 
 Neither says how many descriptors a transfer had, so each is taken as one: what is fitted to them is the time of a

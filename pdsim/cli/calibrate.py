@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim calibrate`: measure a designed grid or read what others measured, fit, write it down, say how good it is.
 
 Both ways end in the same two files, so that a calibration can be fitted again from its own samples:

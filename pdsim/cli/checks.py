@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combinations that cannot be run, each valid by itself: found before anything is started or written.
 
 A rule is a function that yields one line for each violation: what was asked for, the rule, the way

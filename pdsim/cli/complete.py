@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the shell completes after ``pdsim``: commands, options, choices of groups, keys, folders of runs.
 
 The work is argcomplete's (extra ``completion``), which takes an argparse parser; this one describes

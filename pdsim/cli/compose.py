@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what was typed to a typed configuration that can be run: composed once through Hydra, typed, checked.
 
 Imports Hydra, so that the command line imports it only when something is composed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim doctor`: what works on this machine, and for what does not, why and what would help.
 
 Every line is a `backends.diagnosis.Diagnosis`.  Engines are found by entry point, so those of other

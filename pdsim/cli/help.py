@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``--help`` prints.  It is read by whoever knows nothing yet, and answers at once: no heavy imports.
 
 Not argparse: nearly all that is typed are Hydra's overrides, whose grammar, groups and keys it

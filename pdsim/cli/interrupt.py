@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C before anything has begun, and after all is done: no traceback out of an import, no status but ours.
 
 A module of its own because it is imported before all others, and imports next to nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what each command of `pdsim.cli.help` does; ``run`` and what builds on it, in front of Hydra.
 
 Exit status: 0 all went well, 1 a run failed, 2 what was typed cannot be run (and nothing was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim observe`: what a deployment has logged becomes a workload, and a measured run beside those of pdsim.
 
 Logs of requests are read by `backends.live.observed`, logs of transfers by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options with a value, among the words of a command line that also has Hydra's overrides."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim sweep --search optuna`: Optuna chooses the points, instead of every combination being run.
 
 A search is a sweep whose points are asked for in batches.  Optuna's sampler is seeded and told the batches in order,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user typed, on its way to Hydra and back: overrides made ready, Hydra's refusals in one line.
 
 A value such as ``hw.nic.rate=400Gbps`` is handed to Hydra as ``++hw.nic.rate=400Gbps``: Hydra then takes any key,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards of sense: numbers without their unit, and quantities that no machine, model or workload has.
 
 Both find slips of the keyboard, not errors of logic: ``hw.nic.rate=400`` is 400 bytes a second to

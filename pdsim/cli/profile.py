@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim profile`: measure what a forward is made of on a GPU, or read what was measured; fit, and write it down.
 
 Measuring needs PyTorch, fitting SciPy: without SciPy the measured rows are kept, and ``--from``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim refit`: fit shipped numbers again, from the samples that they name, and say how far they are from others.
 
 The fits are those of `pdsim.calibration`; this composes the configurations that they start from,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pdsim report`` and ``pdsim timeline``: files to look at, of what a run, a sweep or a validation left behind.
 
 Which of the three a folder is, its files say.  What a page says is made by the room that knows the

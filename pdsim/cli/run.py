@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim run`: compose, type, check, run, keep and print.
 
 Imports Hydra, so the command line imports it only when something is to be run.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim sweep`: Hydra's override grammar to points, each composed and checked, and the points to a table.
 
 Hydra composes once for each choice of groups; values are set in what it composed, which takes a hundredth of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`pdsim explain`: what bounded a run and what a relief would bring; of two runs, which cause makes the difference.
 
 Shares of the time are from the files of the runs, reliefs and exchanges from simulating the runs again.

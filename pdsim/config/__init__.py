@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole configuration of a run, as frozen dataclasses.  Nothing below the command line knows OmegaConf.
 
 `pdsim.config.loading.load` makes a `Config` from the mapping that was composed, once; from there to the rank

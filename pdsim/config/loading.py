@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole `pdsim.config.Config` from the mapping that YAML and the command line compose.
 
 Beside typing it (`pdsim.config.typed`), this lays a calibration over machine and engine, applies what the options of

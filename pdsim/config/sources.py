@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each number of a configuration comes from: the sources beside it in YAML, and what replaces them.
 
 A source begins with one of `pdsim.hardware.EVIDENCE`: measured, datasheet or assumed.

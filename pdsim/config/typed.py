@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One dataclass from one plain mapping, as YAML and the command line give it.
 
 Every key is known, every value has the type and the unit of its field, or a `ConfigError` says in one line for each

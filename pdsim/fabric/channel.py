@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control messages on the model: a TCP socket from every rank to every other.
 
 A message of *n* bytes leaves when those before it to the same receiver have left, takes ``n / tcp_rate`` to leave

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks on the model: the simulated `pdsim.group.Group`.
 
 A call waits for the same call of all other ranks, and for the group's call before it.  An all-gather then takes what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an endpoint keeps of its peers and its transfers.
 
 A `Connection` is to one life of a peer, a `SimTransfer` holds the memory of both sides until it has settled, and

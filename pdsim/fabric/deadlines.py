@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deadlines of many things at the cost of few events.
 
 Nearly all transfers complete before their deadline, so a timer for each would be nothing but load on the clock.

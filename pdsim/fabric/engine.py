@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a transfer engine costs: posting, the wire, completion, and the send queue in front of them.
 
 A transfer of *n* descriptors and *S* bytes goes through two stages (`EngineModel`, after LogGP with g =

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong in a modelled job, and the chance that decides it.
 
 A plan says what may happen; what does is drawn from streams of `Model.seed`, one for each source of chance, so that

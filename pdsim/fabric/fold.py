@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal ranks once: which ranks of a job need not be run, because others do the same at the same times.
 
 Programs that claim to be alike (`RankSpec.like`) are so on the model if their hardware is: the ranks that stand for

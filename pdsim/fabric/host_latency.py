@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When the program of a rank acts upon what it waits for: a message, a notification, the end of a computation.
 
 That is *wake* later (`pdsim.hardware.Host`), and *idle_wake* more if it has had nothing to act upon for longer than

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a simulated rank is told what its peers' transfers have brought."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The side of a simulated endpoint that posts: each transfer of its own, from the call until nothing of it moves.
 
 It checks batches and peers, posts to the send queue, and decides why a transfer fails; states and records are

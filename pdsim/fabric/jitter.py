@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes simulated starts as uneven as real ones: delays that are drawn from a seed.
 
 Ranks of a simulation start at one instant to the last bit, so their copies meet, share a port and part at one

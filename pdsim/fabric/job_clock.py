@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The virtual clock of a job, and what each rank sees of it.
 
 All ranks of a modelled job live in one process and on one queue of events.  Each gets a `RankClock`: the same time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A modelled job: the machine, its ranks, and the run from the first event to the end of the last rank."""
 
 from __future__ import annotations

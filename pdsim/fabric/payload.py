@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the bytes of simulated transfers move: together at the end or, as chance has it, in parts before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transfers that an endpoint has posted and that are not quiesced: their states, records and deadlines.
 
 States and transitions are those of `pdsim.transfer.Transfer`.  Why a transfer fails is decided in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that post to one GPU's copy engines: what they do at once, and what they do one at a time.
 
 A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory that an endpoint has made known to its engine: which region is which buffer."""
 
 from __future__ import annotations

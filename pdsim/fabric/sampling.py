@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read the use of links, memories, pages and rings now and then, on the clock of a modelled job.
 
 Reading changes nothing: the times of the job are the same, bit for bit, with and without.  How long a job takes is

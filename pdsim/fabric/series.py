@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Equal writes to one peer, one after the other, whose times are all known when the first is posted.
 
 A chunk that goes in slices, or plane by plane, is up to hundreds of writes, each posted when the one before is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all endpoints of a simulated job share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU puts on its links beside transfers: KV on its way to host memory, and tokens to experts."""
 
 from __future__ import annotations

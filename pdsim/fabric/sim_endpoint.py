@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulated `pdsim.transfer.Endpoint`.
 
 Bytes are read at the source and written at the target at the instant of completion.  That is the latest moment at

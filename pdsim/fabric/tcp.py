@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What TCP adds to a transfer over a `NetworkLink` whose way takes time: rounds of answers, and a window that grows.
 
 Without an event for a packet, or for a round: the sums below say how long a transfer takes at least, and the flow

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The links of a machine, and which of them lie between two memories.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The padded all-gather of context-parallel prefill: unequal pieces of any batch, gathered and put in order.
 
 A group gathers equal sizes.  So every rank's rows are padded to the longest rank's, gathered, and then split,

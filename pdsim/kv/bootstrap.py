@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is there: the table of ranks that a handoff begins with.
 
 One service a job, in the router's rank.  The router has to know anyway which instances are alive before it sends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One status for a room out of those of all ranks of a group."""
 
 from __future__ import annotations

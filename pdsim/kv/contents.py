@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that say what they are, so that what arrived can be compared with what was sent.
 
 Every eight bytes of a head (or latent row, or index row) hold room, plane, head and token; every eight of a metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the keys and values of a token lie in a rank's memory.
 
 A rank's pool is one registered region::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefill side of a pulled handoff, on one rank: it computes, and leaves the KV where readers find it.
 
 Who may read and until when is its leader's business; what is read, and by whom, is not known here.

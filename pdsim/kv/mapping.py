@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which prefill rank writes what to which decode rank: heads, layers, page positions and state.
 
 H is the model's number of KV heads, P and D are the attention tensor-parallel sizes of the prefill and the decode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks tell each other, as typed messages with a schema version.
 
 One byte of version, then MessagePack of an array ``[type, fields...]``; nothing is ever pickled.  Times are seconds
@@ -494,7 +495,6 @@ def decode(payload: bytes) -> KvMessage:
         got = f"schema version {payload[0]}" if payload else "an empty message"
         raise MessageError(f"{got}, but this rank speaks version {VERSION}: run the same pdsim on every rank")
     try:
-        message: KvMessage = _decode(payload[1:])
+        return _decode(payload[1:])  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, ValueError) as error:  # msgspec leaves text that is not UTF-8 to the codec's error
         raise MessageError(f"not a message of schema version {VERSION}: {error}") from None
-    return message

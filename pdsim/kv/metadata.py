@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First-token metadata of a request: where its rows lie on a rank, and which way they go to the other side.
 
 Over the data path the rows are descriptors like any others, from registered memory to registered memory.  Over the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pages of a pool are whose."""
 
 from __future__ import annotations

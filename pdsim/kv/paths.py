@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way a chunk goes from one prefill rank to one decode rank, and in which writes.
 
 ==========  ============================================================================================

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode ranks that a prefill rank writes to, instance by instance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Descriptors: a chunk's pages, as the `Batch` that one write takes.
 
 Batches are built over nameless regions and cached, because the ranks of a group write the same offsets at the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What distinguishes the ways in which backends hand KV over, as data: `policy` in `conf/backend`.
 
 Unknown here: what a transfer costs (`pdsim.costs.Engine`), and how any of this is done.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pool of pages that keeps the prefixes of prompts: pages nobody uses any more serve the next prompt like them.
 
 A page is known by the hash of its tokens and all before them, so pages of one prefix are found one after the other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The send queues of a prefill rank: each has one worker, which does one thing after the other.
 
 What stands first in a queue holds up what stands behind it, and nothing in another queue.  Unknown here: what the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode side of a pulled handoff, on one rank: it reads its part of a request from prefill ranks.
 
 There is one read for each prefill rank that has some of it, whose descriptors are runs of neighbouring pages on

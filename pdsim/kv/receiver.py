@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode side of a handoff, on one rank: pages that wait for bytes, and when they have them all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of rooms beside their state, none of it for ever: time limits, rooms that are over, blocked rooms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefill side of a handoff, on one rank: what is written when, and what became of it.
 
 A forward's end makes a chunk; a chunk is planned into writes, one for each decode rank that needs a part of it,

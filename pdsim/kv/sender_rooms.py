@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prefill rank keeps of the handoffs that it has part in, and what becomes of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What hybrid models keep of a request beside the keys and values of its tokens.
 
 Three components, of which a model has any number:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a request's handoff stands, on either side."""
 
 from __future__ import annotations

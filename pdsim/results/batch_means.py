@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Intervals of percentiles of one run, and whether it was stationary: by batches of consecutive requests.
 
 Latencies of neighbours are correlated, so an interval that takes them as independent is far too short.  The method

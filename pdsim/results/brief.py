@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run says at its end, in twelve lines: verdict, latencies, what bounds it, evidence, what to type next.
 
 Failures, and what was typed in vain, come on top of the twelve.  Pure text, from the files of the

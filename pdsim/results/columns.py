@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrow arrays of what results are made of, without pandas.
 
 `pyarrow.array` imports pandas, if it is installed, to ask whether it was given some of it: a third of a second in

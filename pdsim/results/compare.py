@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs side by side: what differs in their configurations, and each metric as a number and a multiple.
 
 Multiples are of the first run.  What cannot matter to any of the runs is left out, and so are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A configuration as it is written: as plain data, as the ``config.yaml`` of a run, and as the text of its name.
 
 A sweep writes thousands of configurations that differ in a key or two.  So what each top-level part was written as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a run took place: versions, source tree and host.  Nothing here depends on the time of day.
 
 It is asked for once in a process, and kept in ``run.json``, so that a result says what it takes to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the numbers of a run rest on: the source of every parameter, and the weakest kind among them.
 
 A modelled number is no better than its parameters; a measured one is evidence itself, except where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the time of a run went, phase by phase, and which phase makes two runs differ.
 
 From the rows that the runs kept: phases of requests add up to their end-to-end time, stages of transfers to their

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves on disk while it goes on: records that then need no memory, and what is left if it is killed.
 
 ``transfers.journal`` has blocks of the records of a rank (`pdsim.transfer_log.LogBlock`), ``requests.journal`` rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that was kept, for a program: its metrics, and its requests and transfers as Arrow tables.
 
 `pdsim.load` returns one.  Figures, timelines and the report are made of nothing else, so whatever

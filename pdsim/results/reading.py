@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `pdsim.results.store` wrote, read again: a file holds what it should, or is refused.
 
 Folders of results are copied, edited and cut short; a `ConfigError` names the file, what is wrong

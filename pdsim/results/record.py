@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an experiment returns, whatever ran it: numbers with their definitions, rows, and what went wrong."""
 
 from __future__ import annotations

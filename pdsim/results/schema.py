@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The columns of the files of a run, each with its type, unit and definition: what `docs/results.md` explains.
 
 Columns are part of the public interface.  A change of a meaning or a type raises `VERSION`, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Means and percentiles, with one rule for samples that are too small.
 
 Percentiles are numpy's default, linear interpolation between order statistics (type 7 of Hyndman and Fan, "Sample

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a person reads at the end of a run, and what a machine does.
 
 Both come from the files of the run, so that ``pdsim run`` and ``pdsim show`` cannot disagree.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happened when, as trace events for ui.perfetto.dev (the JSON format of Chrome's tracing): `trace`.
 
 A run is drawn from the rows that it kept, so a modelled, a real and a live run have the same

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router, prefill and decode engines, and the workloads that they serve."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When requests arrive at a router: by the clock, or when the answer that a user waits for has come.
 
 Open loops give times, and a request comes whatever happens; in closed loops a user thinks after an answer, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of a router that knows instances: where ranks enrol, rooms are looked up, and silence is noticed.
 
 SGLang runs it beside its router, as the bootstrap server; here both are one rank.  What a loss means for requests

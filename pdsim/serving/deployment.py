@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of a serving job is told, as plain data that crosses process boundaries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proof that nothing of another instance moves in this one's memory any more, rank by rank and for all of them.
 
 A life of an instance that is gone may have posted transfers that still land.  Its pages here stay in quarantine

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which instances there are, which of them are connected, and which is to have the next request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a rank comes to be connected to the peers that it moves bytes to or from, in whatever order they are named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How to reach, or to start, the servers that `target=live` measures, as plain frozen data: the group `live`.
 
 Servers are spoken to by `backends.live`, with the workload and into the columns of every other target.

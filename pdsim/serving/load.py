@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The load that a workload offers to a deployment, in closed form: known before anything is simulated.
 
 A side's offered load is the time that its instances need for the requests of one second, over their number.  Work is

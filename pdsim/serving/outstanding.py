@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokens that each instance has still to see to, as far as a router knows: what load balancing goes by."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the ranks of a serving job run, and how many pages of KV they have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scheduling and router policies that come with pdsim.
 
 All of them are registered as entry points (`pyproject.toml`), as those of other packages are.  A policy decides; it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a prompt a prefix cache holds: blocks by their hashes, the least recently used evicted first.
 
 A hash names a block together with all before it, as `hash_ids` of Mooncake's traces do, so a lookup ends at the

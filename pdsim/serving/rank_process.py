@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every rank of a serving job does: listen, answer the router's pings, and end when told to or left alone."""
 
 from __future__ import annotations

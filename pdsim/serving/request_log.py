@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What became of each request, in columns: what the router keeps instead of the requests that are over.
 
 A row has the two instances, the bytes moved, the status and the stamps of `Finished`; of an engine that streams its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a request is, many of them in columns, and the streams of random numbers that workloads are drawn from.
 
 A workload makes requests (`pdsim.serving.workload`, `traces`, `sessions`), the router serves them, and results

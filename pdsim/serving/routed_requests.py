@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a router knows of the requests that it is given, from their arrival until they are over.
 
 A request is an object only while it is under way: those to come are made of rows when they arrive, those that are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The router: sends each request to a prefill and a decode instance, and keeps account of all of them to the end.
 
 It is also where ranks enrol and where it is decided that an instance is lost (`pdsim.serving.bootstrap_server`).

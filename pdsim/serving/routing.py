@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router policies that do more than count tokens or turns: they draw, remember prompts, or look at links.
 
 What is drawn is of a stream of its own, so that one run is like the next.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host of a scheduler takes, as `HostCosts` says, and how it varies.
 
 Each draw is from a stream of its own, named by the instance, so that one seed gives one run.

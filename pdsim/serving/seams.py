@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The open seams of serving: which request runs next, who moves its KV, and which instance gets it.
 
 Each is a protocol; its implementations are classes that packages register under an entry-point group, pdsim's own in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Users who think between the turns of a session: each waits for its answer before it asks again.
 
 A turn's prompt is all that was said before, the answers included, and new tokens; so `hash_ids` of a session's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a serving run needs to know, as plain frozen data that a configuration fills in; each class checks itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The latencies that a served request must meet to count as good."""
 
 from __future__ import annotations

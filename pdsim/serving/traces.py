@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read traces line by line: Mooncake's JSON lines and Azure's CSV, told apart by content."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which requests arrive when: from traces or generated, cut and spread as the workload asks.
 
 Every source of chance is a stream of its own, named, so that one more draw from one changes nothing in another.

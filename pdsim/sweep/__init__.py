@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many runs as one: points, their collection into one table.
 
 A sweep is a folder.  `points` names each configuration by a hash of what it runs, an executor (`executors`,

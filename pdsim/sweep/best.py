@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The points of a sweep, ranked: by goodput for each GPU under an objective (SLO), from the requests that each kept.
 
 The objective may be another than that of the runs: whether a request met it is read from its row.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Points on other machines: tasks of Ray, and jobs of Slurm through submitit.
 
 What a task or a job left in the folder of the sweep is not run again, so a lost one costs the point under way only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One file and one table over all points of a sweep, whatever process each of them ran in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sweep from its points to its table: what is done already is kept, the rest is run, every row is appended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs the points of a sweep: the protocol, and processes on this machine.
 
 An executor is a frozen dataclass whose fields are the settings of its file in ``conf/executor``; packages register

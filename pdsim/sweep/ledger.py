@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file of a sweep that rows are appended to, ``points.jsonl``, and the lock that keeps a second sweep out.
 
 A process that is killed leaves at most half a line, which the next one takes away.  The last row of a point counts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One point of a sweep, in whatever process: run it, or take what an earlier process left, and return its row."""
 
 from __future__ import annotations

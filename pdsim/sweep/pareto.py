@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a sweep: throughput against speed with its Pareto front, and what each swept key does.
 
 Speed is 1 / TPOT of the median request, what a user sees; throughput is output tokens a second and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The points of a sweep: which there are, in which order, and the name of each, a hash of what it runs.
 
 Knows no grammar of overrides; `pdsim.cli.sweep` reads one.

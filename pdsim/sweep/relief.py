@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What bounds a run, by simulating it again with one cause relieved twofold; and two runs with one thing exchanged.
 
 A cause is a set of numbers of the configuration that are halved or doubled together, as `RELIEFS`

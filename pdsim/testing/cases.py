@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The implementations of the waist that the suite runs against, and a target for each.
 
 Real ones are the `Variant`s that installed endpoint classes declare: nothing is added here for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs each test of the suite on each implementation in turn.
 
 A test asks for `job`, and with it runs programs as ranks; `real` where there is nothing to test of

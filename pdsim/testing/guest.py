@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines that go over RDMA verbs, as tests run them in the guest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the suite adds to pytest wherever pdsim is installed: options, marks and the RDMA guest.
 
 Imports nothing else of pdsim's until it is needed.

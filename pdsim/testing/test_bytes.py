@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes arrive intact, and only where they were sent."""
 
 import pytest

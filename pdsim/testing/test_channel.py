@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Control messages keep their order from one rank to another, and their bytes."""
 
 import pytest

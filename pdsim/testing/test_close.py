@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`close` gives everything back, and may be called twice."""
 
 from pdsim.testing import programs

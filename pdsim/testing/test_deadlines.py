@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A deadline ends the wait, not the transfer: the memory stays in quarantine until nothing moves any more."""
 
 from pdsim.testing import programs

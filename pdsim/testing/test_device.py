@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device's memory is zeroed, limited and accounted for; its work is done in turn."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group gathers equal pieces in the order of its ranks, on plain and symmetric memory, and notices who is gone.
 
 Most tests look at one job, for real ranks load PyTorch first.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer that is gone is reported as `PeerLost`, within the deadline and without harm to the others."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A notification arrives exactly once, after its transfer's bytes, whatever is in it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several peers at once, and connecting again."""
 
 from pdsim.testing import programs

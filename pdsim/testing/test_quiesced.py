@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When memory may be handed out again whose writer is gone: the endpoint's own proof that nothing writes there."""
 
 from pdsim.testing import programs

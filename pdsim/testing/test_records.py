@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transfer's record says what it was, and its times are in order."""
 
 from pdsim.testing import programs

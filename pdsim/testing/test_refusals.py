@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A batch that breaks a rule is refused before anything moves."""
 
 from pdsim.testing import programs

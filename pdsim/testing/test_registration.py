@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only registered memory takes part in transfers."""
 
 from pdsim.testing import programs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions compared with measurements: values in, errors and verdicts out.
 
 `verdicts` compares values of the same points and judges them by bounds, `load_errors` does so for quantiles of whole

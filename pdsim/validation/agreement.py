@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a validation, and what its report says: predicted against measured, errors by size and by class.
 
 It is made from the two files of a validation alone (`EXPECTED`, `MEASURED`), so it can be drawn

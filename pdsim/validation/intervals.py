@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a calibration's uncertainty does to predictions: the same prediction at both ends of every interval.
 
 Deviations of several parameters add in quadrature, as if they were independent.  Fitted parameters are not quite:

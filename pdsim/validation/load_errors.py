@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicted and measured serving, load by load: errors of quantiles beside the floor that repeats leave.
 
 A *part* of a validation is a load, or single requests of one length, by name.  Its rows are

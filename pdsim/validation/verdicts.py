@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far predictions are from measurements: signed and absolute relative errors, by class and by decade of size.
 
 An error is (predicted - measured) / measured.  Median and 95th percentile of its absolute value

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``hw.guest`` describes, made real: a machine with an RDMA device, emulated over this machine's own files.
 
 `image` makes a kernel and its first files from Debian packages, `machine` boots them, `server` and `jobs` are the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines that run in the RDMA guest, and the target that runs jobs there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel and the first files of the RDMA guest, made from Debian packages and kept in the user's cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines in the RDMA guest as they are installed here: Mooncake unchanged, NIXL with the system's RDMA libraries.
 
 Those that NIXL brings know no soft-RoCE.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guest's side of `backends.emulation.guest.server`.
 
 It runs jobs, and forks their ranks, with everything imported.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine with an RDMA device: Debian's kernel under emulation, over this machine's own files.
 
 The guest sees this machine's root directory; what it writes there is lost, but for `Guest.folder`, which both share

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an engine is started in the RDMA guest: what a `Variant` names as its ``guest``."""
 
 from __future__ import annotations

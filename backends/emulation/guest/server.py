@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs that are run in the guest, from the host's side; `backends.emulation.guest.jobs` is the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A known link between the nodes of a job on one machine: what ``hw.link`` describes, made real.
 
 Every node is a network namespace, and all that ranks of different nodes say to each other, engines and control

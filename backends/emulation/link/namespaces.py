@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network namespaces that have no name, each with a TUN device.
 
 What lives in them meets nothing else of the machine.

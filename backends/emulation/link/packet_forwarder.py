@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward packets between namespaces: ``python packet_forwarder.py ORDER``, started by the emulated link only.
 
 Nodes stand in a chain, and between two neighbours there is a hop for each direction.  A packet of *n* bytes that

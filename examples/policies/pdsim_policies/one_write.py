@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time one write between two ranks: the smallest experiment there is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A scheduling policy and a router policy."""
 
 from __future__ import annotations

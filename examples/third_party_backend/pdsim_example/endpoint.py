@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between processes of one machine by the kernel: ``process_vm_writev`` and ``process_vm_readv``.
 
 What there is to know of it:

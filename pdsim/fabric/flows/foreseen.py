@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flows whose begins and ends are known beforehand, so that no event is spent on them while nobody meets them.
 
 A *plan* is a series of equal flows over one path, one after the other.  It is kept apart from the network's flows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links and paths: what they hold while their flows come and go.
 
 A link that limits flows allows each of them the same rate, its *level*.  So it has one counter of service, the bytes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Links that flows share max-min fairly, on the virtual clock.
 
 A *flow* carries a number of bytes over a *path* of links, as a fluid: at every instant each flow has a rate, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Max-min fair rates, solved again only where a change reaches.
 
 An allocation is max-min fair if and only if every flow has a *bottleneck*: a full link (or its own cap) where no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The staged path: heads that two ranks do not keep alike are gathered, written in one piece, and scattered.
 
 A chunk is one *block* between one writer and one reader::

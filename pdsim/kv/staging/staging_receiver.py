@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode side of the staged path, on one rank: answers to `Ask`, scatters, and slots that are taken back."""
 
 from __future__ import annotations

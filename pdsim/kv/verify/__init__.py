@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The test oracle of the protocol: invariants, ownership of memory, leaks.  Imported by tests and trials only.
 
 It watches by putting functions of its own in the place of methods, which classes compiled by mypyc do not let:

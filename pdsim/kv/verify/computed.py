@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was computed, where and when: the part of `pdsim.kv.verify.invariants` that knows of forwards.
 
 The leader's scheduler says which tokens of which rooms each forward covers, before it knows of pages.  From that,

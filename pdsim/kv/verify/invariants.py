@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkers of the protocol's invariants, which watch a modelled job from outside while it runs.
 
 They are `INVARIANTS`.  `InvariantChecker` is a `pdsim.fabric.faults.Observer`.  The model tells it of messages and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws of simulation: what holds in every run, whatever is simulated.
 
 ``checks=on`` checks them while a run goes on.

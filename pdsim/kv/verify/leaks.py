@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is left when all is over: the part of `pdsim.kv.verify.invariants` that counts.
 
 Every dict, list, set and deque that a rank's program and the protocol's objects in it hold is counted when the first

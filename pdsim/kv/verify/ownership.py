@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose memory is touched: watches pages, state rows, metadata and staging slots for the invariant checker.
 
 At the instant at which bytes are read or land, and at which a device copies, the leader of the rank's own life is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures, described once and drawn twice.
 
 `figure` describes them, `interactive` draws them by plotly in a page, and `static` by matplotlib in

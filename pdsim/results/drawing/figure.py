@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a figure is: panels with two axes each, series of marks, and a sentence on how to read it.
 
 Values are in SI units; an axis says which, and whoever draws chooses prefixes (``3 ms``, ``94 GB/s``).  Colours are

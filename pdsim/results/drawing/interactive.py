@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Panels as plotly draws them in a page: plain data, with ``@name`` for colours that depend on the page's theme.
 
 plotly's Python library is needed for its JavaScript only, which goes into the page; traces and

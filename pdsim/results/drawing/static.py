@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures as files, drawn by matplotlib: SVG and PDF for papers, PNG for everything else; the same bytes each time.
 
 Colours, markers and dashes tell series apart together, so that a print in black and white does,

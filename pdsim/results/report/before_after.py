@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of a reproduced report: every claim in one row, simulated at the left, measured at the right.
 
 They are drawn from the tables "Claims" and "Points", which `experiments.reports.claims` makes; a

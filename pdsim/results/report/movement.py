@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of what moved: transfers, how busy ranks and links were, memory.
 
 They are drawn from the rows of transfers, and links and memory over time from samples, which only a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the report of one run says: verdict, figures, tables, evidence, and how to get it again.
 
 It says what `pdsim.results.brief` prints, in the same words, without lines that only make sense on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A report as one HTML page that needs nothing beside it: plotly within, no request to any network, light and dark.
 
 What it says comes as `Content`; this module knows no run.  Its frame is ``page.html``, its looks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the requests of a run: latencies, phases, and how many were where over time.
 
 Drawn from ``requests.parquet`` alone, with NumPy: a run of a million requests is thinned to what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine with chunked prefill: each step decodes all running requests and fills up with pieces of prompts.
 
 A step has a budget of tokens.  Every running request takes one of them; what is left goes to prompts, in the order

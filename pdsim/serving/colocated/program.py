@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The job without disaggregation, in one rank: requests arrive, a router policy chooses the engine, it serves them.
 
 No KV is handed over, so nothing needs ranks, links or messages of its own: the model says how long a step of an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts spread over ranks: what a rank's tokens send to experts elsewhere, and how long that takes.
 
 With expert parallelism each rank of an engine holds whole experts.  In every layer that has experts a rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's forward: what serving asks for, and the sum of operators that answers it where they were measured.
 
 `forward` chooses: a configuration with `Compute.kernels` adds up operators, another has the roofline of

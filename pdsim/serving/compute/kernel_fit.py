@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fit `Kernels` to what was measured, and say how far off they are where they were not fitted.
 
 Every second size of an operator is held out, and all whole forwards.  Fits minimise relative errors, robustly:

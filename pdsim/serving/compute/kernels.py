@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long the operators of a forward take on a GPU: what ``pdsim profile`` found, as a configuration has it.
 
 Each operator has a `Roof`: a constant, and the norm of two times, that of its arithmetic and that of its bytes.

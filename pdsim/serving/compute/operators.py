@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of operators that others measured: aiconfigurator's tables, and what a whole forward takes by them.
 
 `aiconfigurator <https://github.com/ai-dynamo/aiconfigurator>`_ (Apache-2.0) ships Parquet tables of GEMMs,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows as `pdsim profile` measures them, made of tables that others published, so that one fit reads both.
 
 What tables and rows call differently is translated here.  Of matrix products those of a model's widths are taken.

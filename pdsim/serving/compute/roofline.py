@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a forward takes: a roofline with the share of the peaks that kernels reach, plus a constant an iteration.
 
 All quantities are of one tensor-parallel rank; the ranks of an instance compute alike.  `docs/model.md` derives the

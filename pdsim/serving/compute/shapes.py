@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrix products of a model's forward: the widths that `Llm` leaves to its ``config.json``, and what follows.
 
 Widths are those of one tensor-parallel rank.  Where ``hf_config`` has no width of the MLP, it is what the number of

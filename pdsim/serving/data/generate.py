@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the embedded trace: ``python pdsim/serving/data/generate.py`` writes it beside this file, always the same.
 
 The numbers are of our own making.  Arrivals are Poisson with a rate that swings slowly between 0.4 and 1.2 a second;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode leader's rooms: who has pages, who is complete, and when the pages of those that failed come back."""
 
 from __future__ import annotations

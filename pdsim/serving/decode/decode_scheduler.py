@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode engine: pages first, then continuous batching, with few events: steps are in closed form."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode rank: makes its pool known, notices what arrives in it, and proves when nothing more can."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode pages that grow with their requests, for a whole batch at a time and without an event for each page."""
 
 from __future__ import annotations

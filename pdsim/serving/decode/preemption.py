@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of the KV of preempted requests: it goes to host memory and comes back, or is computed again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decode side of a pulled handoff: pages, then one read of each prefill rank, looked at once a step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which prefill instance a room went to, asked of the bootstrap service where nobody said so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many decode steps in closed form.
 
 While the members of a batch stay the same, a step takes ``base + cost * context`` seconds, where *context* is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pull: prefill computes, answers and keeps the KV under a lease; decode reads it when it has been asked (vLLM).
 
 =====================  =====================================================================================

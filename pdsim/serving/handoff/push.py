@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Push: prefill writes each chunk into pages that decode has reserved, as soon as it is computed (SGLang)."""
 
 from __future__ import annotations

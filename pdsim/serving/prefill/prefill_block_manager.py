@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill leader's rooms: who waits, who has pages, and when the pages of those that failed come back."""
 
 from __future__ import annotations

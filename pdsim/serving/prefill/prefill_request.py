@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the prefill leader knows of a request: its phases, pages and times."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefill engine: continuous batching with chunked prefill, and the handoff of each chunk as it is computed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prefill rank: connects to the decode ranks that it is told to meet, computes, and writes what it computed."""
 
 from __future__ import annotations

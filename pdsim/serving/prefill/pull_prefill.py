@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The prefill side of a pulled handoff: what is computed stays until its reader says that it has it.
 
 A lease guards against readers that never come: its end, or the router, revokes a room, and then only the reader

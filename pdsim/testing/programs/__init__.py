@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The programs of the conformance suite: what ranks do, on whatever implementation of the waist they run.
 
 A program is a generator that takes its `pdsim.job.Rank` and plain data, yields the events that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks: what arrives, what is refused, and what a rank sees that is left alone.
 
 Pieces are patterns of the rank's number and the number of the gather, so that a piece from another

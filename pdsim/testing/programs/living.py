@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that come and go, talk, and use their device.
 
 What is asked here of channels and devices is what `pdsim.transfer.Channel` and

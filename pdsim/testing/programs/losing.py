@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are lost, stopped or late, and what their peers see.
 
 Three ends are told apart.  A rank that is killed is lost within a deadline, and its peers get

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that move bytes and attach notifications.
 
 Contents are patterns of a seed (`pdsim.testing.programs.tools.pattern`), and what must not change

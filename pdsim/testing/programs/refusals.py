@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that ask for what must be refused, and that register and withdraw memory.
 
 A refusal is reported as the class of the error (`pdsim.testing.programs.tools.refusal`), so that an

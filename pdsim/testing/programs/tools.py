@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What programs of the suite have in common: mail by sender, patterns, single-descriptor batches."""
 
 from __future__ import annotations

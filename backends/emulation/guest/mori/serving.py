@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MORI in the RDMA guest: the server of its jobs, and a device that it can find its way from."""
 
 from __future__ import annotations

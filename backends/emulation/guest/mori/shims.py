@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for the parts of ROCm that MORI's wheel is linked against, on a machine without an AMD GPU.
 
 They are a test aid: they let the wheel load, and say that there is no device whenever they are asked, so that MORI's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Python in which amd-mori's wheel loads on Debian 12 and without ROCm, made from packages and kept in the cache.
 
 The wheel wants a newer C library than Debian 12 has, and ROCm.  So `python` starts a Python 3.12 of this machine

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration groups of this package, beside those of pdsim."""
