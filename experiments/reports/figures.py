@@ -339,9 +339,9 @@ REASONS = {
     "#7236, #9149": (
         "a blocking call of Mooncake over TCP takes 46 us on two shared cores, 21 (18 to 27) more than a "
         "descriptor, of which RDMA is given 15. Beside a thread that computes in Python it waits for the "
-        "interpreter and takes 1.8 to 3.2 ms (`benchmarks.mooncake_calls`). The 67 us and 3 ms a call of the "
-        "reports lie between; how busy their schedulers were they leave out. Verbs in the emulated machine tell "
-        "nothing: its processors are too few for the threads of Mooncake that poll."
+        "interpreter and takes 1.8 to 3.2 ms, on an idle machine 2.7 to 5.5 (`benchmarks.mooncake_calls`). The "
+        "67 us and 3 ms a call of the reports lie between; how busy their schedulers were they leave out. Verbs in "
+        "the emulated machine tell nothing: its processors are too few for the threads of Mooncake that poll."
     ),
     "#22536, #26406": (
         "the slices of a prompt take Mooncake 91 ms, reported 89 for one prompt and 57 for each of many, where "
