@@ -192,23 +192,36 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def record(path: Path, keep: Path | None) -> None:
-    """Make all runs, and write their fingerprints to *path*."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = [f' "commit": {json.dumps(commit.stdout.strip())},', ' "runs": {']
-    for i, name in enumerate(RUNS):
-        found = execute(name, Names(), keep)
-        print(f"{name:26} {found.seconds:6.1f} s of CPU", flush=True)
-        lines += [
-            f"  {json.dumps(name)}: {{",
-            f'   "seconds": {found.seconds:.2f},',
-            f'   "words": {json.dumps(found.words)},',
-        ]
-        parts = [
-            f"    {json.dumps(key)}: {json.dumps(reduced(name, key, part))}" for key, part in found.parts.items()
-        ]
-        lines += ['   "parts": {', ",\n".join(parts), "   }", "  }" + "," * (i + 1 < len(RUNS))]
+def record(path: Path, keep: Path | None, chosen: Sequence[str]) -> None:
+    """Make all runs, or those of *chosen* if there are any, and write the fingerprints to *path*.
+
+    Runs that are not made keep theirs, and ``commit`` names the state of the code that made the first recorded ones.
+    """
+    _known(chosen)
+    old = json.loads(path.read_text()) if chosen else {"runs": {}}
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [f' "commit": {json.dumps(old.get("commit", head.stdout.strip()))},', ' "runs": {']
+    names = [name for name in RUNS if not chosen or name in chosen or name in old["runs"]]
+    for name in names:
+        if not chosen or name in chosen:
+            found = execute(name, Names(), keep)
+            print(f"{name:26} {found.seconds:6.1f} s of CPU", flush=True)
+            parts = {key: reduced(name, key, part) for key, part in found.parts.items()}
+            run: dict[str, Any] = {"seconds": round(found.seconds, 2), "words": found.words, "parts": parts}
+        else:
+            run = old["runs"][name]
+        kept = [f"    {json.dumps(key)}: {json.dumps(part)}" for key, part in run["parts"].items()]
+        lines += [f"  {json.dumps(name)}: {{", f'   "seconds": {run["seconds"]:.2f},']
+        lines += [f'   "words": {json.dumps(run["words"])},', '   "parts": {', ",\n".join(kept), "   }"]
+        lines += ["  }" + "," * (name != names[-1])]
     path.write_text("\n".join(["{", *lines, " }", "}"]) + "\n")
+
+
+def _known(chosen: Sequence[str]) -> None:
+    """Raise `SystemExit`, in one line, if one of *chosen* is no run."""
+    unknown = [name for name in chosen if name not in RUNS]
+    if unknown:
+        raise SystemExit(f"fixed_runs: no run is called {unknown[0]}; there are {', '.join(RUNS)}")
 
 
 def reduced(name: str, key: str, part: Part) -> dict[str, Any]:
@@ -220,9 +233,7 @@ def reduced(name: str, key: str, part: Part) -> dict[str, Any]:
 def check(path: Path, names: Names, before: Path | None, chosen: Sequence[str]) -> int:
     """Make the runs again, print what differs from *path*, and return the number of runs that do."""
     kept = json.loads(path.read_text())["runs"]
-    unknown = [name for name in chosen if name not in RUNS]
-    if unknown:
-        raise SystemExit(f"fixed_runs: no run is called {unknown[0]}; there are {', '.join(RUNS)}")
+    _known(chosen)
     bad, seconds = 0, {"now": 0.0, "before": 0.0}
     for name in chosen or RUNS:
         if name not in kept:
@@ -317,11 +328,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=Path, help="check: the folder that record kept, to print old values")
     parser.add_argument("--renames", type=Path, help="check: JSON of old to new names of columns")
     parser.add_argument(
-        "--run", action="append", default=[], metavar="NAME", help="check: this run only; repeatable"
+        "--run",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="this run only, the others as they are; repeatable",
     )
     options = parser.parse_args(argv)
     if options.command == "record":
-        record(options.file, options.keep)
+        record(options.file, options.keep, options.run)
         return 0
     names = Names.read(options.renames) if options.renames else Names()
     bad = check(options.file, names, options.before, options.run)
