@@ -132,12 +132,12 @@ class StatePool:
     def __init__(self, shape: StateShape, page_size: int, slots: int, window_pages: int) -> None:
         self._shape = shape
         self._page_size = page_size
-        self._slots = SlotPool(slots) if shape.mamba else None
-        self._window = PagePool(window_pages) if shape.window else None
+        self.slots = SlotPool(slots) if shape.mamba else None
+        self.window = PagePool(window_pages) if shape.window else None
 
     def __len__(self) -> int:
         """Return the number of owners."""
-        return max((len(pool) for pool in (self._slots, self._window) if pool is not None), default=0)
+        return max((len(pool) for pool in (self.slots, self.window) if pool is not None), default=0)
 
     def need(self, tokens: int, reach: int) -> int:
         """Return the window pages that a request of *tokens* needs which grows to *reach* tokens."""
@@ -154,22 +154,22 @@ class StatePool:
         where index rows lie too.
         """
         rows: dict[str, Pages] = {"index": pages}
-        if self._window is not None:
-            window = self._window.allocate(owner, self.need(tokens, reach))
+        if self.window is not None:
+            window = self.window.allocate(owner, self.need(tokens, reach))
             if window is None:
                 return None
             rows["window"] = window
-        if self._slots is not None:
-            slot = self._slots.allocate(owner)
+        if self.slots is not None:
+            slot = self.slots.allocate(owner)
             if slot is None:
-                if self._window is not None:
-                    self._window.release(owner)
+                if self.window is not None:
+                    self.window.release(owner)
                 return None
             rows["mamba"] = ((slot, 1),)
         return tuple(rows[name] for name in self._shape.components)
 
     def release(self, owner: int) -> None:
         """Take the rows of *owner* back.  Raise a `KeyError` if it has none."""
-        for pool in (self._slots, self._window):
+        for pool in (self.slots, self.window):
             if pool is not None:
                 pool.release(owner)

@@ -228,12 +228,12 @@ def numbered_by_place(original: Any, self: prefill.PrefillScheduler, *arguments:
 
 def key_unchecked(original: Any, self: Ring[Any], key: Any, size: int) -> Any:
     """Give the slot that *key* has already."""
-    return self._slots[key] if key in self._slots else original(self, key, size)
+    return self.slots[key] if key in self.slots else original(self, key, size)
 
 
 def stays_in_its_round(original: Any, self: Ring[Any], size: int) -> int | None:
     """Do not begin an empty ring anew: what does not fit behind its head waits for ever."""
-    if self._slots:
+    if self.slots:
         return original(self, size)  # type: ignore[no-any-return]
     return self.head if self.head % self.size + size <= self.size else None
 

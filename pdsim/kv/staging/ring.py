@@ -78,20 +78,20 @@ class Ring(Generic[K]):
         self.head = 0  # position where the next slot may begin
         self.used = 0  # bytes in slots
         self.peak = 0  # most bytes that were in slots at one time
-        self._slots: dict[K, Slot] = {}
+        self.slots: dict[K, Slot] = {}
         self._line: dict[K, int] = {}  # in order of arrival
 
     def __len__(self) -> int:
         """Return the number of slots and questions."""
-        return len(self._slots) + len(self._line)
+        return len(self.slots) + len(self._line)
 
     def __contains__(self, key: K) -> bool:
         """Return whether *key* has a slot."""
-        return key in self._slots
+        return key in self.slots
 
     def __getitem__(self, key: K) -> Slot:
         """Return the slot of *key*.  Raise a `KeyError` if it has none."""
-        return self._slots[key]
+        return self.slots[key]
 
     @property
     def round(self) -> int:
@@ -101,7 +101,7 @@ class Ring(Generic[K]):
     @property
     def watermark(self) -> int:
         """Position before which everything is free: the oldest slot's, or `head` of an empty ring."""
-        return min((slot.position for slot in self._slots.values()), default=self.head)
+        return min((slot.position for slot in self.slots.values()), default=self.head)
 
     @property
     def waiting(self) -> tuple[K, ...]:
@@ -116,7 +116,7 @@ class Ring(Generic[K]):
         """
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
-        if key in self._slots or key in self._line:
+        if key in self.slots or key in self._line:
             raise ValueError(f"{key} has a slot already, or waits for one")
         if size > self.size:
             raise OutOfMemory(f"a slot of {size} bytes exceeds the ring of {self.size}; raise kv.staging_ring")
@@ -137,9 +137,9 @@ class Ring(Generic[K]):
 
     def release(self, key: K) -> None:
         """Free the slot of *key*.  Raise a `KeyError` if it has none: nothing is freed twice."""
-        if key not in self._slots:
+        if key not in self.slots:
             raise KeyError(f"{key} has no slot to release")
-        self.used -= self._slots.pop(key).size
+        self.used -= self.slots.pop(key).size
 
     def withdraw(self, key: K) -> bool:
         """Take *key* out of the line; return whether it stood there."""
@@ -149,7 +149,7 @@ class Ring(Generic[K]):
         position = self._place(size)
         if position is None:
             return None
-        slot = self._slots[key] = Slot(position, size)
+        slot = self.slots[key] = Slot(position, size)
         self.head = position + size
         self.used += size
         self.peak = max(self.peak, self.used)
@@ -157,10 +157,10 @@ class Ring(Generic[K]):
 
     def _place(self, size: int) -> int | None:
         """Return the first position from `head` on, within one turn, at which *size* bytes are free."""
-        if not self._slots:  # whatever lies between here and the end of the round is nobody's
+        if not self.slots:  # whatever lies between here and the end of the round is nobody's
             here = self.head % self.size + size <= self.size
             return self.head if here else (self.round + 1) * self.size
-        taken = sorted((slot.position % self.size, slot.size) for slot in self._slots.values())
+        taken = sorted((slot.position % self.size, slot.size) for slot in self.slots.values())
         first, start = self.head % self.size, self.round * self.size
         for low, turn in ((first, start), (0, start + self.size)):
             offset = self._gap(taken, low, size)

@@ -160,7 +160,7 @@ class OwnershipChecker:
         first = ring[key].position % ring.size
         if not (first <= start and start + size <= first + ring[key].size <= ring.size):
             self._found("I4", f"chunk {chunk} of room {room} landed outside its slot of the ring of {rank}")
-        taken = sorted((slot.position % ring.size, slot.size) for slot in ring._slots.values())
+        taken = sorted((slot.position % ring.size, slot.size) for slot in ring.slots.values())
         if any(low + length > high for (low, length), (high, _) in pairwise(taken)):
             self._found("I4", f"slots of the ring of {rank} overlap: {taken}")
 
@@ -168,7 +168,7 @@ class OwnershipChecker:
         """Check that what leaves a staging ring lies in a slot, and that the pages are those of the slot's room."""
         rank, start = batch.target.owner, int(batch.source_offset[0])
         ring = self._members[rank].receiver.landing.ring
-        for key, slot in ring._slots.items():
+        for key, slot in ring.slots.items():
             if slot.position % ring.size <= start < slot.position % ring.size + slot.size:
                 layout = self._members[rank].receiver.layout
                 self._check_rows("scattered to", layout, key[0], rank, batch.target_offset, batch.size)
@@ -202,9 +202,9 @@ def _pool(leader: Any, table: PageTable) -> dict[int, Any]:
     if table.component in ("kv", "index"):
         owned: dict[int, Any] = leader.pages.owners
     elif table.component == "window":
-        owned = leader.state._window.owners
+        owned = leader.state.window.owners
     else:
-        owned = leader.state._slots.owners
+        owned = leader.state.slots.owners
     return owned
 
 
