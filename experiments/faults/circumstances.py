@@ -24,6 +24,7 @@ from pdsim.serving.workload import Request
 __all__ = [
     "edge_lengths",
     "full_queue",
+    "growing",
     "hasty",
     "limited",
     "other_policy",
@@ -129,6 +130,24 @@ def full_queue(engine: Engine, random: np.random.Generator) -> Engine:
         None if model is None else replace(model, depth=depth, full=full) for model in (engine.intra, engine.inter)
     )
     return replace(engine, intra=intra, inter=inter)
+
+
+def growing(job: Deployment, least: int, random: np.random.Generator) -> Deployment:
+    """Return *job* whose decode admits requests with pages for their input, and preempts when others run short.
+
+    Its pools hold from one to one and a half of the longest requests, which need *least* pages; KV takes as long as
+    some steps to host memory and back.
+    """
+    share, reserved, preemption, victim = random.random(4).tolist()
+    engine = replace(
+        job.engine,
+        memory="grow",
+        reserved_tokens=int(6 * reserved),
+        preemption="recompute" if preemption < 0.5 else "retract",
+        retract_rate=1e6,
+        scheduler="fcfs" if victim < 0.5 else "least_generated",
+    )
+    return replace(job, engine=engine, decode_pages=int(least * (1.0 + share / 2)))
 
 
 def tiny(job: Deployment, least: tuple[int, int], random: np.random.Generator) -> Deployment:

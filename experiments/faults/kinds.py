@@ -36,6 +36,8 @@ KINDS = {
     "scatter": "pools hold little more than the longest request, and scattering is as slow as the wire",
     "pauses": "a rank stands still for up to two deadlines, as after SIGSTOP, and goes on; what it has posted goes "
     "on meanwhile, and it may be given up",
+    "grows": "decode's pages grow with the tokens; a request without pages for the next is preempted, and its KV "
+    "computed again, or moved to host memory and back",
 }
 """Effect by name."""
 

@@ -24,6 +24,7 @@ from experiments.faults.causes import Causes
 from experiments.faults.circumstances import (
     edge_lengths,
     full_queue,
+    growing,
     hasty,
     limited,
     other_policy,
@@ -159,6 +160,8 @@ def draw(seed: int, count: int, intensity: float, without: frozenset[str] = froz
         job = replace(job, deadline=hasty(DEADLINE, stream(seed, "faults.haste")))
     if "limits" in kinds:
         job = limited(job, stream(seed, "faults.limits"))
+    if "grows" in kinds:
+        job = growing(job, job.page_count(sum(_LONGEST)), stream(seed, "faults.grows"))
     machine, engine = config.hw, config.backend
     if "full" in kinds:
         engine = full_queue(engine, stream(seed, "faults.full"))

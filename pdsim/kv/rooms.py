@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from pdsim.clock import Clock
+from pdsim.kv.pages import Pool
 
-__all__ = ["OVER", "ExpiringMap", "QuarantineStall", "Timers"]
+__all__ = ["OVER", "ExpiringMap", "QuarantineStall", "Timers", "out_of_memory"]
 
 Value = TypeVar("Value")
 
@@ -142,3 +143,17 @@ class QuarantineStall:
     def clear(self) -> None:
         """Take note that the queue is not blocked, or by rooms that will be over by themselves."""
         self._until = None
+
+
+def out_of_memory(pages: Pool, count: int, slot: bool = True) -> str:
+    """Return why a room that needs *count* pages fails: what is in quarantine of pages, slots or rows of state.
+
+    *slot* says whether there is a slot for its metadata.
+    """
+    if not slot:
+        what = "all slots for metadata"
+    elif pages.free < count:
+        what = f"{pages.used} of {pages.pages} pages"
+    else:
+        what = "rows of state"
+    return f"OutOfMemory: {what} are in quarantine"

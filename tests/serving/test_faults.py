@@ -182,6 +182,17 @@ def test_pages_in_quarantine_do_not_grow_so_none_are_kept_free_for_them():
     assert at_rest(outcome, "prefill0.0", "decode0.0")
 
 
+def test_a_preempted_request_does_not_wait_for_quarantine_for_ever():
+    engine = ServingEngine(name="growing", memory="grow")
+    stalled = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e4))  # 8 pages take 3.4 s
+    small = {"hw": stalled, "kv": replace(POOL, pool=8 * PAGE), "engine": engine}
+    outcome = serve([Request(0.0, 16, 60), Request(0.0, 100, 4)], leaves=[(1, 0.1)], **small)
+    assert statuses(outcome) == [
+        "OutOfMemory: 7 of 8 pages are in quarantine", "Aborted: the user left after 0.1 s"
+    ]  # fmt: skip
+    assert account(outcome, "decode0.0") == (1, 0, 7)  # the slow write is still under way
+
+
 def test_a_user_who_leaves_while_tokens_come_makes_room_for_others():
     outcome = serve([Request(0.0, 100, 900), Request(0.0, 900, 4)], leaves=[(0, 0.05)])
     assert statuses(outcome) == ["Aborted: the user left after 0.05 s", "ok"]

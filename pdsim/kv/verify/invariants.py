@@ -98,6 +98,7 @@ class InvariantChecker:
         self._reports: dict[tuple[str, int], str] = {}  # by rank and room: how it ended
         self._rooms: dict[int, Submit] = {}
         self._targets: dict[int, Destination | Reserve | Fetch] = {}
+        self._preempted: set[int] = set()  # their pages are others than their targets' since
         self._orders: list[tuple[Any, list[tuple[Any, ...]]]] = []  # of each life of a rank: what it took up
         self._handlers: dict[type[KvMessage], Callable[[str, Any], None]] = {
             Submit: self._on_submit,
@@ -122,6 +123,8 @@ class InvariantChecker:
             member._poll = partial(self._polled, member, member._poll)
         if hasattr(member, "batch"):
             member.batch.join = partial(self._entered, member, member.batch.join)
+        if hasattr(member, "preempt"):
+            member.preempt = partial(self._preempt, member.preempt)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
@@ -247,10 +250,9 @@ class InvariantChecker:
         """Compare what *room* has on every rank of its decode instance with what prefill computed."""
         request, target = self._rooms[room], self._targets[room]
         held = 0 if isinstance(target, Fetch) else target.held
-        ranks = list(_in_life(self._members, request.decode))
-        if any(getattr(member, "preemptions", 0) for _, member in ranks):
+        if room in self._preempted:
             return  # KV that was computed again or came back from host memory has no contents
-        for name, member in ranks:
+        for name, member in _in_life(self._members, request.decode):
             contents: Contents = member.receiver.contents
             if name in self._gone or not member.rank.device.holds_bytes:
                 continue
@@ -278,6 +280,11 @@ class InvariantChecker:
                     if reason and (what := contents.verify_aux(room, slot)):
                         self._found("I6", f"{name} when it is read: {what}")
         poll()
+
+    def _preempt(self, preempt: Callable[[int], None], number: int) -> None:
+        """Take note that a room gives its pages up."""
+        self._preempted.add(number)
+        preempt(number)
 
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
         """Check the pages of a room when decode reads them first."""

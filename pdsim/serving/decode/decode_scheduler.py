@@ -27,7 +27,7 @@ from pdsim.kv.messages import (
 )
 from pdsim.kv.pages import Pages
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.kv.rooms import QuarantineStall
+from pdsim.kv.rooms import QuarantineStall, out_of_memory
 from pdsim.kv.status import Status
 from pdsim.serving.decode.block_manager import BlockManager, DecodeRequest
 from pdsim.serving.decode.growing_memory import GrowingMemory
@@ -341,9 +341,8 @@ class DecodeScheduler(BlockManager):
                 if not self._blocked.too_long():
                     return
                 del self._queue[index]
-                pages = f"{self.pages.used} of {self.pages.pages} pages"
-                reason = f"OutOfMemory: {pages if self.has_slot() else 'all slots for metadata'} are in quarantine"
-                self.send(ROUTER, Failed(request.room, reason))
+                count = self.job.page_count(request.input + (0 if self._memory else request.output))
+                self.send(ROUTER, Failed(request.room, out_of_memory(self.pages, count, self.has_slot())))
                 self.unadmitted(request.room)
                 continue
             del self._queue[index]
@@ -396,17 +395,8 @@ class DecodeScheduler(BlockManager):
         assert stamps is not None
         self._free(number)
         now = self.clock.now
-        message = Finished(
-            number,
-            room.reserved,
-            stamps.noticed,
-            stamps.started,
-            stamps.ended,
-            room.arrived,
-            room.polled,
-            room.joined,
-            now,
-        )
+        looks = room.arrived, room.polled, room.joined
+        message = Finished(number, room.reserved, stamps.noticed, stamps.started, stamps.ended, *looks, now)
         if room.first != room.polled or room.asked is not None:
             ended = now + self.host.answer()
             times = asdict(message) | {"finished": max(ended, room.first)}
@@ -420,20 +410,28 @@ class DecodeScheduler(BlockManager):
 
         While there are too few, the scheduler's victim is preempted, of requests in the order in which they
         joined.  What is left over then lets preempted ones go on, in their order, while each finds pages for its
-        whole context and its reserve.
+        whole context and its reserve.  One in whose way is nothing but quarantine fails as in `_admit`.
         """
         while memory.short():
             members = list(self.batch)
             running = [self._running(member) for member in members]
             running.sort(key=lambda one: self._rooms[one.room].joined)
-            self._preempt(running[self.policy.victim(running)].room)
+            self.preempt(running[self.policy.victim(running)].room)
         memory.grow()
         while self._preempted and len(self.batch) + len(self._recomputing) < self.batch.limit:
             room = self._preempted[0]
             others = self._growing() - len(self._preempted)
             again = self.job.engine.preemption == "recompute"
             if not memory.admits(room.context - (self.shared(room.request) if again else 0), others):
+                if others:
+                    self._blocked.clear()
+                elif self._blocked.too_long():
+                    self._preempted.popleft()
+                    room.reason = out_of_memory(self.pages, self.pages.free + 1)
+                    self._reject(room)
+                    continue
                 return
+            self._blocked.clear()
             room.recomputed = self._again(room)
             room.has_pages = True
             self._preempted.popleft()
@@ -457,7 +455,7 @@ class DecodeScheduler(BlockManager):
         request = self._rooms[member.number].request
         return Running(member.number, request.input, request.output - member.left)
 
-    def _preempt(self, number: int) -> None:
+    def preempt(self, number: int) -> None:
         """Take *number* out of the batch, and its pages."""
         room = self._rooms[number]
         member = next(member for member in self.batch if member.number == number)

@@ -20,7 +20,7 @@ from pdsim.kv.messages import (
 from pdsim.kv.pages import Pages, after
 from pdsim.kv.plan import cut, pair
 from pdsim.kv.prefix_pages import PrefixPagePool
-from pdsim.kv.rooms import QuarantineStall
+from pdsim.kv.rooms import QuarantineStall, out_of_memory
 from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefill.prefill_block_manager import PrefillBlockManager
 from pdsim.serving.prefill.prefill_request import PrefillRequest
@@ -150,7 +150,9 @@ class PrefillScheduler(PrefillBlockManager):
                     break  # until one of them gives its pages back
                 if not self._blocked.too_long():
                     break
-                self._fail(room, f"OutOfMemory: {self.pages.used} of {self.pages.pages} pages are in quarantine")
+                self._fail(
+                    room, out_of_memory(self.pages, self.job.page_count(room.request.input), self.slots.free > 0)
+                )
                 continue
             tokens = min(tokens, max(1, room.request.input - room.done))  # what is cached it did not know
             if not 0 < tokens <= min(budget, room.request.input - room.done):
