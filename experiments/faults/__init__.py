@@ -35,7 +35,7 @@ from pdsim.results.record import Metric, Result, Table
 
 __all__ = ["FaultsOptions", "run", "tries"]
 
-_BATCH = 25
+_BATCH = 5
 """Scenarios that a process is given at a time."""
 
 
