@@ -124,7 +124,7 @@ class InvariantChecker:
         if hasattr(member, "batch"):
             member.batch.join = partial(self._entered, member, member.batch.join)
         if hasattr(member, "preempt"):
-            member.preempt = partial(self._preempt, member.preempt)
+            member.preempt = partial(_note, self._preempted, member.preempt)
         self._leftovers.joined(member)
         order: list[tuple[Any, ...]] = []
         if hasattr(member, "life"):
@@ -281,11 +281,6 @@ class InvariantChecker:
                         self._found("I6", f"{name} when it is read: {what}")
         poll()
 
-    def _preempt(self, preempt: Callable[[int], None], number: int) -> None:
-        """Take note that a room gives its pages up."""
-        self._preempted.add(number)
-        preempt(number)
-
     def _entered(self, leader: Any, join: Callable[[int, int, int], None], number: int, *more: int) -> None:
         """Check the pages of a room when decode reads them first."""
         if number in self._targets and self._rooms[number].decode == leader.life:
@@ -362,3 +357,9 @@ def _window(contents: Contents, room: int, rows: tuple[Pages, ...], tokens: int)
             if reason:
                 return reason
     return ""
+
+
+def _note(rooms: set[int], call: Callable[[int], None], number: int) -> None:
+    """Add *number* to *rooms*, and *call* with it."""
+    rooms.add(number)
+    call(number)
