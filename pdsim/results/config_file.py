@@ -58,13 +58,16 @@ def _parts(config: Config) -> dict[str, _Part]:
         if key == "backend":
             value = value, config.policy
         known = _written.get(key)
-        if known is None or not (
-            known.value is value or (type(known.value) is type(value) and known.value == value)
-        ):
+        if known is None or not (known.value is value or _alike(known.value, value)):
             data = plain(value) if key != "backend" else {**plain(value[0]), "policy": plain(value[1])}
             known = _written[key] = _Part(value, data)
         found[key] = known
     return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether both are written alike: 0 and 0.0 are equal, and are not."""
+    return bool(one == other) and repr(one) == repr(other)
 
 
 def as_written(config: Config) -> dict[str, Any]:

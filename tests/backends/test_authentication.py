@@ -207,7 +207,9 @@ def test_more_than_a_program_reads_waits_and_nothing_is_lost(monkeypatch: pytest
             yield clock.timeout(1e-3)
 
     def read() -> Any:
-        yield clock.timeout(0.5)  # meanwhile the mailbox fills, and then the socket
+        while len(b._received) < 10:
+            yield clock.timeout(0.01)
+        yield clock.timeout(0.2)  # meanwhile the socket fills, not the mailbox
         assert len(b._received) == 10
         heard = []
         for _ in range(30):
