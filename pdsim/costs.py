@@ -308,6 +308,7 @@ class Engine:
     timeout: Seconds = 30.0  # deadline of a transfer
     threads: int = 1  # of each rank that post
     serial: float = 1.0  # share of posting that they do one at a time: `pdsim.fabric.posting_threads`
+    between: float = 0.0  # the same of the processes that post to one GPU
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its own *measured* numbers hold for
     # for the real engine: environment variables and the like
     options: Mapping[str, str] = field(default_factory=dict)
@@ -316,8 +317,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         positive("backend", timeout=self.timeout, threads=self.threads)
-        if not 0.0 <= self.serial <= 1.0:
-            raise ValueError(f"backend.serial must be from 0 to 1, got {self.serial:g}")
+        for key, share in (("serial", self.serial), ("between", self.between)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"backend.{key} must be from 0 to 1, got {share:g}")
         if unknown := [vendor for vendor in self.vendors if vendor not in VENDORS]:
             raise ValueError(f"backend.vendors must be of {', '.join(VENDORS)}, got {unknown[0]!r}")
         if self.intra is None and self.inter is None:

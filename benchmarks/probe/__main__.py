@@ -11,7 +11,7 @@ from pathlib import Path
 import benchmarks.probe as probe
 from benchmarks.probe.measuring import measure
 
-PREDICTED = Path("data/benchmarks/probe-bare-2xh200-predicted.csv")
+PREDICTED = Path("data/benchmarks/probe-rounds-2xh200-predicted.csv")
 
 
 def main() -> int:
@@ -26,6 +26,9 @@ def main() -> int:
     measuring = commands.add_parser("measure", help="measure")
     measuring.add_argument("--to", type=Path, required=True)
     measuring.add_argument("--host", action="store_true", help="over loopback TCP, a dry run")
+    measuring.add_argument(
+        "--bound", action="store_true", help="NIXL's progress thread on chosen processors instead"
+    )
     measuring.add_argument("--seconds", type=float, default=270.0, help="no point begins later; default: 270")
     measuring.add_argument("--predictions", type=Path, default=PREDICTED, help="whose hash the result notes")
     judging = commands.add_parser("judge", help="compare")
@@ -38,7 +41,9 @@ def main() -> int:
     if options.command == "measure":
         known = options.predictions
         told = f"{known.name} sha256 {hashlib.sha256(known.read_bytes()).hexdigest()}" if known.is_file() else ""
-        return min(1, measure(options.to, host=options.host, seconds=options.seconds, predictions=told))
+        return min(
+            1, measure(options.to, host=options.host, seconds=options.seconds, predictions=told, bound=options.bound)
+        )
     from benchmarks.probe import pairs, predictions
 
     if options.command == "samples":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 AHEAD_NS = 30_000
@@ -58,14 +58,29 @@ def _check(limit: int, number: int) -> None:
 
 
 class Processors:
-    """The processors of one rank: every *ranks*-th of those that there are, so that no two ranks share one."""
+    """The processors of one rank: neighbours, so that no two ranks share one or the two threads of a core."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         found = list(range(os.cpu_count() or 1))
         self.enough = len(found) >= 4 * ranks
-        self.all = found[rank::ranks]
+        each = len(found) // ranks
+        self.all = found[rank * each : (rank + 1) * each] if self.enough else found
         self._mine = list(self.all)
         self._best = min(_piece() for _ in range(20))
+
+    def take(self) -> None:
+        """Keep the calling thread on these processors."""
+        if self.enough:
+            os.sched_setaffinity(0, self.all)
+
+    def bind(self, threads: Iterable[int], step: int) -> None:
+        """Bind the calling thread to the first of these for good, and *threads* to the processor *step* after it."""
+        if not self.enough:
+            return
+        os.sched_setaffinity(0, {self.all[0]})
+        for thread in threads:
+            os.sched_setaffinity(thread, {(self.all[0] + step) % (os.cpu_count() or 1)})
+        self._mine = []
 
     def settle(self) -> None:
         """Let the calling thread run where a piece of Python takes about as long as it ever did."""

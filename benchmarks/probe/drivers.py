@@ -147,9 +147,8 @@ class Nixl:
     """``nixl_cu13``'s agent with UCX: cuda_ipc between GPUs, TCP on the host."""
 
     def __init__(self, name: str, variant: Variant, memory: Memory) -> None:
-        tls = "tcp,self" if memory.gpu is None else variant.transports
-        os.environ.update({"UCX_TLS": tls} if tls else {})
-        os.environ.update(UCX_NET_DEVICES="lo", UCX_MODULES="^ib", UCX_LOG_LEVEL="error")
+        tls = "tcp,self" if memory.gpu is None else "cuda_ipc,cuda_copy,tcp,self"
+        os.environ.update(UCX_TLS=tls, UCX_NET_DEVICES="lo", UCX_MODULES="^ib", UCX_LOG_LEVEL="error")
         logging.getLogger("nixl").setLevel(logging.WARNING)
         from nixl_cu13 import _api
 

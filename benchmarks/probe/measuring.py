@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.probe import gathers, ranks
 from benchmarks.probe.plan import (
+    BOUND,
     GPU,
     HOST,
     MIB,
@@ -31,7 +32,7 @@ from benchmarks.probe.plan import (
     Scale,
     Variant,
     fingerprint,
-    points,
+    in_rounds,
 )
 
 PATIENCE = 30.0
@@ -173,13 +174,12 @@ def rows(variant: Variant, scale: Scale, gpus: bool, deadline: float) -> Iterato
                     turn, launch = crew.ask(name, "host")
                     yield Row("host", "python", "loop", "", "", 1, 0, rank, repeat, total=turn * 1e-3)
                     yield Row("host", "cuda", "launch", "", "", 1, 4096, rank, repeat, total=launch * 1e-3)
-        pair = sum(1 for _ in points(variant, scale)) - len(variant.patterns) * len(scale.blocks)
-        for index, point in enumerate(points(variant, scale)):
+        for turn, section, point in in_rounds(variant, scale):
             if time.monotonic() > deadline:
                 yield _row(variant, point, "out of time")
                 return
-            section = "pair" if index < pair else "contention"
-            for repeat, flows in enumerate(crew.go(point, scale.warmup + scale.repeat)[scale.warmup :]):
+            found = crew.go(point, scale.warmup + scale.repeat)[scale.warmup :]
+            for repeat, flows in enumerate(found, turn * scale.repeat):
                 for number, times in flows:
                     yield _timed(_row(variant, point)._replace(section=section), number, repeat, times)
     except Exception as error:
@@ -201,8 +201,11 @@ def _timed(row: Row, flow: int, repeat: int, times: ranks.Times) -> Row:
     return row._replace(flow=flow, repeat=repeat, start=start, prepare=prepare, post=post, total=total)
 
 
-def measure(to: Path, *, host: bool, seconds: float, predictions: str) -> int:
-    """Measure into *to* for at most *seconds*, and return the number of variants that did not finish."""
+def measure(to: Path, *, host: bool, seconds: float, predictions: str, bound: bool = False) -> int:
+    """Measure into *to* for at most *seconds*, and return the number of variants that did not finish.
+
+    With *bound* measure those of `BOUND` and no all-gathers instead.
+    """
     scale, began = HOST if host else GPU, time.monotonic()
     deadline = began + seconds
     bad = 0
@@ -212,7 +215,7 @@ def measure(to: Path, *, host: bool, seconds: float, predictions: str) -> int:
             file.write(f"# {key}: {value}\n")
         writer = csv.writer(file)
         writer.writerow(Row._fields)
-        for what, found in _sections(scale, not host, deadline):
+        for what, found in _sections(scale, not host, deadline, bound):
             noted = ""
             for row in found:
                 writer.writerow(f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row)
@@ -223,10 +226,10 @@ def measure(to: Path, *, host: bool, seconds: float, predictions: str) -> int:
     return bad
 
 
-def _sections(scale: Scale, gpus: bool, deadline: float) -> Iterator[tuple[str, Iterator[Row]]]:
-    for variant in VARIANTS:
-        yield f"{variant.library} {variant.name}", rows(variant, scale, gpus, deadline - 45.0 * gpus)
-    if gpus:
+def _sections(scale: Scale, gpus: bool, deadline: float, bound: bool) -> Iterator[tuple[str, Iterator[Row]]]:
+    for variant in BOUND if bound else VARIANTS:
+        yield f"{variant.library} {variant.name}", rows(variant, scale, gpus, deadline - 25.0 * gpus)
+    if gpus and not bound:
         for mode in gathers.MODES:
             found = gathers.measured(mode, max(10.0, min(60.0, deadline - time.monotonic())))
             yield f"gathers {mode}", (Row("gather", "nccl", mode, "", "all-gather", 1, *rest) for rest in found)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-SEED = 20261122
+SEED = 20261123
 PLACES = {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DESCRIPTORS = 8192  # most of a transfer
@@ -43,7 +43,8 @@ class Scale:
     total: int  # bytes of one transfer
     blocks: tuple[tuple[int, int], ...]  # (count, size) of a contention pattern's transfers
     pairs: int
-    repeat: int
+    rounds: int  # in each of which all points are measured, in another order: a busy neighbour lasts longer than one
+    repeat: int  # of each round
     warmup: int
 
 
@@ -52,15 +53,17 @@ GPU = Scale(
     512 * MIB,
     ((512, 16 * KIB), (128, 256 * KIB), (16, 4 * MIB), (1, 256 * MIB)),
     pairs=PAIRS,
-    repeat=5,
-    warmup=2,
+    rounds=3,
+    repeat=3,
+    warmup=1,
 )
 HOST = Scale(
     4 * MIB,
     4 * MIB,
     ((64, 4 * KIB), (16, 64 * KIB), (4, 512 * KIB), (1, 4 * MIB)),
     pairs=4,
-    repeat=2,
+    rounds=2,
+    repeat=1,
     warmup=1,
 )
 
@@ -75,7 +78,7 @@ class Variant:
     blocking: bool = False  # Mooncake: `batch_transfer_sync_*` instead of post and wait
     progress: bool = False  # NIXL: its progress thread
     workers: int = 0  # NIXL: `num_threads`
-    transports: str = "cuda_ipc,cuda_copy,tcp,self"  # NIXL between GPUs: UCX_TLS; empty: what UCX takes by itself
+    beside: int = 0  # NIXL: its progress thread is bound so many processors after the posting thread's; 0: it roams
     pairs: bool = True
     patterns: tuple[str, ...] = tuple(PATTERNS)
 
@@ -86,11 +89,14 @@ VARIANTS = (
     Variant("nixl", "off"),
     Variant("nixl", "on4", progress=True, workers=4),
     Variant("nixl", "on0", progress=True, patterns=("one", "four")),
-    Variant("nixl", "on4-any", progress=True, workers=4, transports="", patterns=("one", "four")),
     Variant("nixl", "on8", progress=True, workers=8, patterns=("one", "four")),
     Variant("mooncake", "async2", threads=2, pairs=False, patterns=("four", "fan-out", "all-to-all")),
     Variant("mooncake", "async3", threads=3, pairs=False, patterns=("four", "fan-out", "all-to-all")),
 )
+
+
+BOUND = tuple(Variant("nixl", f"on0+{step}", progress=True, beside=step, patterns=()) for step in (1, 2, 12))
+"""The progress thread on the next processor, which may be the other thread of the same core, or further away."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,19 @@ class Point:
     size: int
 
 
+def in_rounds(variant: Variant, scale: Scale) -> Iterator[tuple[int, str, Point]]:
+    """Yield (round, section, point) in the order in which *variant* is measured."""
+    listed = list(points(variant, scale))
+    pairs = len(listed) - len(variant.patterns) * len(scale.blocks)
+    every = [("pair" if index < pairs else "contention", point) for index, point in enumerate(listed)]
+    for number in range(scale.rounds):
+        random.Random(f"{SEED} round {number} {variant.library} {variant.name}").shuffle(every)
+        for section, point in every:
+            yield number, section, point
+
+
 def points(variant: Variant, scale: Scale) -> Iterator[Point]:
-    """Yield the points of *variant* in the order in which they are measured."""
+    """Yield the points of *variant*, pairs first."""
     if variant.pairs:
         drawn = [Point("one", op, *pair) for pair in pairs(scale) for op in ("write", "read")]
         random.Random(f"{SEED} order {variant.library} {variant.name}").shuffle(drawn)

@@ -24,6 +24,13 @@ from pdsim.transfer import Batch, Program
 FIELDS = ("section", "library", "variant", "pattern", "operation", "descriptors", "size", "flow", "total", "device")
 """Columns of a prediction; *total* and *device*, of a gather, are in microseconds, as in a measurement."""
 
+GATHERED = {
+    "plain": ("nccl", "plain"),
+    "registered": ("nccl", "symmetric"),
+    "symmetric": ("nccl_window", "symmetric"),
+}
+"""Each of `gathers.MODES` as the configuration has it: the collective, and the kind of memory."""
+
 START = 1.0
 """Seconds after the start of a simulated job at which all flows start, when every rank has long been ready."""
 
@@ -62,9 +69,10 @@ def predicted(hw: str) -> Iterator[tuple[str | int | float, ...]]:
             label = (section, variant.library, variant.name, point.pattern, point.operation, point.count, point.size)
             for flow, seconds in sorted(simulated(config, point).items()):
                 yield (*label, flow, f"{seconds * 1e6:.3f}", "")
-    collective = compose([hw, "experiment=transfer", "experiment.ranks=2"]).collective
-    assert collective is not None
-    for mode, model in (("plain", collective.plain), ("symmetric", collective.symmetric)):
+    for mode, (library, kind) in GATHERED.items():
+        collective = compose([hw, f"collective={library}", "experiment=transfer", "experiment.ranks=2"]).collective
+        assert collective is not None
+        model = getattr(collective, kind)
         for size in GATHERS:
             device = model.on_device(RANKS, size)
             times = f"{(model.launch + device) * 1e6:.3f}", f"{device * 1e6:.3f}"

@@ -68,10 +68,15 @@ class _Rank:
         self.name, self.variant, self.half = name, variant, half
         self.board = Board(page, name, list(PLACES))
         self.memory = Memory(2 * half, gpu)
+        before = _threads()
         self.driver = LIBRARIES[variant.library](f"{name}-{os.getpid()}", variant, self.memory)
+        own = _threads() - before
         self.peers: dict[str, Any] = {}
         self.orders: list[queue.SimpleQueue[Any]] = []
         self.processors = Processors(list(PLACES).index(name), len(PLACES))
+        self.processors.take()
+        if variant.beside:
+            self.processors.bind(own, variant.beside)
         gc.disable()  # its pauses are Python's own
 
     def meet(self, descriptions: dict[str, Any]) -> None:
@@ -170,6 +175,11 @@ class _Rank:
         send = np.uint64(first) + np.arange(flow.count, dtype=np.uint64) * np.uint64(flow.size)
         receive = send[::-1] + np.uint64(self.half)
         return (send, receive) if flow.operation == "write" else (receive, send)
+
+
+def _threads() -> set[int]:
+    """Return the threads of this process as the kernel numbers them."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
 def _wait(start: int) -> None:

@@ -24,6 +24,7 @@ from pdsim.costs import Engine, EngineModel
 from pdsim.errors import ConfigError
 from pdsim.hardware import Machine
 from pdsim.results.environment import commit
+from pdsim.units import parse_time
 
 __all__ = ["Fitted", "base_of", "fitted"]
 
@@ -96,6 +97,7 @@ def fitted(
         descriptors=(min(row.blocks for row in pairs), max(row.blocks for row in pairs)),
         bytes=(min(_nbytes(row) for row in pairs), max(_nbytes(row) for row in pairs)),
         gpus=(2, 2) if hw.gpus else (),  # of a pair
+        turn=parse_time(samples.about.get("turn", "0s")),
         unidentified=_unidentified((*found.unidentified, *of_reads.unidentified), f"backend.{at}", told),
         held_out=held_out,
         held_out_reads=of_reads.held_out,
@@ -205,5 +207,5 @@ def _by_decade(rows: Sequence[Sample], errors: Any) -> dict[str, Any]:
 
 def _provenance(about: Mapping[str, str], command: str) -> dict[str, str]:
     """Return what the samples say of where they are from, and of this fit its command and commit."""
-    found = {key: value for key, value in about.items() if key not in ("kind", "source", "date")}
+    found = {key: value for key, value in about.items() if key not in ("kind", "source", "date", "turn")}
     return found | {"fit": command, "commit": commit()}

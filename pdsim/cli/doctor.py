@@ -109,7 +109,7 @@ def host() -> str:
         file: Any = OmegaConf.load(path)
         turn = parse_time(str(file.get("turn", "0s")))
         if turn:
-            lines.append(f"calibration={path.stem}: host_factor={middle / turn:.2f}")
+            lines.append(f"calibration={path.stem}: host_factor={least / turn:.2f}")
         elif hosts := file.get("hosts"):
             known = (
                 f"its part of a transfer took {min(hosts):g} to {max(hosts):g} times as long on {len(hosts)} hosts"

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that post to one GPU's copy engines: what they do at once, and what they do one at a time.
 
-A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time,
-whichever process of the GPU a thread is of: with *k* threads at work each of them goes on ``k * serial + 1 -
-serial`` times as slowly, so all together are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's
-law).  Transfers of a rank wait for one of its threads in the order in which they were posted.
+A thread that is alone posts as `EngineModel.posting` says.  The share *serial* of that work is done one at a time
+by the threads of a process, the share *between* by those of all processes of the GPU.  Beside *a* other threads of
+its process and *b* of others a thread goes on ``1 + a * serial + b * between`` times as slowly, so *k* threads of
+one process are ``1 / (serial + (1 - serial) / k)`` times as fast as one (Amdahl's law).  Transfers of a rank wait
+for one of its threads in the order in which they were posted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,14 @@ class PostingShare:
     """What all threads on one GPU share, or, where there is none, those of one rank.
 
     It is a processor-sharing queue in closed form: one event stands for the next end, and is foreseen anew
-    whenever a thread begins or ends something.  With *serial* of 0 threads do not slow each other; with 1 all of
-    them together are as fast as one alone.
+    whenever a thread begins or ends something.  With *serial* of 0 the threads of a process do not slow each other,
+    with 1 all of them together are as fast as one alone; *between* is the same of processes.
     """
 
-    def __init__(self, clock: Clock, serial: float) -> None:
+    def __init__(self, clock: Clock, serial: float, between: float) -> None:
         self._clock = clock
         self._serial = serial
+        self._between = between
         self._busy: list[_Work] = []
         self._since = clock.now
         self._turn = 0  # of the event that is to come: what was foreseen before does not hold any more
@@ -56,35 +58,41 @@ class PostingShare:
         for work in works:
             work.begin(work.tag)
 
-    def _slowness(self) -> float:
-        """Return how many times as long as alone each thread's work takes now."""
-        return len(self._busy) * self._serial + 1.0 - self._serial
+    def _slowness(self) -> dict[PostingThreads, float]:
+        """Return for each process at work how many times as long as alone the work of its threads takes now."""
+        own = Counter(work.threads for work in self._busy)
+        every = len(self._busy)
+        return {
+            threads: 1.0 + (count - 1) * self._serial + (every - count) * self._between
+            for threads, count in own.items()
+        }
 
     def _advance(self) -> None:
         """Count what has been done since the last change, at the slowness that held all the time."""
         now = self._clock.now
         if self._busy:
-            gone = (now - self._since) / self._slowness()
+            slowness = self._slowness()
             for work in self._busy:
-                work.left -= gone
+                work.left -= (now - self._since) / slowness[work.threads]
         self._since = now
 
     def _foresee(self) -> None:
         self._turn += 1
         if self._busy:
-            least = min(work.left for work in self._busy)
-            at = self._clock.now + max(0.0, least) * self._slowness()
-            self._clock.call_at(at, self._end, (self._turn, least))
+            slowness = self._slowness()
+            least = min(max(0.0, work.left) * slowness[work.threads] for work in self._busy)
+            over = [work for work in self._busy if max(0.0, work.left) * slowness[work.threads] <= least]
+            self._clock.call_at(self._clock.now + least, self._end, (self._turn, over))
 
-    def _end(self, foreseen: tuple[int, Seconds]) -> None:
+    def _end(self, foreseen: tuple[int, list[_Work]]) -> None:
         """End what is over at the instant that was foreseen, and let the threads take up what waits.
 
-        Works that end together are told by the same least, not by a remainder of 0, which rounding would miss.
+        Works that end together are those that were foreseen together, not those with a remainder of 0, which
+        rounding would miss.
         """
-        turn, least = foreseen
+        turn, over = foreseen
         if turn != self._turn:
             return
-        over = [work for work in self._busy if work.left <= least]  # those of this instant, without rounding
         self._advance()
         self._busy = [work for work in self._busy if work not in over]
         following = [work.threads.next() for work in over]

@@ -71,9 +71,9 @@ class Fabric:
         Ranks of one GPU that serves several (*crowded*) share what their threads must do one at a time.
         """
         engine, crowded = self.engine, (site.node, site.gpu) in self.crowded
-        if engine.threads == 1 and not (crowded and engine.serial < 1.0):
+        if engine.threads == 1 and not (crowded and engine.between):
             return None
-        share = PostingShare(self.clock, engine.serial)
+        share = PostingShare(self.clock, engine.serial, engine.between)
         if crowded:
             share = self.shares.setdefault(site.name, share)
         return PostingThreads(share, engine.threads)

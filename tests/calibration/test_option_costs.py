@@ -96,7 +96,7 @@ def test_the_spread_of_processes_is_in_the_interval():
 
 def test_the_shipped_costs_are_those_that_the_samples_give():
     base, sets = bare(), option_fit.process_sets()
-    found = option_fit.fit(base, sets)
+    found = option_fit.fit(base, option_fit.undisturbed(sets))
     for costs in shipped().values():
         assert (costs.latency, costs.descriptor, costs.rate) == pytest.approx(found, rel=5e-3)
     ends = option_fit.spans(base, sets)
@@ -106,7 +106,7 @@ def test_the_shipped_costs_are_those_that_the_samples_give():
 
 def test_at_pairs_left_out_the_model_is_as_good_as_the_mean_of_other_processes():
     base, sets = bare(), option_fit.process_sets()
-    values = option_fit.fit(base, sets)
+    values = option_fit.fit(base, option_fit.undisturbed(sets))
     errors = np.abs(np.concatenate([option_fit.errors(base, one, values, held=True) for one in sets]))
     evidence = shipped()["4"].evidence
     said, others = (float(number) / 100 for number in re.findall(r"([\d.]+) %", evidence))

@@ -23,7 +23,7 @@ class Bench:
         self.clock = Clock()
         network = Network(self.clock)
         link = Route((network.link("out", 1000.0),), 0.0)
-        self.poster = PostingThread(PostingThreads(PostingShare(self.clock, serial), threads))
+        self.poster = PostingThread(PostingThreads(PostingShare(self.clock, serial, 0.0), threads))
         self.queue = SendQueue(network, self.poster, cost(**changes), link, link, "a>b")
         self.log = []
 
@@ -86,8 +86,18 @@ def test_what_is_aborted_while_it_waits_for_a_thread_never_moves():
     assert bench.run() == [(3.5, "a"), (5.5, "c")]
 
 
+def test_threads_of_a_process_and_processes_of_a_gpu_slow_each_other_by_shares_of_their_own():
+    clock, log = Clock(), []
+    share = PostingShare(clock, 0.5, 0.25)
+    pair, single = PostingThreads(share, 2), PostingThreads(share, 1)
+    for threads, tag in ((pair, "a"), (pair, "b"), (single, "c")):
+        threads.post(2.0, lambda _: None, lambda tag: log.append((clock.now, tag)), tag)
+    clock.run()  # a and b go on 1.75 times as slowly, c 1.5: c is done at 3, and from there on a and b have 1.5
+    assert log == [(3.0, "c"), (pytest.approx(3.0 + (2.0 - 3.0 / 1.75) * 1.5), "a"), (log[1][0], "b")]
+
+
 def test_ranks_of_one_gpu_share_where_the_engine_does_so_and_ranks_of_two_do_not():
-    near = Model(machine(), replace(engine(cost(latency=0.0)), serial=0.5))
+    near = Model(machine(), replace(engine(cost(latency=0.0)), between=0.5))
     for places, seconds in (((0, 0), 3.0 + 2.0), ((0, 1), 2.0 + 1.0)):  # posting 2 s of work, then 1 s of a port
         specs = [
             RankSpec(f"{name}{index}", f"{__name__}:{name}", Place(0, gpu), {"index": index})
