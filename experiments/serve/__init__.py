@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isnan
 from typing import Any
 
@@ -338,7 +339,9 @@ def specs(config: Config, what: Deployment, requests: Sequence[Request]) -> list
     if requests.priority is not None and requests.priority.any():
         more["priorities"] = requests.priority.tolist()
     if what.colocated:
-        own = {"job": plain, "requests": requests, **more}
+        ranks = what.prefill_instances * config.parallel.prefill.tp
+        gpus = [*chain(*places(config.parallel, config.hw))][:ranks]
+        own = {"job": plain, "requests": requests, "places": [[one.node, one.gpu] for one in gpus], **more}
         return [RankSpec(ROUTER, "pdsim.serving.colocated.program:program", Place(), own)]
     waits = () if requests.patience is None else enumerate(requests.patience.tolist())
     leaves = [[number, patience] for number, patience in waits if not isnan(patience)]

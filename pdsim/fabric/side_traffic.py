@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from simpy.events import Event
@@ -13,6 +13,7 @@ from pdsim.clock import Clock, fire
 
 if TYPE_CHECKING:
     from pdsim.fabric.flows.network import Flow, Link, Network
+    from pdsim.job import Place
 
 __all__ = ["RATES", "SideTraffic", "Ways"]
 
@@ -26,10 +27,20 @@ Ways = tuple[Sequence["Link"], Sequence["Link"]]
 class SideTraffic:
     """Flows of one rank's GPU that share links with its transfers; no contents move.
 
-    *offload* and *exchange* are what `pdsim.fabric.topology.Topology` returns for its site, empty on a host.
+    *offload* and *exchange* are what `pdsim.fabric.topology.Topology` returns for its site, empty on a host.  *of*
+    returns the same for another place: a rank that stands for an engine of many GPUs puts on the links of each
+    what that GPU would.
     """
 
-    def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        offload: Ways = ((), ()),
+        exchange: Ways = ((), ()),
+        of: Callable[[Place], SideTraffic] | None = None,
+    ) -> None:
+        self.of = of
         self._clock = clock
         self._network = network
         self._offload = offload

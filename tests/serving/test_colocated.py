@@ -15,6 +15,7 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.load import offered_load, prefill_iterations
 from pdsim.serving.settings import Cache, Kv, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
+from tests.support.configs import EIGHT
 from tests.support.serving import GENERATED, configured, rows, serve, values
 
 TOGETHER = {"deployment": "colocated"}
@@ -154,6 +155,29 @@ def test_a_retracted_request_moves_to_host_memory_and_back():
     rest = sum(decode(what, [n]) for n in range(65, 88))
     assert one["e2e"] == pytest.approx(now + rest, rel=1e-12)
     assert two["e2e"] == pytest.approx(now + 2 * rest + move, rel=1e-12)
+
+
+def test_retracted_kv_goes_as_fast_as_the_links_let_it():
+    slow = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=ServingEngine().retract_rate / 4))
+    (fast, what), (late, _) = tight("retract"), tight("retract", hw=slow)
+    move = 65 * what.shape.token_bytes(1) / what.engine.retract_rate
+    for before, after, moves in zip(fast, late, (1, 2), strict=True):
+        assert after["e2e"] - before["e2e"] == pytest.approx(3 * move * moves)
+
+
+def test_engines_share_the_memory_of_their_host():
+    engine = ServingEngine(name="bare", memory="grow", preemption="retract")
+    narrow = replace(EIGHT, host=replace(EIGHT.host, memory_rate=engine.retract_rate))
+    move, ends = 0.0, []
+    for hw in (EIGHT, narrow):
+        config = replace(configured(options=TOGETHER, kv=Kv(page_size=16), hw=hw), engine=engine)
+        what = replace(job(config, ServeOptions(**TOGETHER)), decode_pages=8)
+        requests = [Request(0.0, 48, 40)] * 4  # two for each engine
+        found = rows(result(config, what, requests, Model(hw, config.backend).run(specs(config, what, requests))))
+        move = 65 * what.shape.token_bytes(1) / engine.retract_rate
+        ends.append([row["e2e"] for row in found])
+    later = [after - before for before, after in zip(*ends, strict=True)]
+    assert later == pytest.approx([move, move, 2 * move, 2 * move])
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "retract"])

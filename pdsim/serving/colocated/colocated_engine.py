@@ -12,8 +12,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from simpy.events import AnyOf, Event
+from simpy.events import AllOf, AnyOf, Event
 
 from pdsim.clock import Clock
 from pdsim.errors import ConfigError
@@ -25,6 +26,9 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.seams import Running, scheduler_of
 from pdsim.transfer import Program
+
+if TYPE_CHECKING:
+    from pdsim.fabric.side_traffic import SideTraffic
 
 __all__ = ["ColocatedEngine", "ColocatedRequest"]
 
@@ -55,15 +59,23 @@ class ColocatedEngine:
 
     A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
     output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its
-    own up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back.
+    own up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back over the
+    links of the engine's GPUs, *traffic*, all at once; the next step waits for that.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
     *peak_batch* is the most requests that had begun and not finished at one time.
     """
 
-    def __init__(self, clock: Clock, job: Deployment, finished: Callable[[ColocatedRequest], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        job: Deployment,
+        finished: Callable[[ColocatedRequest], None],
+        traffic: Sequence[SideTraffic],
+    ) -> None:
         self.clock = clock
         self.job = job
+        self.traffic = traffic
         self.pages = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, order=job.engine.pages)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
@@ -74,7 +86,7 @@ class ColocatedEngine:
         self._queue: deque[ColocatedRequest] = deque()  # not prefilled
         self._open: dict[int, ColocatedRequest] = {}  # have begun
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
-        self._moving = 0.0  # seconds that the next step waits for host memory
+        self._moving = [0, 0]  # tokens that go to host memory, and back, before the next step
         self._news: Event | None = None
 
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
@@ -99,12 +111,16 @@ class ColocatedEngine:
             if self._memory is not None:
                 self._make_room(self._memory)
             pieces, ends = self._pieces()
-            start, self._moving = self.clock.now + self._moving, 0.0
+            moves = any(self._moving)
+            if moves:
+                yield from self._move()
             if pieces:
-                yield self.clock.at(self._batch.begin_mixed(start, pieces))
+                yield self.clock.at(self._batch.begin_mixed(self.clock.now, pieces))
                 self._batch.advance(self.clock.now)
             elif len(self._batch):
-                yield from self._decode(start)
+                yield from self._decode()
+            elif moves:
+                continue  # a request may have come meanwhile
             else:
                 self._batch.begin(self.clock.now)
                 self._news = Event(self.clock)
@@ -117,10 +133,10 @@ class ColocatedEngine:
             for one in ends:
                 self._next_token(one)
 
-    def _decode(self, start: float) -> Program:
+    def _decode(self) -> Program:
         """Decode until a request ends or lacks a page, or to the end of the step in which another comes."""
         most = math.inf if self._memory is None else self._memory.steps()
-        done = self.clock.at(self._batch.begin(start, most))
+        done = self.clock.at(self._batch.begin(self.clock.now, most))
         self._news = Event(self.clock)
         yield AnyOf(self.clock, [done, self._news])
         boundary = self._batch.boundary(self.clock.now)
@@ -235,7 +251,7 @@ class ColocatedEngine:
             self._retracted.popleft()
             self.pages.allocate(one.request.room, self.job.page_count(member.context))
             one.has_pages = True
-            self._moving += self._seconds(member.context)
+            self._moving[1] += member.context
             self._batch.join(*member)
 
     def _running(self, member: Member) -> Running:
@@ -257,15 +273,20 @@ class ColocatedEngine:
         one.has_pages = False
         self.preemptions += 1
         if self.job.engine.preemption == "retract":
-            self._moving += self._seconds(member.context)
+            self._moving[0] += member.context
             self._retracted.append((one, member))
         else:
             one.total, one.left, one.done = member.context, member.left - 1, 0
             self._queue.appendleft(one)
 
-    def _seconds(self, tokens: int) -> float:
-        """Return how long the KV of *tokens* takes to host memory or back."""
-        return tokens * self.job.shape.token_bytes(self.job.decode.tp) / self.job.engine.retract_rate
+    def _move(self) -> Program:
+        """Move the KV of what was preempted to host memory, and then that of what goes on back, on every GPU."""
+        each, rate = self.job.shape.token_bytes(self.job.decode.tp), self.job.engine.retract_rate
+        (out, back), self._moving = self._moving, [0, 0]
+        for tokens, returns in ((out, False), (back, True)):
+            if tokens:
+                moves = [one.offload(tokens * each, returns, rate) for one in self.traffic]
+                yield AllOf(self.clock, moves)
 
     # --- the prefix cache ---
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job without disaggregation, in one rank: requests arrive, a router policy chooses the engine, it serves them.
 
-No KV is handed over, so nothing needs ranks, links or messages of its own: the model says how long a step of an
-instance takes, whatever the number of its ranks.
+No KV is handed over, so nothing needs ranks or messages of its own: the model says how long a step of an instance
+takes, whatever the number of its ranks.  KV that goes to host memory is on the links of the engine's GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from simpy.events import Event
 
-from pdsim.job import Rank
+from pdsim.job import Place, Rank
 from pdsim.kv.messages import Submit
 from pdsim.serving.colocated.colocated_engine import ColocatedEngine, ColocatedRequest
 from pdsim.serving.deployment import Deployment
@@ -36,13 +36,14 @@ def program(
     blocks: Sequence[Sequence[int]] = (),
     after: Sequence[int] = (),
     priorities: Sequence[int] = (),
+    places: Sequence[Sequence[int | None]],
 ) -> Program:
     """Serve *requests*, rows of arrival, input and output, and return what `pdsim.serving.router.program` does.
 
-    *job* is `Deployment.plain`; *blocks*, *after* and *priorities* are as there.  Fields of a row that belong to
-    a handoff repeat the times beside them, and bytes are 0.
+    *job* is `Deployment.plain`; *blocks*, *after* and *priorities* are as there.  *places* are node and GPU of each
+    rank, engine by engine.  Fields of a row that belong to a handoff repeat the times beside them, and bytes are 0.
     """
-    service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities)
+    service = _Service(rank, Deployment.from_plain(job), requests, blocks, after, priorities, places)
     return (yield from service.run())
 
 
@@ -60,6 +61,7 @@ class _Service:
         blocks: Sequence[Sequence[int]],
         after: Sequence[int],
         priorities: Sequence[int],
+        places: Sequence[Sequence[int | None]],
     ) -> None:
         self.clock = rank.clock
         self.job = job
@@ -74,7 +76,13 @@ class _Service:
         self.load = dict.fromkeys(instances(job), 0)
         self.policy = router_policy(job.policy)
         self.host = SchedulerHost(job.engine.prefill, job.engine.variation, job.seed, "colocated")
-        self.engines = {name: ColocatedEngine(self.clock, job, self._finished) for name in self.load}
+        device: Any = rank.device  # of the model: `experiments.serve` refuses others
+        traffic = [device.traffic.of(Place(node or 0, gpu)) for node, gpu in places]
+        ranks = len(traffic) // len(self.load)
+        self.engines = {
+            name: ColocatedEngine(self.clock, job, self._finished, traffic[number * ranks : (number + 1) * ranks])
+            for number, name in enumerate(self.load)
+        }
         self.where: dict[int, str] = {}
         self.ended: dict[int, ColocatedRequest] = {}
         self.all_done = Event(self.clock)
