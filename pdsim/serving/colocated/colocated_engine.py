@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from simpy.events import AllOf, AnyOf, Event
 
@@ -26,9 +26,6 @@ from pdsim.serving.deployment import Deployment
 from pdsim.serving.prefix_cache import page_keys, page_pool
 from pdsim.serving.seams import Running, scheduler_of
 from pdsim.transfer import Program
-
-if TYPE_CHECKING:
-    from pdsim.fabric.side_traffic import SideTraffic
 
 __all__ = ["ColocatedEngine", "ColocatedRequest"]
 
@@ -71,7 +68,7 @@ class ColocatedEngine:
         clock: Clock,
         job: Deployment,
         finished: Callable[[ColocatedRequest], None],
-        traffic: Sequence[SideTraffic],
+        traffic: Sequence[Any],  # `SideTraffic` of the model's GPUs
     ) -> None:
         self.clock = clock
         self.job = job
