@@ -34,7 +34,7 @@ from pdsim.fabric.side_traffic import SideTraffic
 from pdsim.fabric.sim_endpoint import SimEndpoint
 from pdsim.fabric.topology import Site, Topology
 from pdsim.guards import ranks_named
-from pdsim.job import JobJournal, Outcome, Place, Rank, RankResult, RankSpec
+from pdsim.job import JobJournal, Outcome, Rank, RankResult, RankSpec
 from pdsim.transfer import Program
 from pdsim.transfer_log import TransferLog, joined, logs
 
@@ -301,13 +301,7 @@ class _ModelJob:
         gpu = self._model.machine.gpu if site.gpu is not None else None
         copies = host.copies if gpu is None else gpu.copies
         host_latency = HostLatency(host, self._clock.now)
-        topology, network = self._topology, self._network
-
-        def elsewhere(place: Place) -> SideTraffic:
-            other = topology.site(place)
-            return SideTraffic(clock, network, topology.offload(other), topology.exchange(other))
-
-        traffic = SideTraffic(clock, network, topology.offload(site), topology.exchange(site), elsewhere)
+        traffic = SideTraffic.at(site, clock, self._network, self._topology)
         device = SimDevice(self._memory(site), clock, self._network, link, copies, host_latency, traffic)
         records = _Records(spec.name, self._model.journal)
         hold = self._chance.message if self._chance is not None else None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simpy.events import Event
@@ -13,6 +13,7 @@ from pdsim.clock import Clock, fire
 
 if TYPE_CHECKING:
     from pdsim.fabric.flows.network import Flow, Link, Network
+    from pdsim.fabric.topology import Site, Topology
     from pdsim.job import Place
 
 __all__ = ["RATES", "SideTraffic", "Ways"]
@@ -27,25 +28,32 @@ Ways = tuple[Sequence["Link"], Sequence["Link"]]
 class SideTraffic:
     """Flows of one rank's GPU that share links with its transfers; no contents move.
 
-    *offload* and *exchange* are what `pdsim.fabric.topology.Topology` returns for its site, empty on a host.  *of*
-    returns the same for another place: a rank that stands for an engine of many GPUs puts on the links of each
-    what that GPU would.
+    *offload* and *exchange* are what `pdsim.fabric.topology.Topology` returns for its site, empty on a host.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        network: Network,
-        offload: Ways = ((), ()),
-        exchange: Ways = ((), ()),
-        of: Callable[[Place], SideTraffic] | None = None,
-    ) -> None:
-        self.of = of
+    def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
+        self._topology: Topology | None = None
         self._clock = clock
         self._network = network
         self._offload = offload
         self._exchange = exchange
         self._travelling: list[Flow] = []  # of the last exchange
+
+    @classmethod
+    def at(cls, site: Site, clock: Clock, network: Network, topology: Topology) -> SideTraffic:
+        """Return what the GPU, or host, at *site* puts on the links of *topology*."""
+        found = cls(clock, network, topology.offload(site), topology.exchange(site))
+        found._topology = topology
+        return found
+
+    def of(self, place: Place) -> SideTraffic:
+        """Return what another GPU puts there: for a rank that stands for an engine of many.
+
+        Raise a `ValueError` if this one was not made by `at`.
+        """
+        if self._topology is None:
+            raise ValueError(f"no topology is known that {place} could be in: make the traffic by SideTraffic.at")
+        return SideTraffic.at(self._topology.site(place), self._clock, self._network, self._topology)
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
         """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there, at most at *rate*.
