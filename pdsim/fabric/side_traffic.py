@@ -32,7 +32,7 @@ class SideTraffic:
     """
 
     def __init__(self, clock: Clock, network: Network, offload: Ways = ((), ()), exchange: Ways = ((), ())) -> None:
-        self._topology: Topology | None = None
+        self.topology: Topology | None = None  # that `of` finds places in
         self._clock = clock
         self._network = network
         self._offload = offload
@@ -43,7 +43,7 @@ class SideTraffic:
     def at(cls, site: Site, clock: Clock, network: Network, topology: Topology) -> SideTraffic:
         """Return what the GPU, or host, at *site* puts on the links of *topology*."""
         found = cls(clock, network, topology.offload(site), topology.exchange(site))
-        found._topology = topology
+        found.topology = topology
         return found
 
     def of(self, place: Place) -> SideTraffic:
@@ -51,9 +51,9 @@ class SideTraffic:
 
         Raise a `ValueError` if this one was not made by `at`.
         """
-        if self._topology is None:
+        if self.topology is None:
             raise ValueError(f"no topology is known that {place} could be in: make the traffic by SideTraffic.at")
-        return SideTraffic.at(self._topology.site(place), self._clock, self._network, self._topology)
+        return SideTraffic.at(self.topology.site(place), self._clock, self._network, self.topology)
 
     def offload(self, size: int, back: bool = False, rate: float = math.inf) -> Event:
         """Move *size* bytes to the host's memory, or *back*, at a fair share of the links there, at most at *rate*.
