@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.profiling.inventory import allreduces
-from pdsim.errors import BackendUnavailable
+from pdsim.errors import ConfigError
 
 __all__ = ["ProfiledDevice", "device", "measure"]
 
@@ -48,19 +48,18 @@ def device(kind: str) -> ProfiledDevice:
     """Return the device of *kind*, "cuda" or "cpu".
 
     Raises:
-        BackendUnavailable: PyTorch is not installed, or finds no GPU that it can use; the message
-            says what to try.
+        ConfigError: PyTorch is not installed, or finds no GPU that it can use; the message says what to try.
     """
     try:
         import torch
     except ImportError as error:
-        raise BackendUnavailable("profile needs PyTorch; pip install 'pdsim[torch]'") from error
+        raise ConfigError("profile needs PyTorch; pip install 'pdsim[torch]'") from error
     if kind == "cpu":
         return ProfiledDevice(
             "cpu", 1, "processor", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), torch.__version__
         )
     if not torch.cuda.is_available():
-        raise BackendUnavailable("profile found no GPU that PyTorch can use; try --device cpu, or see pdsim doctor")
+        raise ConfigError("profile found no GPU that PyTorch can use; try --device cpu, or see pdsim doctor")
     about = torch.cuda.get_device_properties(0)
     return ProfiledDevice(
         "cuda", torch.cuda.device_count(), about.name, float(about.total_memory), torch.__version__

@@ -34,13 +34,13 @@ from pdsim.validation.verdicts import (
     Bound,
     Class,
     Compared,
-    Value,
     by_class,
     by_decade,
     compare,
     foretold,
     metrics,
     tables,
+    values_in,
 )
 
 __all__ = ["Bounds", "ValidateOptions", "bounds", "run"]
@@ -150,6 +150,7 @@ def _take(config: Config, options: ValidateOptions, folder: Path, progress: Show
     take(source, folder)
     made = (source / EXPECTED).is_file()
     if made and options.predict != "now":
+        values_in(read(source / EXPECTED, "expected"), "expected", str(source / EXPECTED))
         return
     if made:
         check_same(config, read(source / EXPECTED), source / EXPECTED)
@@ -200,8 +201,11 @@ def _compared(
     Writes the Parquet file and the page as it goes; predictions and measurements are read back from their files, so
     what is compared is what was kept.
     """
-    expected, measured = (read(folder / name) for name in (EXPECTED, MEASURED))
-    found = compare(_values(expected["expected"]), _values(measured["measured"]))
+    expected, measured = read(folder / EXPECTED, "expected"), read(folder / MEASURED, "measured")
+    found = compare(
+        values_in(expected, "expected", str(folder / EXPECTED)),
+        values_in(measured, "measured", str(folder / MEASURED)),
+    )
     found = [_small(each, options.bounds.large) for each in found]
     classes = by_class(found, bounds(options), config.seed)
     shown = tables(classes, by_decade(found, config.seed))
@@ -241,7 +245,7 @@ def _since(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
 def _foretold(folder: Path, notes: Sequence[str]) -> Result:
     """Return what the predictions in *folder* say, read back from there."""
     expected = read(folder / EXPECTED)
-    found = _values(expected["expected"])
+    found = values_in(expected, "expected", str(folder / EXPECTED))
     return Result(
         summary=[Metric("points", len(found), "quantities that are predicted")],
         tables=[foretold(found)],
@@ -254,11 +258,6 @@ def _judged(each: Class) -> str:
     if each.bound is None or each.bound.seconds is None or each.seconds is None:
         return f"{each.median:.1%}"
     return f"{each.seconds * 1e3:.2f} ms"
-
-
-def _values(rows: Sequence[Mapping[str, Any]]) -> list[Value]:
-    """Return the values that *rows* of a file hold."""
-    return [Value(**row) for row in rows]
 
 
 def _write_parquet(path: Path, found: Sequence[Compared]) -> None:

@@ -82,7 +82,7 @@ def adopt(config: Config, source: Path, folder: Path) -> list[DesignPart]:
             f"experiment.expected={source}: {error.strerror}; "
             f"name the {EXPECTED} of a run with experiment.predict=only"
         ) from error
-    check_same(config, read(path), path)
+    check_same(config, read(path, "hw", "backend", "written", "design", "expected"), path)
     keep(folder / EXPECTED, content)
     return design_of(folder, folder)
 

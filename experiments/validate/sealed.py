@@ -23,11 +23,12 @@ from experiments.validate.values import values
 from pdsim.config import ExperimentOptions
 from pdsim.config.typed import build
 from pdsim.errors import ConfigError
+from pdsim.results import reading
 from pdsim.results.config_file import plain
 from pdsim.results.record import Result
 from pdsim.transfer import TransferRecord
 from pdsim.validation.agreement import EXPECTED, MEASURED
-from pdsim.validation.verdicts import seal, unseal
+from pdsim.validation.verdicts import seal, unseal, values_in
 
 __all__ = ["EXPECTED", "MEASURED", "design_of", "keep", "read", "take", "written"]
 
@@ -50,9 +51,12 @@ def keep(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return what is in *path*.  Raise a `ConfigError` if it was changed after it was written."""
-    return unseal(path.read_bytes(), str(path))
+def read(path: Path, *keys: str) -> dict[str, Any]:
+    """Return what is in *path*.
+
+    Raise a `ConfigError` if it was changed after it was written, or lacks one of *keys*: another version's does.
+    """
+    return unseal(path.read_bytes(), str(path), *keys)
 
 
 def take(source: Path, folder: Path) -> None:
@@ -61,6 +65,8 @@ def take(source: Path, folder: Path) -> None:
     Predictions that are in *source* come too.  Raise a `ConfigError` if there is nothing of either.
     """
     if (source / MEASURED).is_file():
+        measured = read(source / MEASURED, "measured", "expectations", "engines", "began")
+        values_in(measured, "measured", str(source / MEASURED))  # refuses what another version wrote
         for name in (EXPECTED, MEASURED, POINTS):
             if (source / name).is_file():
                 keep(folder / name, (source / name).read_bytes())
@@ -99,7 +105,7 @@ def written(part: DesignPart) -> dict[str, Any]:
 def design_of(source: Path, folder: Path) -> list[DesignPart]:
     """Return what was run in *source*, or is to be: what its expectations say, with a file of points in *folder*."""
     if (source / EXPECTED).is_file():
-        design = read(source / EXPECTED)["design"]
+        design = read(source / EXPECTED, "design")["design"]
         return [_part({"name": part["experiment"], **part["options"]}, folder) for part in design]
     return [_part(_config(source)["experiment"], source)]
 
@@ -132,9 +138,7 @@ def _config(source: Path) -> dict[str, Any]:
 
 def _records(path: Path) -> list[TransferRecord]:
     """Return the transfers in the file *path* of a run, as they were recorded."""
-    import pyarrow.parquet as pq
-
     rows = (
-        pq.read_table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
+        reading.table(path).rename_columns({"batch_size": "descriptors"}).select(TransferRecord._fields).to_pylist()
     )
     return [TransferRecord(**row) for row in rows]

@@ -25,11 +25,12 @@ from experiments.validate_live.parts import WARMUP, Parts, predicted, single_req
 from pdsim.config import Config, ExperimentOptions
 from pdsim.errors import ConfigError
 from pdsim.progress import ShowProgress
+from pdsim.results import reading
 from pdsim.results.config_file import as_written
 from pdsim.results.environment import commit
 from pdsim.results.record import Metric, Result
 from pdsim.serving.workload import Request, draw
-from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, judged, quantiles, tables
+from pdsim.validation.load_errors import BOUNDS, LATENCIES, SINGLE, Judged, errors, of_files, quantiles, tables
 from pdsim.validation.verdicts import seal
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _adopt(config: Config, options: ValidateLiveOptions, folder: Path) -> None:
         raise ConfigError(
             f"experiment.expected={source} is no file; name the expectations.json of a run that predicted"
         )
-    made = read(source)
+    made = read(source, "requests", "predicted")
     now = {
         name: [[one.arrival, one.input, one.output] for one in own] for name, own in _parts(config, options).items()
     }
@@ -168,10 +169,10 @@ def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: 
     if not (source / MEASURED).is_file() and (source / REQUESTS).is_file():
         _take_run(config, source, folder, progress)
         return
-    for name in (EXPECTED, MEASURED):
+    for name, key in ((EXPECTED, "requests"), (MEASURED, "runs")):
         if not (source / name).is_file():
             raise ConfigError(f"experiment.stored={source} has no {name}; name the folder of a run that measured")
-        read(source / name)  # refuses what was changed
+        read(source / name, key)  # refuses what was changed, and what is of transfers
         keep(folder / name, (source / name).read_bytes())
     if options.predict == "now":
         requests = read(source / EXPECTED)["requests"]
@@ -181,9 +182,7 @@ def _take(config: Config, options: ValidateLiveOptions, folder: Path, progress: 
 
 def _take_run(config: Config, source: Path, folder: Path, progress: ShowProgress) -> None:
     """Take the requests of a live run, or of an observed one, in *source* as one load, and predict it."""
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(source / REQUESTS).to_pylist()
+    rows = reading.table(source / REQUESTS).to_pylist()
     names = [name for name in ("status", "input", "output", *LATENCIES) if name in rows[0]]
     _expect(
         config, {OBSERVED: [Request(row["arrival"], row["input"], row["output"]) for row in rows]}, folder, progress
@@ -254,9 +253,8 @@ def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str
 
     A metric beyond its bound, and beyond twice its floor, is a failure.
     """
-    expected, measured = read(folder / EXPECTED), read(folder / MEASURED)
-    runs = [{name: quantiles(_well(rows)) for name, rows in run.items()} for run in measured["runs"]]
-    found = judged(expected["predicted"], runs)
+    expected, measured = read(folder / EXPECTED, "predicted"), read(folder / MEASURED, "runs")
+    found = of_files(expected, measured)
     if not found:
         raise ConfigError("nothing to compare: no request of a part that was predicted has ended well")
     wrong = errors(found)
@@ -275,8 +273,3 @@ def _compared(options: ValidateLiveOptions, folder: Path, failures: Sequence[str
         failures=[*failures, *beyond],
         notes=[f"predictions: SHA-256 {expected['sha256'][:16]}, commit {expected['commit']}"],
     )
-
-
-def _well(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows of requests that ended well: of the others there is nothing to compare."""
-    return [row for row in rows if row["status"] == "ok"]

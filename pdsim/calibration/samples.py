@@ -139,7 +139,9 @@ def write(path: Path, samples: Samples) -> None:
     table.writerow(names)
     for row in samples.rows:
         table.writerow([_text(getattr(row, name)) for name in names])
-    path.write_text(text.getvalue(), encoding="utf-8")
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_text(text.getvalue(), encoding="utf-8")
+    temporary.replace(path)
 
 
 def read(path: Path) -> Samples:

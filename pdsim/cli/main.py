@@ -13,6 +13,7 @@ between text and JSON, and print.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -161,8 +162,8 @@ def _is_verbose(words: Sequence[str]) -> bool:
 
 def _speaking(words: Sequence[str]) -> tuple[list[str], bool, bool]:
     """Return *words* without the options that say how much is printed, whether it is JSON, and whether nothing."""
-    rest = [word for word in words if word not in ("--json", "--quiet", "-q")]
-    return rest, "--json" in words, bool({"--quiet", "-q"} & set(words))
+    quiet = bool({"--quiet", "-q"} & set(words))
+    return [word for word in words if word not in ("--json", "--quiet", "-q")], "--json" in words, quiet
 
 
 def _show(words: Sequence[str]) -> int:
@@ -193,16 +194,15 @@ def _report(words: Sequence[str]) -> int:
     from pdsim.cli.report import report
     from pdsim.sweep import best
 
-    if told := [word for word in words if word in ("--json", *_VERBOSE)]:
-        raise ConfigError(f"report writes a page, and has no {told[0]}; pdsim show prints")
+    if told := {"--json", *_VERBOSE} & set(words):
+        raise ConfigError(f"report writes a page, and has no {told.pop()}; pdsim show prints")
     options, rest = _options("report", words, "-o", "--figure", "--format", "--slo")
     folders = _folders("report", rest)
     if len(folders) > 1:
         raise ConfigError(f"report is about one run, sweep or validation, got {len(folders)}")
     slo = best.parse_slo(options["--slo"]) if options["--slo"] else None
-    return _say(
-        str(report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo))
-    )
+    path = report(folders[0], options["-o"], figure=options["--figure"], form=options["--format"], slo=slo)
+    return _say(str(path))
 
 
 def _timeline(words: Sequence[str]) -> int:
@@ -216,8 +216,7 @@ def _timeline(words: Sequence[str]) -> int:
 
 def _options(command: str, words: Sequence[str], *flags: str) -> tuple[dict[str, str], list[str]]:
     """Return the values of *flags*, "" of those that are not there, and the other words."""
-    found, rest = {}, [f"-o={word[9:]}" if word.startswith("--output=") else word for word in words]
-    rest = ["-o" if word == "--output" else word for word in rest]
+    found, rest = {}, [re.sub("^--output(=|$)", r"-o\1", word) for word in words]
     for flag in flags:
         found[flag], rest = _value(flag, rest, command)
     if unknown := [word for word in rest if word.startswith("-")]:
@@ -257,7 +256,6 @@ def _explained(words: Sequence[str]) -> int:
     """
     from pdsim.cli.what_bounds import explain_one, explain_two
 
-    begun()
     number, rest = _value("--request", words, "explain")
     if number and not number.isdecimal():
         raise ConfigError(f"--request {number}: must be the number of a request, from 0")
@@ -312,8 +310,9 @@ def _refuse_sweeps(command: str, folders: Sequence[Path]) -> None:
 def _folders(command: str, words: Sequence[str]) -> list[Path]:
     """Return the folders in *words*, without the options that every command which prints folders has.
 
-    Raise a `ConfigError` for an option that *command* has not, a word that is no folder, and if there is none.
+    Raise a `ConfigError` for an option that *command* has not, what is no folder of a run, and if there is none.
     """
+    begun()
     folders = [Path(word) for word in words if word not in ("--json", *_VERBOSE)]
     if flags := [word for word in map(str, folders) if word.startswith("-")]:
         raise ConfigError(f"unknown option {flags[0]}; see pdsim {command} --help")
@@ -326,6 +325,12 @@ def _folders(command: str, words: Sequence[str]) -> list[Path]:
             from pdsim.execution import recovered
 
             recovered(folder)
+        elif (
+            command != "report" and (folder / "expectations.json").is_file() and not (folder / "run.json").is_file()
+        ):
+            raise ConfigError(
+                f"{folder} has the files of a validation alone, without its run; see pdsim report {folder}"
+            )
     return folders
 
 
@@ -407,13 +412,12 @@ def _from(group: str, name: str) -> str:
 
 def _doctor(words: Sequence[str]) -> int:
     """Print which engines and devices work here, or with ``--host`` how quick this host's Python is."""
-    asked_host = "--host" in words
     line = overrides.read([word for word in words if word != "--host"], "doctor")
     if line.words:
         raise ConfigError(f"doctor takes no arguments but --host and --config-dir, got {line.words[0]!r}")
     from pdsim.cli.doctor import host, report
 
-    return _say(host() if asked_host else report(line.folders))
+    return _say(host() if "--host" in words else report(line.folders))
 
 
 def _completion(words: Sequence[str]) -> int:

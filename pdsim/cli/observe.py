@@ -18,6 +18,7 @@ from pdsim.cli import option_values
 from pdsim.errors import ConfigError
 from pdsim.results import terminal
 from pdsim.results.store import Run, make
+from pdsim.results.whole_file import whole_file
 
 __all__ = ["observe"]
 
@@ -36,7 +37,8 @@ def observe(words: Sequence[str]) -> int:
         return _transfers(path, tool, to)
     found = observed.read(path, kind)
     trace = make(to, "--to ") / f"{path.stem}.trace.jsonl"
-    trace.write_text(observed.trace(found), encoding="utf-8")
+    with whole_file(trace, "--to") as file:
+        file.write(observed.trace(found).encode())
     own = ["experiment=serve", "target=live", "live.url=http://observed", f"workload.trace={trace}"]
     config = compose([*overrides, *own])
     measured = plugins.resolve(plugins.EXPERIMENTS, "serve").observed(config, found, path.name)

@@ -16,11 +16,9 @@ import math
 import re
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pdsim import units
@@ -171,12 +169,15 @@ def check(config: Config, values: Mapping[str, Any], typed: Iterable[str]) -> No
     of. Of 0 the unit does not matter.
     """
     keys = tuple(typed)
-    found = (
-        _bare(quantity, values, keys) or (beyond if config.check.plausible else "")
-        for quantity, beyond in _judged(config, {key.partition(".")[0] for key in keys})
-    )
-    if problems := [line for line in found if line]:
-        raise ConfigError("\n".join(problems))
+    problems: tuple[list[str], list[str]] = [], []
+    for quantity, beyond in _judged(config, {key.partition(".")[0] for key in keys}):
+        line = _bare(quantity, values, keys)
+        if not line and beyond and config.check.plausible:
+            line = _beyond(quantity, _written(values, quantity.key))
+        if line:
+            problems[covers(keys, _plain(quantity.key))].append(line)
+    if found := problems[True] or problems[False]:  # what was typed may be why others are beyond their bounds
+        raise ConfigError("\n".join(found))
 
 
 def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...]) -> str:
@@ -192,20 +193,23 @@ def _bare(quantity: Quantity, values: Mapping[str, Any], typed: tuple[str, ...])
     text = _written(values, key)
     if not re.fullmatch(r"[-+\d.eE_ ]+", text):
         return ""
-    meant = _meant(_plain(key), kind, float(text))
-    example = f"did you mean {meant}?" if meant else f"Write it with one of {', '.join(_UNITS[kind])}."
+    meant = _meant(_plain(key), kind, text)
+    example = f"did you mean {meant}?" if meant else f"write it with one of {', '.join(_UNITS[kind])}."
     what, unit = _BASE[kind]
     return f"{key}={text} has no unit; {example} A number alone would be {what}: {text}{unit}"
 
 
-def _beyond(quantity: Quantity) -> str:
-    """Return what to say of a *quantity* outside its `BOUNDS`, "" if it is within them or has none."""
+def _beyond(quantity: Quantity, text: str = "") -> str:
+    """Return what to say of a *quantity* outside its `BOUNDS`, "" if it is within them or has none.
+
+    *text* is what was written, whose number may be meant with another unit.
+    """
     key, kind, value = quantity
     row = _row(_plain(key), kind)
     if row is None or not value or not math.isfinite(value) or row[1] <= value <= row[3]:
         return ""
     show = _BY_KIND[kind][1] if kind else _counted
-    meant = _meant(_plain(key), kind, value) if kind else ""
+    meant = _meant(_plain(key), kind, text) if kind else ""
     hint = f"did you mean {meant}? Correct it, " if meant else "correct it, "
     return f"{key}={show(value)} is not plausible, from {show(row[1])} to {show(row[3])} is; {hint}{_LOOK}"
 
@@ -305,19 +309,29 @@ def _row(key: str, kind: str) -> tuple[str, float, float, float] | None:
     return next((row for row in BOUNDS if fnmatchcase(f"{kind}:{key}" if ":" in row[0] else key, row[0])), None)
 
 
-def _meant(key: str, kind: str, number: float) -> str:
-    """Return *number* with the unit that brings it nearest to what *key* usually is; "" if none is plausible.
+def _meant(key: str, kind: str, text: str) -> str:
+    """Return the number of *text* with the unit that brings it nearest to what *key* usually is; "" if none does.
 
-    Nearest is by ratio.  A key without bounds gets the first unit of its kind.
+    Nearest is by ratio; units like the one that was written, bits or bytes, go before others, and minutes last.
+    Numbers that nobody writes, such as 0.0001 or 3000000, are not suggested, nor what stands there already.  A key
+    without bounds gets the first unit of its kind.
+
+    >>> _meant("hw.interconnect.latency", "time", "2h"), _meant("hw.nic.rate", "rate", "450kbps")
+    ('2us', '450Gbps')
     """
+    match = re.match(r"\s*([-+\d.eE_]*\d\.?)\s*([A-Za-z/]*)\s*$", text)
+    number = float(match[1]) if match else 0.0
+    if match is None or not 0.1 <= number < 1e5:
+        return ""
     row, parse = _row(key, kind), _BY_KIND[kind][0]
     if row is None:
         return f"{number:.12g}{_UNITS[kind][0]}"
     _, least, usual, most = row
     found = []
     for unit in _UNITS[kind]:
-        with suppress(ValueError):  # beyond the largest float
-            text = f"{number:.12g}{unit}"
-            found.append((float(parse(text)), text))
-    plausible = [(abs(math.log(value / usual)), text) for value, text in found if least <= value <= most]
-    return min(plausible, key=itemgetter(0), default=(0.0, ""))[1]
+        value = float(parse(f"{number:.12g}{unit}"))
+        if least <= value <= most:
+            other = unit in ("min", "h") or (kind == "rate" and unit[-3:] != match[2][-3:] != "")
+            found.append((other, abs(math.log(value / usual)), f"{number:.12g}{unit}"))
+    nearest = min(found, default=(False, 0.0, ""))[2]
+    return "" if nearest == text else nearest

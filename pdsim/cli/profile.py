@@ -13,6 +13,7 @@ written.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import shlex
@@ -20,19 +21,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdsim.calibration import provenance
 from pdsim.cli import option_values
 from pdsim.cli.compose import compose, initialized, plain
 from pdsim.cli.overrides import CommandLine
 from pdsim.config import Config, loading
-from pdsim.errors import ConfigError
+from pdsim.errors import ConfigError, PdsimError
 from pdsim.results import store, terminal
 from pdsim.results.record import Table
+from pdsim.results.whole_file import whole_file
 from pdsim.serving.compute import kernel_fit as fits
 from pdsim.serving.compute.forward import peaks
 from pdsim.serving.compute.kernels import Kernels, Roof
 from pdsim.units import parse_time
+
+if TYPE_CHECKING:
+    from backends.profiling.runner import ProfiledDevice
 
 __all__ = ["errors", "profile", "read"]
 
@@ -77,25 +83,27 @@ def profile(words: Sequence[str]) -> int:
     The measured rows are written before they are fitted, so that an error of the fit loses nothing.
 
     Raises:
-        ConfigError: an unknown option or value, or nothing could be measured.
-        BackendUnavailable: no PyTorch, or no device that it can use.
+        ConfigError: an unknown option or value, no PyTorch, or no device that it can use; nothing was written.
+        PdsimError: nothing could be measured.
     """
     asked = _asked(words)
     config = compose([*asked.overrides, "experiment=serve"])
+    where = None if asked.source else _device_found(asked.device)
     store.make(asked.to, "--to ")
     name = asked.name or (config.hw.gpu.name.lower() if config.hw.gpu else config.hw.name)
     if asked.source and asked.source.is_dir():
         return _from_tables(asked, config, name)
-    if asked.source:
+    if where is None:
+        assert asked.source is not None
         about, rows = read(asked.source)
     else:
-        about, rows = _measured(asked, config, shlex.join(["pdsim", "profile", *words]))
+        about, rows = _measured(asked, where, config, shlex.join(["pdsim", "profile", *words]))
         path = asked.to / f"{name}.csv"
         _write(path, about, rows)
         print(f"profile: {path}")  # noqa: T201
     if find_spec("scipy") is None:
-        where = "fit with pdsim profile --from FILE.csv where there is one"
-        print(f"not fitted: SciPy is missing; {where}")  # noqa: T201
+        elsewhere = "fit with pdsim profile --from FILE.csv where there is one"
+        print(f"not fitted: SciPy is missing; {elsewhere}")  # noqa: T201
         return 0
     found = fits.fit(fits.rows_of(rows), peaks(config.hw), config.hw.gpu.name if config.hw.gpu else config.hw.name)
     terminal.show_table(errors(found))
@@ -104,7 +112,8 @@ def profile(words: Sequence[str]) -> int:
     title = (
         f"measured: {about.get('source', '')}, {about.get('date', '')}, {len(rows)} rows of data/compute/{name}.csv"
     )
-    path.write_text(_yaml(name, title, models, found), encoding="utf-8")
+    with whole_file(path, "--to") as file:
+        file.write(_yaml(name, title, models, found).encode())
     print(f"compute: {path}")  # noqa: T201
     return 0
 
@@ -124,7 +133,8 @@ def _from_tables(asked: _ProfileCommand, config: Config, name: str) -> int:
     terminal.show_table(errors(found))
     title = f"published: aiconfigurator's tables of {asked.source.name}, {engine} {version}, {len(rows)} rows"
     path = asked.to / f"{name}.yaml"
-    path.write_text(_yaml(name, title, (), found), encoding="utf-8")
+    with whole_file(path, "--to") as file:
+        file.write(_yaml(name, title, (), found).encode())
     print(f"compute: {path}")  # noqa: T201
     return 0
 
@@ -197,11 +207,19 @@ def _plain_name(text: str) -> str:
 Rows = list[dict[str, str]]
 
 
-def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dict[str, str], Rows]:
-    """Measure on this machine; return what is to be known about it, and the rows."""
+def _device_found(kind: str) -> ProfiledDevice:
+    """Return the device of *kind* that PyTorch finds; raise a `ConfigError` if there is none."""
+    from backends.profiling import runner
+
+    return runner.device(kind)
+
+
+def _measured(
+    asked: _ProfileCommand, where: ProfiledDevice, config: Config, command: str
+) -> tuple[dict[str, str], Rows]:
+    """Measure on the device *where*; return what is to be known about it, and the rows."""
     from backends.profiling import inventory, runner
 
-    where = runner.device(asked.device)
     nothing = CommandLine(words=())
     with initialized(nothing):  # without the checks of a deployment: a shard alone fits where the model does not
         shapes = {name: loading.load(plain(nothing, [f"model={name}"])).model for name, _, _ in asked.models}
@@ -220,7 +238,7 @@ def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dic
     for line in log:
         print(line)  # noqa: T201
     if not rows:
-        raise ConfigError("nothing could be measured; the lines above say why")
+        raise PdsimError("nothing could be measured; the lines above say why")
     about = {
         "kind": "measured",
         "source": f"{where.count} x {where.name}, PyTorch {where.torch}",
@@ -231,11 +249,13 @@ def _measured(asked: _ProfileCommand, config: Config, command: str) -> tuple[dic
 
 def _write(path: Path, about: Mapping[str, str], rows: Rows) -> None:
     """Write *rows* to *path* as CSV, below a comment for each entry of *about*; `read` reads it again."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        file.writelines(f"# {key}: {value}\n" for key, value in about.items())
-        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    text = io.StringIO()
+    text.writelines(f"# {key}: {value}\n" for key, value in about.items())
+    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    with whole_file(path, "--to") as file:
+        file.write(text.getvalue().encode())
 
 
 def read(path: Path) -> tuple[dict[str, str], Rows]:

@@ -15,6 +15,7 @@ from pdsim.errors import ConfigError
 from pdsim.guards import instead
 from pdsim.results.drawing.figure import Figure
 from pdsim.results.report.page import Content
+from pdsim.results.whole_file import whole_file
 from pdsim.sweep.best import SloLimits
 
 __all__ = ["is_sweep", "report", "timeline", "written"]
@@ -50,10 +51,8 @@ def report(
 
 def written(path: Path, content: bytes) -> Path:
     """Write *content* to *path* and return it.  Raise a `ConfigError` if that cannot be done."""
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with -o") from error
+    with whole_file(path) as file:
+        file.write(content)
     return path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdsim.errors import ConfigError
-from pdsim.results import store
+from pdsim.results import reading, store
 from pdsim.results.brief import share
 from pdsim.results.record import Table
 from pdsim.units import format_rate, format_size, format_time
@@ -44,11 +44,10 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     ended.
     """
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
     store.load(folder)
     found: dict[str, dict[str, float]] = {}
-    requests = pq.read_table(folder / "requests.parquet")
+    requests = reading.table(folder / "requests.parquet")
     if "e2e" in requests.column_names and requests.num_rows:
         done = requests.filter(pc.is_valid(requests["e2e"]))
         if request is not None:
@@ -58,7 +57,7 @@ def causes(folder: Path, request: int | None = None) -> dict[str, dict[str, floa
     if request is not None and "request" not in found:
         known = f"0 to {requests.num_rows - 1}" if requests.num_rows else "none"
         raise ConfigError(f"{folder} has no request {request} that ended; there are {known}")
-    transfers = pq.read_table(folder / "transfers.parquet")
+    transfers = reading.table(folder / "transfers.parquet")
     done = transfers.filter(pc.equal(transfers["status"], "ok")) if transfers.num_rows else transfers
     if done.num_rows:
         found["transfer"] = {name: (pc.mean(done[f"{name}_us"]).as_py() or 0.0) * 1e-6 for name in STAGES}

@@ -90,9 +90,7 @@ class KeptRun:
 
     def _table(self, name: str) -> pa.Table:
         """Return the table *name* as the file has it; schema and units are in its metadata."""
-        import pyarrow.parquet as pq
-
-        return pq.read_table(self.folder / f"{name}.parquet")
+        return reading.table(self.folder / f"{name}.parquet")
 
     def __str__(self) -> str:
         from pdsim.results import brief

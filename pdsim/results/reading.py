@@ -9,7 +9,7 @@ structures here have the fields that those use; a file may have more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -33,6 +33,7 @@ __all__ = [
     "points",
     "run_file",
     "summary",
+    "table",
 ]
 
 _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -225,17 +226,25 @@ def points(path: Path) -> pa.Table:
     Metadata of a field are its *part* (override, metric and so on) and its *definition*, both
     bytes.  Raise a `ConfigError` for a file that is not such a table.
     """
+    found = table(path)
+    bare = [field.name for field in found.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
+    if bare or not {"status", "evidence"} <= set(found.column_names):
+        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or found.column_names[:3]}; {_AGAIN}")
+    return found
+
+
+def table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the Parquet file at *path*, or *columns* of it.
+
+    Raise a `ConfigError` for a file that is missing, cut short or no such table.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path, columns=columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_line(error)}; {_AGAIN}") from error
-    bare = [field.name for field in table.schema if not {b"part", b"definition"} <= set(field.metadata or ())]
-    if bare or not {"status", "evidence"} <= set(table.column_names):
-        raise ConfigError(f"{path} is not the table of a sweep: {bare[:1] or table.column_names[:3]}; {_AGAIN}")
-    return table
 
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pdsim.errors import ConfigError
 from pdsim.results.kept import KeptRun
+from pdsim.results.whole_file import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -115,15 +116,12 @@ def trace(folders: Sequence[Path], path: Path) -> int:
             raise ConfigError(f"{folder} kept no requests and no transfers that ended, so it has no timeline")
         drawn.append((_title(run), found))
     count = 0
-    try:
-        with path.open("wb") as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
-            file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            for count, event in enumerate(events(drawn), 1):
-                comma = b",\n" if count > 1 else b""
-                file.write(comma + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode())
-            file.write(b"\n]}\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a file that can be written with -o") from error
+    with whole_file(path) as raw, _packed(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for count, event in enumerate(events(drawn), 1):
+            comma = b",\n" if count > 1 else b""
+            file.write(comma + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode())
+        file.write(b"\n]}\n")
     return count
 
 

@@ -190,10 +190,10 @@ def _swept(rows: Sequence[Mapping[str, Any]], schema: Any) -> list[str]:
 
 def _ranked(folder: Path, row: Mapping[str, Any], choice: Mapping[str, Any], slo: SloLimits | None) -> Ranked | None:
     """Return the point of *row* under *slo*, or under its own objective; None without requests or evidence."""
-    import pyarrow.parquet as pq
+    from pdsim.results import reading
 
     names = ["status", "arrival", "output", *_LATENCIES]
-    found = pq.read_table(folder / row["folder"] / "requests.parquet", columns=names)
+    found = reading.table(folder / row["folder"] / "requests.parquet", names)
     requests = found.to_pylist()
     if not requests or row["evidence"] in (None, "none"):
         return None

@@ -23,7 +23,8 @@ from pdsim.results.report import of_run
 from pdsim.results.report.page import Content, Tile
 from pdsim.results.store import FILES
 from pdsim.units import format_rate, format_size, format_time
-from pdsim.validation.verdicts import Compared, Value, by_class, by_decade, compare, tables, unseal
+from pdsim.validation import load_errors
+from pdsim.validation.verdicts import Compared, Value, by_class, by_decade, compare, tables, unseal, values_in
 
 __all__ = ["EXPECTED", "MEASURED", "agreement", "content", "figures", "found_in"]
 
@@ -43,9 +44,26 @@ def found_in(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[Compare
         raise ConfigError(
             f"{folder} has no {missing[0]}: predictions without measurements have no figure; measure them"
         )
-    expected, measured = (unseal((folder / name).read_bytes(), str(folder / name)) for name in (EXPECTED, MEASURED))
-    both = compare(*([Value(**row) for row in rows] for rows in (expected["expected"], measured["measured"])))
+    first, second = folder / EXPECTED, folder / MEASURED
+    measured = unseal(second.read_bytes(), str(second), "expectations")
+    if "runs" in measured:
+        expected = unseal(first.read_bytes(), str(first), "predicted")
+        return expected, measured, _of_servers(expected, measured)
+    expected = unseal(first.read_bytes(), str(first), "expected", "written", "hw", "backend")
+    measured = unseal(second.read_bytes(), str(second), "measured", "engines", "began")
+    both = compare(values_in(expected, "expected", str(first)), values_in(measured, "measured", str(second)))
     return expected, measured, both
+
+
+def _of_servers(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Compared]:
+    """Return the quantiles of each load beside the median of what its runs measured."""
+    found = [
+        Compared(Value(one.metric, one.part, "time", 0, one.predicted), one.middle, one.measured)
+        for one in load_errors.of_files(expected, measured)
+    ]
+    if not found:
+        raise ConfigError("nothing to compare: no request of a part that was predicted has ended well")
+    return found
 
 
 def figures(found: Sequence[Compared]) -> list[Figure]:
@@ -74,16 +92,17 @@ def content(folder: Path) -> Content:
     ]
     facts = {
         "predicted before it was measured": "yes" if before else "no",
-        "measured by": ", ".join(measured["engines"]),
+        "measured by": ", ".join(measured.get("engines") or measured.get("servers") or ["servers"]),
         "calibration": str(expected.get("calibration") or "none"),
     }
     kept = {
-        "predicted": expected["written"],
-        "measured from": measured["began"],
+        "predicted": str(expected.get("written")),
+        "measured from": str(measured.get("began")),
         "commit": str(expected.get("commit")),
     }
     kept |= {"predictions, SHA-256": expected["sha256"], "folder": str(folder)}
-    title = f"{expected['backend']} on {expected['hw']}: predicted and measured"
+    about = f"{expected['backend']} on {expected['hw']}" if "hw" in expected else folder.name
+    title = f"{about}: predicted and measured"
     if all((folder / name).is_file() for name in FILES):
         base = of_run.content(folder, figures(found))
         facts |= {"status": base.facts["status"]}

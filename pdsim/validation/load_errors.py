@@ -22,7 +22,18 @@ import numpy as np
 from pdsim.results.record import Table
 from pdsim.results.statistics import percentile
 
-__all__ = ["BOUNDS", "LATENCIES", "SINGLE", "Judged", "errors", "floors", "judged", "quantiles", "tables"]
+__all__ = [
+    "BOUNDS",
+    "LATENCIES",
+    "SINGLE",
+    "Judged",
+    "errors",
+    "floors",
+    "judged",
+    "of_files",
+    "quantiles",
+    "tables",
+]
 
 LATENCIES = ("ttft", "tpot", "e2e", "prefilled", "handoff")
 """Columns of a row, where it has them."""
@@ -105,6 +116,15 @@ def judged(
             if metric in BOUNDS and seen:
                 found.append(Judged(part, metric, value, seen))
     return found
+
+
+def of_files(expected: Mapping[str, Any], measured: Mapping[str, Any]) -> list[Judged]:
+    """Return what two files of `experiments.validate_live` have in common; requests that failed are left out."""
+    runs = [
+        {name: quantiles([row for row in rows if row["status"] == "ok"]) for name, rows in run.items()}
+        for run in measured["runs"]
+    ]
+    return judged(expected["predicted"], runs)
 
 
 def errors(found: Iterable[Judged], keep: Callable[[str], bool] = lambda _: True) -> dict[str, float]:

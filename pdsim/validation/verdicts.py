@@ -16,9 +16,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +27,7 @@ from pdsim.calibration.noise_floor import Floor, floor
 from pdsim.errors import ConfigError
 from pdsim.results.record import Metric, Table
 from pdsim.results.statistics import percentile
+from pdsim.version import __version__
 
 __all__ = [
     "Bound",
@@ -40,6 +42,7 @@ __all__ = [
     "seal",
     "tables",
     "unseal",
+    "values_in",
 ]
 
 RESAMPLES = 1000
@@ -223,18 +226,20 @@ def _interval(values: Floats) -> tuple[float, float]:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Return *content* as JSON with the SHA-256 of all the rest in it, so that a later change shows.
+    """Return *content* as JSON with pdsim's version and the SHA-256 of all the rest, so that a later change shows.
 
     >>> unseal(seal({"seed": 1}), "predictions.json")["seed"]
     1
     """
+    content = {"pdsim": __version__, **content}
     return (json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n").encode()
 
 
-def unseal(text: bytes, name: str) -> dict[str, Any]:
+def unseal(text: bytes, name: str, *keys: str) -> dict[str, Any]:
     """Return what `seal` was given and, as ``sha256``, the hash.
 
-    Raise a `ConfigError` that names the file *name* if it is no such file, or was changed since.
+    Raise a `ConfigError` that names the file *name* if it is no such file, was changed since, or lacks one of
+    *keys*: files of transfers and of servers, and of other versions, differ.
 
     The hash covers the content with sorted keys, so that reformatting the file does not count as a change.
     """
@@ -249,7 +254,39 @@ def unseal(text: bytes, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"{name} was changed after it was written: its contents do not have its hash; take the original"
         )
+    if missing := [key for key in keys if key not in content]:
+        raise ConfigError(_foreign(content, name, f"no {missing[0]}"))
     return {**content, "sha256": digest}
+
+
+def values_in(content: Mapping[str, Any], key: str, name: str) -> list[Value]:
+    """Return the values that the rows at *key* of *content* hold, which `unseal` returned of the file *name*.
+
+    Raise a `ConfigError` that names the versions if the rows are of one that had other fields.
+    """
+    rows = content[key]
+    try:
+        unknown = sorted({field for row in rows for field in row} - {field.name for field in fields(Value)})
+        if not unknown:
+            return msgspec.convert(rows, list[Value])
+        reason = f"rows with {unknown[0]}"
+    except (TypeError, msgspec.ValidationError) as error:
+        reason = f"other rows ({error})"
+    raise ConfigError(_foreign(content, name, reason))
+
+
+def _foreign(content: Mapping[str, Any], name: str, reason: str) -> str:
+    """Return what to say of a file *name* that this version, or this command, cannot read for *reason*."""
+    if {"requests", "runs"} & set(content):
+        return f"{name} has {reason}, for it is of servers: use validate target=live, or experiment=validate_live"
+    if {"expected", "measured"} & set(content) and reason in ("no requests", "no predicted", "no runs"):
+        return f"{name} has {reason}, for it is of transfers: use validate without target=live"
+    commit = f", commit {str(content['commit'])[:12]}" if content.get("commit") else ""
+    writer = f"pdsim {content['pdsim']}" if "pdsim" in content else "an older pdsim"
+    return (
+        f"{name} has {reason}: {writer}{commit} wrote it, this is pdsim {__version__}; "
+        "read it with the version that wrote it, or validate again"
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -1,0 +1,126 @@
+"""Folders of another kind, of another version and cut short: one line that says what is there and what to do."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdsim.cli.main import main
+from pdsim.results.store import Run
+from pdsim.results.whole_file import whole_file
+from pdsim.validation.verdicts import seal
+from pdsim.version import __version__
+from tests.support.configs import make_config, make_result
+
+NOW = f"pdsim {__version__}"
+STORED = Path(__file__).resolve().parents[2] / "data" / "validation" / "nixl-2xh200"
+
+
+@pytest.fixture
+def validation(tmp_path):
+    return Path(shutil.copytree(STORED, tmp_path / "validation"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(make_config(tmp_path), command=("pdsim", "run")).finish(make_result())
+
+
+def rewritten(file, change):
+    content = json.loads(file.read_bytes())
+    del content["sha256"]
+    change(content)
+    file.write_bytes(seal(content))
+
+
+def refused(capsys, *words):
+    assert main([str(word) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def older(content):
+    for row in content["measured"]:
+        row["pieces"] = 1
+
+
+def of_text(content):
+    content["measured"][0]["value"] = "fast"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            older,
+            f"measurements.json has rows with pieces: {NOW} wrote it, this is {NOW}; read it with the version that",
+        ),
+        (of_text, "measurements.json has other rows (Expected `float`, got `str` - at `$[0].value`)"),
+        (lambda content: content.pop("measured"), "measurements.json has no measured"),
+        (lambda content: content.pop("began"), "measurements.json has no began"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "validate"])
+def test_a_validation_of_another_version_names_the_versions(validation, tmp_path, capsys, command, change, said):
+    rewritten(validation / "measurements.json", change)
+    stored = (
+        f"experiment.stored={validation}",
+        "hw=2xh200",
+        "backend=nixl",
+        f"output={tmp_path / 'out'}",
+        "--quiet",
+    )
+    line = refused(capsys, command, *(stored if command == "validate" else [validation]))
+    assert line.startswith(f"pdsim: {validation}/")
+    assert said in line
+
+
+def test_a_validation_of_servers_is_none_of_transfers(validation, tmp_path, capsys):
+    parts = {"kind": "serving", "requests": {}, "predicted": {"load-1": {"ttft_p50": 0.11}}}
+    rewritten(validation / "expectations.json", lambda content: (content.clear(), content.update(parts)))
+    served = {"status": "ok", "ttft": 0.1}
+    rewritten(
+        validation / "measurements.json",
+        lambda content: (
+            content.pop("measured"),
+            content.update(runs=[{"load-1": [served]}], servers={"a": "vllm"}),
+        ),
+    )
+    words = ("hw=2xh200", "backend=nixl", "--quiet", f"output={tmp_path / 'out'}")
+    line = refused(capsys, "validate", f"experiment.stored={validation}", *words)
+    assert "has no measured, for it is of servers: use validate target=live" in line
+    assert main(["report", str(validation), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "+10.0 %" in page
+    assert "load-1" in page
+
+
+@pytest.mark.parametrize("command", ["show", "compare", "explain", "timeline"])
+def test_files_of_a_validation_alone_are_no_run(validation, capsys, command):
+    assert f"without its run; see pdsim report {validation}" in refused(capsys, command, validation)
+
+
+@pytest.mark.parametrize("command", ["report", "timeline", "explain"])
+@pytest.mark.parametrize("name", ["requests", "transfers"])
+def test_a_table_that_was_cut_short_is_named(run, capsys, command, name):
+    with (run / f"{name}.parquet").open("r+b") as file:
+        file.truncate(20)
+    line = refused(capsys, command, run, *(["--fast"] if command == "explain" else []))
+    assert f"{name}.parquet is not a table: " in line
+    assert "it was changed since, so run it again" in line
+
+
+def test_profile_without_pytorch_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "profile needs PyTorch; pip install" in refused(capsys, "profile", "--to", tmp_path / "new", "hw=8xh100")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_bytes(b"before")
+    with pytest.raises(TypeError), whole_file(page) as file:
+        file.writelines([b"half", "of it"])
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("page.html", b"before")]
