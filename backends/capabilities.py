@@ -52,8 +52,7 @@ class Variant:
         one_sided: Whether the target's process has no part in a transfer, which ends though that is
             stopped.
         proves_quiescence: Whether `Endpoint.quiesced` comes after a peer was killed.
-        posting_threads: Whether `Engine.threads` of a rank post, each one transfer at a time until
-            its end.
+        posting_threads: Whether `Engine.threads` of a rank post, each one transfer at a time.
         guest: "module:object" of a recipe, if it runs in the RDMA guest.
         same_as: Another backend of the class whose transfers are the same: the suite runs that one.
         tried_with: More options for the suite, by suffix of the case's name.
@@ -66,8 +65,7 @@ class Variant:
     memory: tuple[str, ...] = ("host",)  # which buffers it moves: "host", "gpu"
     one_sided: bool = False  # the target's process has no part in a transfer, which ends though that is stopped
     proves_quiescence: bool = True  # `Endpoint.quiesced` comes after a peer was killed
-    one_thread: str = ""  # why several threads of a rank must not post, where somebody tried
-    posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time until its end
+    posting_threads: bool = False  # `Engine.threads` of a rank post, each one transfer at a time
     guest: str = ""  # "module:object", a `Recipe` of `backends.emulation.guest.recipe`: it runs in the RDMA guest
     same_as: str = ""  # another backend of the class whose transfers are the same: the suite runs that one
     # more options for the suite, by suffix

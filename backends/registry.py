@@ -148,10 +148,9 @@ def check(engine: Engine) -> Iterator[str]:
     for rule in dict.fromkeys(way.check for way in ways if way.check is not None):
         yield from rule(engine)
     if engine.threads != 1 and not any(way.posting_threads for way in ways):
-        why = next((f" ({way.one_thread})" for way in ways if way.one_thread), "")
         yield (
-            f"backend.threads={engine.threads}: real ranks of backend={engine.name} post from one thread{why}; use "
-            "1, or a backend of Mooncake"
+            f"backend.threads={engine.threads}: real ranks of backend={engine.name} post from one thread; use 1, "
+            "or a backend of Mooncake or NIXL"
         )
 
 

@@ -58,8 +58,8 @@ WRONG = [
         "collective=gloo gathers memory of the host; use timing=caller",
     ),
     (
-        ("hw=loopback", "target=real", "backend=nixl_tcp", "backend.threads=2"),
-        "post from one thread (its agent has no lock, and three threads end the process); use 1",
+        ("hw=2xh200", "target=real", "backend=nvlink", "backend.threads=2"),
+        "post from one thread; use 1, or a backend of Mooncake or NIXL",
     ),
     ("backend.policy=3", "backend.policy must have keys of its own (queues,"),
     ("backend.policy.queues=many", "backend.policy.queues must be a whole number, got 'many'"),

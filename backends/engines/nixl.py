@@ -22,7 +22,8 @@ What it does about the engine's ways:
 - Its agent has no lock unless it is asked for one (`NIXL_THREAD_SYNC_STRICT`); neither vLLM nor SGLang ask.  Three
   threads of a process that post through one agent ended it by signal 11 at once, over TCP and shared memory; with
   the lock all bytes arrive, and a transfer over TCP (64 x 16 KiB, loopback) takes 0.9 to 1.1 times as long for twice
-  the processor time.  So one thread posts.
+  the processor time.  So with ``backend.threads`` above 1 the agent has its lock, and so many threads make and start
+  handles; the clock's thread asks for their state as ever.
 - Notifications are the engine's own.  They carry the sender's agent name, which is the rank's and a token.
 - Over shared memory a large write is copied by the kernel inside the posting call, which takes as long as the copy.
 - What carries GPU memory UCX decides at the first transfer, and may decide for emulation over TCP.  Its log then has
@@ -35,10 +36,10 @@ import ctypes
 import importlib
 import logging
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+import queue
+import threading
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ from backends.base.device import RealBuffer
 from backends.base.endpoint import RealEndpoint
 from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import captured_stderr, installed, prepare
-from backends.capabilities import EngineLibrary, Variant, declared
+from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
+from backends.engines.ucx import LO, NIXL, NO_IB, Transports, between_gpus, between_hosts, has_rdma
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
 
@@ -65,30 +67,6 @@ use."""
 _Int64s = npt.NDArray[np.int64]
 
 _ACTIVE, _IDLE = b"active", b"idle"
-_LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
-_NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
-NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Transports(Variant):
-    """How UCX is told what to go over, and what it may then report.
-
-    Attributes:
-        environment: Variables that make the variant what it is, if ``backend.options`` do not name
-            them.
-        defaults: Variables that are left alone where the environment has them.
-        error_handling: Of UCX: "peer", or "none" where a transport has none.
-        allowed: Transports that UCX may report; with any other the endpoint is refused, since
-            results would be of that.
-    """
-
-    requires: EngineLibrary | None = NIXL
-    one_thread: str = "its agent has no lock, and three threads end the process"
-    environment: Mapping[str, str]
-    defaults: Mapping[str, str]  # of the environment, which may be set otherwise
-    error_handling: str  # of UCX: "peer" or "none"
-    allowed: frozenset[str]
 
 
 class NixlEndpoint(RealEndpoint):
@@ -110,34 +88,34 @@ class NixlEndpoint(RealEndpoint):
     kind = "nixl"
     options = ("progress_thread", "num_threads")
     variants = (
-        _Transports(
+        Transports(
             backend="nixl_tcp",
             memory=("host", "gpu"),
             environment={"UCX_TLS": "tcp,self"},
-            defaults={**_LO, **_NO_IB},
+            defaults={**LO, **NO_IB},
             error_handling="peer",
             allowed=frozenset({"tcp", "self"}),
         ),
-        _Transports(
+        Transports(
             backend="nixl_shm",
             device="shm",
             one_sided=True,
             proves_quiescence=False,  # nobody can see what lies in shared memory
             environment={"UCX_TLS": "posix,cma"},
-            defaults=_NO_IB,
+            defaults=NO_IB,
             error_handling="none",
             allowed=frozenset({"posix", "cma"}),
         ),
-        _Transports(
+        Transports(
             backend="nixl",
             device="gpu",
             memory=("gpu",),
             environment={"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"},
-            defaults={**_LO, **_NO_IB},
+            defaults={**LO, **NO_IB},
             error_handling="peer",
             allowed=frozenset({"tcp", "self"}),
         ),
-        _Transports(
+        Transports(
             backend="nixl",
             device="rdma",
             one_sided=True,
@@ -157,7 +135,7 @@ class NixlEndpoint(RealEndpoint):
         on_gpu = isinstance(self.device, CudaDevice)
         # host memory goes over RDMA where there is any, and GPU memory between GPUs
         ways = declared(self.variants, self.settings.name)
-        way = next((way for way in ways if way.device == ("rdma" if _has_rdma() and not on_gpu else "gpu")), ways[0])
+        way = next((way for way in ways if way.device == ("rdma" if has_rdma() and not on_gpu else "gpu")), ways[0])
         self._way, self._gpus_only = way, way.device == "gpu"
         variant, allowed = way.environment, way.allowed
         defaults = {**way.defaults, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stderr"}
@@ -177,8 +155,10 @@ class NixlEndpoint(RealEndpoint):
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[PeerLine] = set()  # peers that we poll for
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
+        self._orders: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()  # for threads that post
+        self._threads: list[threading.Thread] = []
         self._agent, log = self._start_agent(way.error_handling)
-        transports = _transports(log)
+        transports = between_hosts(log)
         if self._gpus_only:
             transports = set()  # of GPU memory UCX says nothing yet
         elif not transports or not transports <= allowed:
@@ -205,7 +185,8 @@ class NixlEndpoint(RealEndpoint):
         except ImportError as error:
             raise BackendUnavailable(f"NIXL cannot be imported ({error}): {NIXL.install}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to the standard output
-        config = api.nixl_agent_config(enable_prog_thread=self._thread, backends=[])
+        lock = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT if self.settings.threads > 1 else None
+        config = api.nixl_agent_config(enable_prog_thread=self._thread, backends=[], sync_mode=lock)
         settings = {"ucx_error_handling_mode": error_handling}
         if self._workers:
             settings["num_threads"] = str(self._workers)
@@ -220,7 +201,11 @@ class NixlEndpoint(RealEndpoint):
     def stop_engine(self, idle: bool) -> None:
         """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
+        for _ in self._threads:
+            self._orders.put(None)
         if idle:
+            for thread in self._threads:
+                thread.join()
             for peer in self.peers.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
@@ -267,30 +252,85 @@ class NixlEndpoint(RealEndpoint):
 
     def post(self, transfer: PostedTransfer) -> None:
         """Post to the engine; see `EngineHooks.post`."""
-        peer, batch = transfer.peer, transfer.batch
+        peer = transfer.peer
         if peer not in self._announced:
             self.control.send(peer.line, _ACTIVE)
         self._announced[peer] = transfer.submitted
+        if self.settings.threads > 1:
+            self._queue(transfer)
+            return
+        transfer.handle = self._make(transfer)
+        transfer.prepared = transfer.posted = self.clock.now
+        self._posted[transfer] = None
+        state = self._ask(self._agent.transfer, transfer)
+        transfer.posted = self.clock.now
+        if state != "PROC":
+            self._ended(transfer, state)
+
+    def _make(self, transfer: PostedTransfer) -> Any:
+        """Return NIXL's handle of *transfer*; raise a `TransferFailed` if it refuses one."""
+        batch = transfer.batch
         near, far = batch.source_offset, batch.target_offset
         if transfer.operation == "read":
             near, far = far, near
         try:
-            transfer.handle = self._agent.initialize_xfer(
+            return self._agent.initialize_xfer(
                 transfer.operation.upper(),
                 self._descriptors(near, batch.size, transfer.local.region),
                 self._descriptors(far, batch.size, transfer.remote),
-                peer.handle,
+                transfer.peer.handle,
                 transfer.notify,
             )
         except Exception as error:
             raise TransferFailed(
                 f"NIXL did not take a {transfer.operation} of {batch.nbytes} bytes: {error}"
             ) from error
-        transfer.prepared = transfer.posted = self.clock.now
+
+    # --- several posting threads -----------------------------------------------------------------------------------
+
+    def _queue(self, transfer: PostedTransfer) -> None:
+        """Leave *transfer* to the threads that post, which are started with the first one."""
+        while len(self._threads) < self.settings.threads:
+            name = f"nixl poster {len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+            self._threads[-1].start()
+        self._orders.put(transfer)
+
+    def _serve(self) -> None:
+        """Make and start the handles of what is queued, one after the other; runs in a thread of its own."""
+        self.device.enter()
+        while (transfer := self._orders.get()) is not None:
+            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
+                self.clock.call(partial(self.quiesce, transfer))
+                continue
+            try:
+                handle = self._make(transfer)
+            except TransferFailed as error:
+                self.clock.call(partial(self._refused, transfer, error))
+                continue
+            prepared = self.clock.now
+            try:
+                answer = self._agent.transfer(handle)
+            except Exception as error:
+                answer = error
+            self.clock.call(partial(self._started, transfer, handle, (prepared, self.clock.now), answer))
+
+    def _refused(self, transfer: PostedTransfer, error: TransferFailed) -> None:
+        """Fail *transfer*, of which nothing has moved."""
+        if transfer.triggered:
+            self.quiesce(transfer)
+        else:
+            self.fail(transfer, error, moving=False)
+
+    def _started(
+        self, transfer: PostedTransfer, handle: Any, times: tuple[float, float], answer: str | Exception
+    ) -> None:
+        """Look after *transfer*, whose handle a thread made and started at *times*, with NIXL's *answer*."""
+        transfer.handle = handle
+        transfer.prepared, transfer.posted = times
         self._posted[transfer] = None
-        state = self._ask(self._agent.transfer, transfer)
-        transfer.posted = self.clock.now
-        if state != "PROC":
+        state = self._ask(lambda _: _said(answer), transfer)
+        if state != "PROC" and not self.closed:
             self._ended(transfer, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
@@ -322,7 +362,7 @@ class NixlEndpoint(RealEndpoint):
         if size == self._logged:
             return
         self._logged = size
-        if transports := _transports_between_gpus(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
+        if transports := between_gpus(Path(f"/proc/self/fd/{log}").read_text(errors="replace")):
             self.engine = _name(transports)
             self._log = None  # the descriptor stays open, for UCX writes on
 
@@ -414,6 +454,13 @@ class NixlEndpoint(RealEndpoint):
         super().on_lost(line)
 
 
+def _said(answer: str | Exception) -> str:
+    """Return *answer*, or raise it."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 @cache
 def _place(device: str) -> tuple[str, int]:
     """Return how NIXL names the kind of *device*, and its number."""
@@ -444,36 +491,6 @@ def _count(value: str, name: str) -> int:
     return int(value)
 
 
-def _has_rdma() -> bool:
-    """Return whether Linux has an RDMA device."""
-    folder = Path("/sys/class/infiniband")
-    return folder.is_dir() and any(folder.iterdir())
-
-
 def _name(transports: set[str]) -> str:
     """Return what results say of the engine: its version and the transports that UCX reports."""
     return f"nixl {installed('nixl-cu13')} ucx {'+'.join(sorted(transports))}".rstrip()
-
-
-def _transports_between_gpus(log: str) -> set[str]:
-    """Return the transports that UCX's tables name for writes and reads between GPUs.
-
-    Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
-    ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
-    """
-    found: set[str] = set()
-    between_gpus = False
-    for line in log.splitlines():
-        if " by ucp_" in line:
-            between_gpus = "remote memory" in line and line.count("cuda/") == 2
-        elif between_gpus and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
-            found.add(row[1])
-    return found
-
-
-def _transports(log: str) -> set[str]:
-    """Return the transports that UCX's log names for its connection to itself.
-
-    Its lines are like ``cfg#0 rma(posix/memory) am(...)``.
-    """
-    return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))

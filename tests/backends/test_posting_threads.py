@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from backends import registry
 from backends.jobs.launcher import Processes
 from experiments.transfer import TransferOptions, run
@@ -9,14 +11,17 @@ from tests.backends import programs
 from tests.support.composed import composed
 from tests.support.engines import engine, make_target, spec
 
-
-def target(threads: int) -> Processes:
-    make_target("mooncake_tcp")
-    return Processes(replace(engine("mooncake_tcp"), threads=threads), deadline=60)
+NAMES = ("mooncake_tcp", "nixl_tcp")
 
 
-def test_transfers_to_two_peers_arrive_whole():
-    config = composed("hw=loopback", "backend=mooncake_tcp", "target=real", "experiment=transfer")
+def target(name: str, threads: int) -> Processes:
+    make_target(name)
+    return Processes(replace(engine(name), threads=threads), deadline=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transfers_to_two_peers_arrive_whole(name):
+    config = composed("hw=loopback", f"backend={name}", "target=real", "experiment=transfer")
     options = TransferOptions(
         patterns=("fanout:2",),
         size=(65536,),
@@ -26,7 +31,7 @@ def test_transfers_to_two_peers_arrive_whole():
         repeat=10,
         warmup=1,
     )
-    result = run(replace(config, experiment=options), target(3), lambda *_: None)
+    result = run(replace(config, experiment=options), target(name, 3), lambda *_: None)
     assert not result.failures
     assert {record.status for record in result.transfers} == {"ok"}
     heads = list(result.tables[0].columns)
@@ -34,14 +39,14 @@ def test_transfers_to_two_peers_arrive_whole():
     assert [(row[verified], row[status]) for row in result.tables[0].rows] == [("8/8", "ok")] * 2
 
 
-def test_a_write_to_a_dead_process_settles():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_write_to_a_dead_process_settles(name):
     ranks = [spec("a", programs.settle_after_loss, to="b"), spec("b", programs.wait_for_death, by="a")]
-    assert target(2).run(ranks, kill={"b": 2.0}).ranks["a"].value == ["PeerLost", True, 0]
+    assert target(name, 2).run(ranks, kill={"b": 2.0}).ranks["a"].value == ["PeerLost", True, 0]
 
 
 def test_engines_that_post_from_one_thread_say_so():
-    for name in ("nixl_tcp", "nixl_shm"):
-        (problem,) = registry.check(replace(engine(name), threads=2))
-        assert problem.startswith(f"backend.threads=2: real ranks of backend={name} post from one thread (its ")
-        assert problem.endswith("three threads end the process); use 1, or a backend of Mooncake")
-    assert not list(registry.check(replace(engine("mooncake_tcp"), threads=2)))
+    (problem,) = registry.check(replace(engine("nvlink"), threads=2))
+    assert problem.startswith("backend.threads=2: real ranks of backend=nvlink post from one thread; use 1, or a")
+    for name in NAMES:
+        assert not list(registry.check(replace(engine(name), threads=2)))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What UCX under NIXL goes over: how it is told, what it may report, and how its log says what it chose.
+
+Of an agent and its transfers this module knows nothing: that is `backends.engines.nixl`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from backends.capabilities import EngineLibrary, Variant
+
+__all__ = ["LO", "NIXL", "NO_IB", "Transports", "between_gpus", "between_hosts", "has_rdma"]
+
+LO = {"UCX_NET_DEVICES": "lo"}  # or it also listens on the other interfaces, and advertises them
+NO_IB = {"UCX_MODULES": "^ib"}  # its libnl and the system's in one process crash at exit
+NIXL = EngineLibrary("import nixl_cu13", ("nixl-cu13",), "pip install --no-deps nixl-cu13==1.5.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transports(Variant):
+    """How UCX is told what to go over, and what it may then report.
+
+    Attributes:
+        environment: Variables that make the variant what it is, if ``backend.options`` do not name
+            them.
+        defaults: Variables that are left alone where the environment has them.
+        error_handling: Of UCX: "peer", or "none" where a transport has none.
+        allowed: Transports that UCX may report; with any other the endpoint is refused, since
+            results would be of that.
+    """
+
+    requires: EngineLibrary | None = NIXL
+    posting_threads: bool = True
+    environment: Mapping[str, str]
+    defaults: Mapping[str, str]  # of the environment, which may be set otherwise
+    error_handling: str  # of UCX: "peer" or "none"
+    allowed: frozenset[str]
+
+
+def has_rdma() -> bool:
+    """Return whether Linux has an RDMA device."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def between_gpus(log: str) -> set[str]:
+    """Return the transports that UCX's tables name for writes and reads between GPUs.
+
+    Such a table has the title ``remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[3]`` and rows like
+    ``| 0..inf | zero-copy | cuda_ipc/cuda |``.
+    """
+    found: set[str] = set()
+    between_gpus = False
+    for line in log.splitlines():
+        if " by ucp_" in line:
+            between_gpus = "remote memory" in line and line.count("cuda/") == 2
+        elif between_gpus and (row := re.search(r"\| +\d+(?:\.\.\w+)? +\|[^|]+\| +(\w+)/", line)):
+            found.add(row[1])
+    return found
+
+
+def between_hosts(log: str) -> set[str]:
+    """Return the transports that UCX's log names for its connection to itself.
+
+    Its lines are like ``cfg#0 rma(posix/memory) am(...)``.
+    """
+    return set(re.findall(r"(\w+)/", " ".join(re.findall(r"cfg#\d+ (.*)", log))))
