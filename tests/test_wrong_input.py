@@ -57,10 +57,6 @@ WRONG = [
         ),
         "collective=gloo gathers memory of the host; use timing=caller",
     ),
-    (
-        ("hw=2xh200", "target=real", "backend=nvlink", "backend.threads=2"),
-        "post from one thread; use 1, or a backend of Mooncake or NIXL",
-    ),
     ("backend.policy=3", "backend.policy must have keys of its own (queues,"),
     ("backend.policy.queues=many", "backend.policy.queues must be a whole number, got 'many'"),
     ("backend.options=3", "backend.options must be a mapping of keys to values, got 3"),

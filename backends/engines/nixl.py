@@ -36,10 +36,8 @@ import ctypes
 import importlib
 import logging
 import os
-import queue
-import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,7 @@ from backends.base.endpoint_state import Entry, PeerState, PostedTransfer
 from backends.base.native import captured_stderr, installed, prepare
 from backends.capabilities import declared
 from backends.cuda.cuda_device import CudaDevice
+from backends.engines.nixl_posters import Posters, Started
 from backends.engines.ucx import LO, NIXL, NO_IB, Transports, between_gpus, between_hosts, has_rdma
 from pdsim.errors import BackendUnavailable, ConfigError, PeerLost, RegistrationError, TransferFailed
 from pdsim.transfer import Notification, Region
@@ -155,8 +154,6 @@ class NixlEndpoint(RealEndpoint):
         self._announced: dict[PeerState, float] = {}  # peers that poll for us, and when they were last needed
         self._inbound: set[PeerLine] = set()  # peers that we poll for
         self._stuck: dict[PostedTransfer, None] = {}  # posted to peers that are lost
-        self._orders: queue.SimpleQueue[PostedTransfer | None] = queue.SimpleQueue()  # for threads that post
-        self._threads: list[threading.Thread] = []
         self._agent, log = self._start_agent(way.error_handling)
         transports = between_hosts(log)
         if self._gpus_only:
@@ -166,6 +163,8 @@ class NixlEndpoint(RealEndpoint):
                 f"UCX reports the transports {', '.join(sorted(transports)) or 'none'}; "
                 f"backend {self.settings.name!r} means {', '.join(sorted(allowed))} only"
             )
+        posting = self.device.enter, self._make, self._agent.transfer, self._took
+        self._posters = Posters(self.clock, self.settings.threads, *posting)
         self.clock.watch(self)
         self.call_at(self.clock.now + BEAT, self._beat)
         self._memory, self._number = (
@@ -201,15 +200,12 @@ class NixlEndpoint(RealEndpoint):
     def stop_engine(self, idle: bool) -> None:
         """Stop the engine; see `EngineHooks.stop_engine`."""
         self.clock.unwatch(self)
-        for _ in self._threads:
-            self._orders.put(None)
+        self._posters.stop(wait=idle)
         if idle:
-            for thread in self._threads:
-                thread.join()
             for peer in self.peers.values():
                 if not peer.line.lost:
                     self._agent.remove_remote_agent(peer.handle)
-            del self._agent
+            del self._agent, self._posters
 
     def inbound_drained(self) -> bool:
         """Return whether it is proven that nothing of dead processes still comes in.
@@ -257,7 +253,7 @@ class NixlEndpoint(RealEndpoint):
             self.control.send(peer.line, _ACTIVE)
         self._announced[peer] = transfer.submitted
         if self.settings.threads > 1:
-            self._queue(transfer)
+            self._posters.put(transfer)
             return
         transfer.handle = self._make(transfer)
         transfer.prepared = transfer.posted = self.clock.now
@@ -286,52 +282,19 @@ class NixlEndpoint(RealEndpoint):
                 f"NIXL did not take a {transfer.operation} of {batch.nbytes} bytes: {error}"
             ) from error
 
-    # --- several posting threads -----------------------------------------------------------------------------------
-
-    def _queue(self, transfer: PostedTransfer) -> None:
-        """Leave *transfer* to the threads that post, which are started with the first one."""
-        while len(self._threads) < self.settings.threads:
-            name = f"nixl poster {len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-            self._threads[-1].start()
-        self._orders.put(transfer)
-
-    def _serve(self) -> None:
-        """Make and start the handles of what is queued, one after the other; runs in a thread of its own."""
-        self.device.enter()
-        while (transfer := self._orders.get()) is not None:
-            if transfer.triggered:  # failed while it waited: nothing has moved, and nothing will
-                self.clock.call(partial(self.quiesce, transfer))
-                continue
-            try:
-                handle = self._make(transfer)
-            except TransferFailed as error:
-                self.clock.call(partial(self._refused, transfer, error))
-                continue
-            prepared = self.clock.now
-            try:
-                answer = self._agent.transfer(handle)
-            except Exception as error:
-                answer = error
-            self.clock.call(partial(self._started, transfer, handle, (prepared, self.clock.now), answer))
-
-    def _refused(self, transfer: PostedTransfer, error: TransferFailed) -> None:
-        """Fail *transfer*, of which nothing has moved."""
-        if transfer.triggered:
+    def _took(self, transfer: PostedTransfer, started: Started) -> None:
+        """Look after *transfer*, which a thread has *started*, or could not."""
+        transfer.handle, transfer.prepared, transfer.posted, answer = started
+        if started.handle is not None:
+            self._posted[transfer] = None
+            state = self._ask(started.state, transfer)
+            if state != "PROC" and not self.closed:
+                self._ended(transfer, state)
+        elif transfer.triggered:
             self.quiesce(transfer)
         else:
+            error = answer if isinstance(answer, TransferFailed) else TransferFailed(f"NIXL: {answer}")
             self.fail(transfer, error, moving=False)
-
-    def _started(
-        self, transfer: PostedTransfer, handle: Any, times: tuple[float, float], answer: str | Exception
-    ) -> None:
-        """Look after *transfer*, whose handle a thread made and started at *times*, with NIXL's *answer*."""
-        transfer.handle = handle
-        transfer.prepared, transfer.posted = times
-        self._posted[transfer] = None
-        state = self._ask(lambda _: _said(answer), transfer)
-        if state != "PROC" and not self.closed:
-            self._ended(transfer, state)
 
     def _descriptors(self, offset: _Int64s, size: _Int64s, region: Region) -> Any:
         """Return NIXL's list of the blocks of *size* bytes at *offset* in *region*, arrays of one length."""
@@ -452,13 +415,6 @@ class NixlEndpoint(RealEndpoint):
         """Act on the loss of a peer; see `RealEndpoint.on_lost`."""
         self._inbound.discard(line)
         super().on_lost(line)
-
-
-def _said(answer: str | Exception) -> str:
-    """Return *answer*, or raise it."""
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 @cache
