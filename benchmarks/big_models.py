@@ -11,12 +11,11 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
   the published rate is a step of 92 ms (the report says about 100).
 - DeepSeek: the open-source week's overview of its inference system, a day's mean over about 227 nodes of 8 x H800.
   A prompt of 4,000 tokens is assumed, of which 56.3 % are cached as published; 4,989 tokens of context are
-  published, and 88 requests a GPU are what the published rate and 21 tokens a second for each user mean.  The 32,200
-  are 73,700 less the 56.3 % that were cached.  608e9 tokens in and 168e9 out a day are those rates on 95.5 and 131.4
-  nodes, together the 226.75 that were in service in the mean: nodes released at night are in neither.  That leaves
-  the hours' load of the nodes in service, which is not published: 65 % of this model's saturated engine, or 39 % of
-  one that hides its exchange, as DeepSeek's does.  The most nodes, 278, are 1.23 times the mean; a load that
-  followed the hours on as many nodes would be 82 %.
+  published.  608e9 tokens in and 168e9 out a day are the published rates on 95.5 and 131.4 nodes, together the 226.75
+  that were in service in the mean: nodes released at night are in neither.  A load that followed the hours on as many
+  nodes would be 82 %.
+
+`CAUSES` says where the errors come from.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pdsim.repository import data
 from pdsim.serving.compute.roofline import ForwardTime, forward_time
 from pdsim.serving.settings import Side
 
-__all__ = ["CASES", "Case", "main", "rows"]
+__all__ = ["CASES", "CAUSES", "Case", "main", "rows"]
 
 
 class Case(NamedTuple):
@@ -56,6 +55,25 @@ CASES = (
     Case("DeepSeek, 8 x H800", "prefill", H800, 32, 8, 2250, 1750, 32_200),
     Case("DeepSeek, 8 x H800", "decode", H800, 144, 88, 4989, 1, 14_800),
 )
+
+
+CAUSES = {
+    "DeepSeek, prefill": (
+        "published is a day's mean of the nodes in service, 73,700 tokens/s less the 56.3 % that were cached; "
+        "modelled is a saturated engine. Published would be 65 % of it, or 39 % of one that hides its exchange, "
+        "as DeepSeek's does; the load of those nodes is not published. The most nodes, 278, are 1.23 times the "
+        "mean of 226.75."
+    ),
+    "decode": (
+        "batches are assumed: 256 requests a GPU (SGLang: steps of 92 ms, reported about 100), and 88 (DeepSeek: "
+        "what its rate and 21 tokens/s for each user mean)."
+    ),
+    "SGLang, prefill": (
+        "no host takes time between forwards, experts are loaded evenly, and shares of the peaks are assumed. "
+        "DeepSeek's decode has the same."
+    ),
+}
+"""Where errors come from, as docs/reports.md says."""
 
 
 def rows() -> Iterator[tuple[str, str, float, float, float]]:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import faults_model
+from benchmarks.big_models import CAUSES
 from benchmarks.faults_real import table as faults_real
 from experiments.faults.kinds import KINDS as KINDS_OF_FAULTS
 from experiments.reports.figures import REASONS, kept
@@ -103,11 +104,13 @@ def output() -> Iterator[str]:
 
 def figures() -> Iterator[str]:
     """Yield the lines of the table of docs/reports.md, and why its figures are missed."""
-    yield "| report | figure, as a factor | reported | simulated | error | verdict | assumed |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| report | figure, a factor | reported | simulated | error | interval | verdict | assumed | left open |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in kept():
-        numbers = f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%}"
-        yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} |"
+        numbers = (
+            f"{row.reported:.3g} | {row.simulated:.3g} | {row.error:+.0%} | {row.lowest:.3g} to {row.highest:.3g}"
+        )
+        yield f"| {row.report} | {row.figure} | {numbers} | {row.verdict} | {row.assumed} | {row.open} |"
     yield ""
     for report, reason in REASONS.items():
         yield from textwrap.wrap(f"- {report}: {reason}", 116, subsequent_indent="  ", break_on_hyphens=False)
@@ -122,6 +125,9 @@ def big_models() -> Iterator[str]:
             told, found, hidden = (float(row[name]) for name in ("published", "modelled", "exchange hidden"))
             numbers = f"{told:,.0f} | {found:,.0f} | {found / told - 1:+.0%} | {hidden:,.0f}"
             yield f"| {row['source']} | {row['side']} | {numbers} |"
+    yield ""
+    for name, cause in CAUSES.items():
+        yield from textwrap.wrap(f"- {name}: {cause}", 116, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def kinds() -> Iterator[str]:

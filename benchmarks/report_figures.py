@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate what reports say in figures and keep it: ``python -m benchmarks.report_figures``, a minute of CPU."""
+"""Simulate what reports say in figures and keep it: ``python -m benchmarks.report_figures``, two minutes of CPU."""
 
 from __future__ import annotations
 

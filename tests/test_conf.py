@@ -151,6 +151,11 @@ def test_the_command_line_wins_over_that():
     assert composed(*words).experiment.tokens == (64,)
 
 
+@pytest.mark.parametrize("workload", options("workload"))
+def test_every_workload_can_be_served(workload):
+    checks.check(composed(f"workload={workload}"))
+
+
 @pytest.mark.parametrize("hw", options("hw"))
 def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
     config = composed(f"hw={hw}")

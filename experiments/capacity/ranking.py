@@ -166,8 +166,9 @@ def _answer(
         return [*lines, ["best", "none: the SLO fails at any load; relax slo, or take a faster machine"]]
     shape, one, probe = order[0]
     scale = _rate(shape, probe, gpus) / probe.load
+    times = "once" if gpus == shape.gpus else f"{gpus // shape.gpus} times"
     lines += [
-        ["best", f"{shape}, {gpus // shape.gpus} copies on {gpus} GPUs"],
+        ["best", f"{shape}, {times} on {gpus} GPUs"],
         [
             "serves",
             f"{_rate(shape, probe, gpus):.3g} requests/s, {_tokens(shape, probe, gpus):.4g} tokens/s/GPU out",

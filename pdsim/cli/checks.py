@@ -257,13 +257,14 @@ def _gpus_here(vendor: str) -> int:
 
 _GENERATED = ("poisson", "gamma", "bursty")
 _USES = {
-    "rate": _GENERATED,
+    "rate": (*_GENERATED, "sessions"),
     "cv": ("gamma",),
     "burst": ("bursty",),
     "burst_length": ("bursty",),
     "speed": ("embedded",),
     "jitter": ("embedded",),
-    **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv"), _GENERATED),
+    **dict.fromkeys(("input_mean", "input_cv", "output_mean", "output_cv", "ramp"), (*_GENERATED, "sessions")),
+    **dict.fromkeys(("users", "turns", "think", "shared"), ("sessions",)),
 }
 """Which arrivals a key of the workload is for; the others do not look at it."""
 
