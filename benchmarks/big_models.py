@@ -11,9 +11,9 @@ the peaks that ``compute=roofline`` assumes; experts are loaded evenly.
   the published rate is a step of 92 ms (the report says about 100).
 - DeepSeek: the open-source week's overview of its inference system, a day's mean over about 227 nodes of 8 x H800.
   A prompt of 4,000 tokens is assumed, of which 56.3 % are cached as published; 4,989 tokens of context are
-  published.  608e9 tokens in and 168e9 out a day are the published rates on 95.5 and 131.4 nodes, together the 226.75
-  that were in service in the mean: nodes released at night are in neither.  A load that followed the hours on as many
-  nodes would be 82 %.
+  published.  608e9 tokens in and 168e9 out a day are the published rates on 95.5 and 131.4 nodes, together the
+  226.75 that were in service in the mean: nodes released at night are in neither.  A load that followed the hours
+  on as many nodes would be 82 %.
 
 `CAUSES` says where the errors come from.
 """

@@ -188,10 +188,6 @@ REFUSALS = [
     ),
     (("run", "workload=poisson", "workload.cv=3"), "changes nothing of poisson arrivals; choose workload=gamma, or"),
     (
-        ("run", "workload=poisson", "workload.users=3"),
-        "changes nothing of poisson arrivals; choose workload=sessions",
-    ),
-    (
         ("run", "workload=smoke", "workload.trace=x"),
         "workload.rate=6.0 changes nothing of a trace; leave it out, and",
     ),

@@ -156,6 +156,11 @@ def test_every_workload_can_be_served(workload):
     checks.check(composed(f"workload={workload}"))
 
 
+def test_users_of_sessions_are_not_those_of_other_arrivals():
+    with pytest.raises(ConfigError, match="choose workload=sessions"):
+        checks.check(composed("workload=poisson", "workload.users=3"))
+
+
 @pytest.mark.parametrize("hw", options("hw"))
 def test_every_machine_comes_with_a_backend_a_placement_and_a_model_that_suit_it(hw):
     config = composed(f"hw={hw}")
