@@ -87,6 +87,19 @@ BLIND: dict[str, list[str]] = {
     "answers-45": ["workload=poisson", "workload.rate=15", "workload.input_mean=384", "workload.output_mean=384"],
 }  # fmt: skip
 """Loads that no parameter was fitted to: other rates, lengths and arrivals than those of `LOADS`."""
+THIRD: dict[str, list[str]] = {
+    "fixed700-35": ["workload=poisson", "workload.rate=15", "workload.input_mean=700", "workload.output_mean=160"],
+    "fixed4k-60": ["workload=poisson", "workload.rate=5.6", "workload.input_mean=4000", "workload.output_mean=80"],
+    "answers200-35": ["workload=poisson", "workload.rate=11", "workload.input_mean=200", "workload.output_mean=300"],
+    "gamma1k-45": ["workload=gamma", "workload.rate=13", "workload.input_mean=1280", "workload.output_mean=112"],
+    "long6k-50": ["workload=poisson", "workload.rate=2.9", "workload.input_mean=6000", "workload.output_mean=72"],
+    "mixed2k-50": [
+        "workload=poisson", "workload.rate=7.5", "workload.input_mean=2300", "workload.output_mean=120",
+        "workload.input_cv=0.6", "workload.output_cv=0.6",
+    ],
+}  # fmt: skip
+"""Loads of the campaign after that of `BLIND`, chosen and predicted when those had been looked at."""
+BLIND |= THIRD
 for _name, _words in BLIND.items():
     if not _name.startswith("mixed"):
         _words += ["workload.input_cv=0", "workload.output_cv=0"]

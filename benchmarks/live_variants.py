@@ -43,6 +43,8 @@ COUNT, SHARE, SKIP = 36, 0.4, 400
 before."""
 ALL = "mixed3k-70,answers-45,mixed1k-45,fixed3k-55,fixed3k-75,short-90,gamma-50,long12k-40,fixed1k-30"
 TWO = "mixed3k-70,answers-45"
+NEW = "fixed700-35,gamma1k-45,mixed2k-50,long6k-50"
+"""Of `THIRD`, those that both engines are asked; what follows repeats loads of before, and one of these."""
 PORTS = range(20100, 32000, 2000)
 """Of the first server of each variant, below those that the kernel gives to clients."""
 
@@ -63,6 +65,7 @@ class Variant:
     model: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()  # arguments of the decode server
     trace: bool = False
+    repeat: int = REPEAT
     predicted: bool = True
 
     @property
@@ -106,9 +109,17 @@ PUSHED = ("engine.posting_holds=false", "backend.intra.read_descriptor=0s")
 """Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for
 it."""
 
+CROWDED = ("engine.prefill.launch=0.8ms",)
+CROWDED_SGLANG = ("engine.prefill.launch=0.55ms",)
+"""Of the model beside the servers of three more pairs: short forwards of single requests took vLLM 30 to 36 ms there
+(data/live/blind), 19 to 21 with one pair alone."""
 SMALL = 9_000_000_000
 NO_WORKERS = NO_THREAD.replace('"progress_thread":false,', "")
 """vLLM's own option: its progress thread stays, and posts without helpers."""
+POSTS_ALONE = (
+    "backend.intra.descriptor=4.9us", "backend.intra.read_descriptor=0s", "backend.intra.fresh_descriptor=0.9us"
+)  # fmt: skip
+"""Of the model for `NO_THREAD`: the caller posts all descriptors itself, as fast as it did when first measured."""
 ONE_TO_TWO = ("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]")
 TWO_TO_ONE = ("parallel.prefill.tp=2", "live.prefill_gpus=[0,1]", "live.decode_gpus=[1]")
 
@@ -155,6 +166,32 @@ PLANS: Mapping[str, Mapping[str, Variant]] = {
         "vllm26-1to2": Variant("vllm", "vllm_push", SMALL, "none", EACH, words=ONE_TO_TWO, predicted=False),
         "vllm26-2to1": Variant("vllm", "vllm_push", SMALL, "none", EACH, words=TWO_TO_ONE, predicted=False),
     },
+    # as many as fit into a quarter of an hour, the start of the servers included
+    "third": {
+        "vllm": Variant("vllm", "vllm", SMALL, f"{NEW},{TWO},fixed700-35@2", EACH, model=CROWDED, repeat=4),
+        "vllm-page64": Variant("vllm", "vllm", SMALL, TWO, words=("kv.page_size=64",), model=CROWDED),
+        "vllm-nothread": Variant(
+            "vllm", "vllm", SMALL, TWO, decode=("--kv-transfer-config", NO_THREAD), model=(*CROWDED, *POSTS_ALONE)
+        ),
+        "vllm-1to2": Variant("vllm", "vllm", 6_000_000_000, "none", EACH, words=ONE_TO_TWO, predicted=False),
+    },
+    "fourth": {
+        "sglang": Variant(
+            "sglang", "sglang", 176_000 * 147456,
+            f"{NEW},fixed4k-60,answers200-35,answers-45,fixed3k-75,fixed1k-30,fixed700-35@2", EACH,
+            model=CROWDED_SGLANG, repeat=4,
+        ),
+        "vllm26-pull": Variant(
+            "vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPullConnector",), model=CROWDED
+        ),
+        "vllm26-push": Variant(
+            "vllm", "vllm_push", SMALL, TWO, words=("live.connector=NixlPushConnector",), model=(*CROWDED, *PUSHED)
+        ),
+        "vllm-threads0": Variant(
+            "vllm", "vllm", SMALL, TWO, decode=("--kv-transfer-config", NO_WORKERS),
+            model=(*CROWDED, "backend.options.num_threads='0'"),
+        ),
+    },
 }  # fmt: skip
 """Variants by name, in the order in which they are measured."""
 
@@ -164,6 +201,8 @@ CHANGES = {
     "pull -> push": ("vllm26-pull", "vllm26-push"),
     "blocks of 16 -> 64": ("vllm-again", "vllm-page64"),  # the same single requests before
     "posting threads 4 -> 0 at decode": ("vllm-again", "vllm-threads0"),
+    "blocks of 16 -> 64 again": ("vllm", "vllm-page64"),
+    "progress thread on -> off at decode again": ("vllm", "vllm-nothread"),
 }
 """What a change gains: before and after, of which the loads that both have are compared."""
 
@@ -173,7 +212,7 @@ def command(variant: Variant, folder: Path, limit: float, trace: Path, number: i
     return [
         *(sys.executable, "-m", "benchmarks.live_campaign", "--engine", variant.engine, "--output", str(folder)),
         *("--turns", str(folder / "turns"), "--limit", f"{limit:.0f}", "--seconds", f"{SECONDS:g}"),
-        *("--repeat", str(REPEAT), "--lengths", variant.lengths, "--loads", variant.loads),
+        *("--repeat", str(variant.repeat), "--lengths", variant.lengths, "--loads", variant.loads),
         *(("--trace", str(trace)) if variant.trace else ()),
         *("--trace-count", str(COUNT), "--trace-share", str(SHARE), "--trace-skip", str(SKIP)),
         *(SEED, f"live.port={PORTS[number]}", *variant.live, *variant.words),
@@ -297,7 +336,7 @@ def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Reques
     own = [word for word in (*variant.words, *variant.model) if not word.startswith("live.")]
     base = ["hw=2xh200", *GPUS[1:], SEED, *own]
     context = compose(base).model.context
-    found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, REPEAT, context)
+    found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, variant.repeat, context)
     loads = dict(scaled(variant.loads, SECONDS, 1.0))
     if variant.trace:
         slices = trace_load(trace, folder, COUNT, context, CAPACITY, SHARE, SKIP)

@@ -164,6 +164,8 @@ class EngineModel:
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
+    # of posting, beyond *descriptor*: of each one more than a queue has ever held, for which memory is allocated
+    fresh_descriptor: Seconds = 0.0
     read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
     queues: int = 1  # queue pairs or TCP streams to one peer
     lanes: int = 0  # blocks to a peer that wait for their answers at once, over a `NetworkLink`; 0: all of a batch
@@ -188,6 +190,7 @@ class EngineModel:
             wire_descriptor=self.wire_descriptor,
             read=self.read,
             read_descriptor=self.read_descriptor,
+            fresh_descriptor=self.fresh_descriptor,
             depth=self.depth,
             lanes=self.lanes,
             line=self.line,

@@ -265,7 +265,7 @@ class SendQueue:
         self.model = model
         self._copier = copier
         self._draws = draws
-        self.outstanding = 0  # descriptors
+        self.outstanding = self._most = 0  # descriptors, now and ever
         self._clock: Clock = network.clock
         self._network = network
         self._poster = poster
@@ -313,7 +313,7 @@ class SendQueue:
         simple = not (model.depth or model.pipelined or poster.under_way or poster.threads) and wire.streams is None
         at_once = model.small is not None and model.small.takes(descriptors, nbytes)
         size = nbytes + descriptors * wire.occupancy
-        if not simple or at_once or poster.free > self._clock.now or not size:
+        if not simple or at_once or model.fresh_descriptor or poster.free > self._clock.now or not size:
             return None
         posting = model.posting(descriptors) * poster.slowness
         if self._copier is not None and self._copier.sleeps:
@@ -392,14 +392,14 @@ class SendQueue:
         self._leave(posting)
 
     def _has_room(self, descriptors: int) -> bool:
-        if self.model.full == "wait" and not self.outstanding:
-            return True
-        return self.outstanding + descriptors <= self.model.depth
+        alone = self.model.full == "wait" and not self.outstanding
+        return alone or self.outstanding + descriptors <= self.model.depth
 
     def _admit(self, posting: Posting) -> None:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
-        early = self._enter(posting)
+        early = self._enter(posting) - max(0, self.outstanding - self._most) * model.fresh_descriptor
+        self._most = max(self._most, self.outstanding)
         if poster.threads is not None:
             work = (model.posting(posting.descriptors) - early) * poster.slowness
             posting.posted = inf

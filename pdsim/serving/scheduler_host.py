@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import stream
 
-__all__ = ["SchedulerHost", "StepVariation"]
+__all__ = ["PostingHost", "SchedulerHost", "StepVariation"]
 
+BUSY = 0.25
+"""Seconds for which a request keeps the host busy that has come to it (`ServingEngine.busy`)."""
 _DRAWS = 1024  # at a time
 _AHEAD = 64  # at a time, of the others
 
@@ -35,6 +38,8 @@ class SchedulerHost:
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")
         self._draws: list[float] = []  # ahead, the next one last
+        self.pace = 1.0
+        """Times as long as its mean each cost is now, steps excepted."""
 
     def arrive(self, tokens: int) -> float:
         """Return the seconds from the arrival of a request of *tokens* to its scheduler."""
@@ -51,20 +56,58 @@ class SchedulerHost:
         """
         return self._drawn(self.costs.answer + tokens * self.costs.answer_token)
 
-    def send(self) -> float:
-        """Return the seconds from the end of a forward to the post of its KV."""
-        return self._drawn(self.costs.send)
+    def launch(self) -> float:
+        """Return the seconds that the launch of a forward takes: on an idle host the same each time."""
+        return self.costs.launch if self.pace == 1.0 else self._drawn(self.costs.launch)
 
     def step(self) -> float:
         """Return the seconds of one iteration."""
         return self._drawn(self.costs.step)
 
     def _drawn(self, mean: float) -> float:
+        mean *= self.pace
         if not (mean and self._shape):
             return mean
         if not self._draws:  # many at a time are the same numbers as one after the other
             self._draws = self._random.gamma(self._shape, size=_AHEAD).tolist()[::-1]
         return mean * self._draws.pop() / self._shape
+
+
+class PostingHost(SchedulerHost):
+    """The host of a prefill rank, which posts the KV of a forward once it has ended: each post in its turn."""
+
+    def __init__(self, costs: HostCosts, variation: float, seed: int, name: str) -> None:
+        super().__init__(costs, variation, seed, name)
+        self._turns: deque[float] = deque()  # when KV is posted that is not, or was last, on the clock
+        self._came = -inf  # when the last request did
+
+    def take(self, now: float, busy: float) -> float:
+        """Take note of a request that comes *now*; return the pace of the host, *busy* if another has just come."""
+        self.pace = busy if now - self._came < BUSY else 1.0
+        self._came = now
+        return self.pace
+
+    def turns(self, now: float, late: float, requests: int) -> list[float]:
+        """Return when the KV of a forward that ends *now*, and is seen to *late* seconds later, is posted.
+
+        That is once for all of its *requests*, or with `HostCosts.send_next` once for each; nothing is at once.
+        """
+        seconds = self._drawn(self.costs.send) + late
+        if not seconds:
+            return []
+        last = self._turns[-1] if self._turns else 0.0
+        while self._turns and self._turns[0] <= now:
+            self._turns.popleft()
+        found: list[float] = []
+        for _ in range(requests if self.costs.send_next else 1):
+            last = max(last + (self._drawn(self.costs.send_next) if self.costs.send_next else 0.0), now + seconds)
+            found.append(last)
+        self._turns.extend(found)
+        return found
+
+    def due(self, now: float) -> int:
+        """Return how many posts are still to come at the time *now*."""
+        return sum(when > now for when in self._turns)
 
 
 class StepVariation:

@@ -429,16 +429,17 @@ class HostCosts:
 
     arrive: Seconds = 0.0  # from a request's arrival at the server to its scheduler's queue: HTTP, processes, copies
     arrive_token: Seconds = 0.0  # of that, each token of its prompt
-    # that a request holds the scheduler's loop up when its step is prepared (decode: KV is here)
-    admit: Seconds = 0.0
+    admit: Seconds = 0.0  # that a request holds the loop up when its step is prepared (decode: KV is here)
     admit_token: Seconds = 0.0  # of that, each token of its prompt
     step: Seconds = 0.0  # of an iteration; with *overlap* only what exceeds the forward
     launch: Seconds = 0.0  # the least that each layer of a forward takes which is launched kernel by kernel
     idle: Seconds = 0.0  # of decode: an iteration with nothing to run, after which it looks again; 0 looks at once
     answer: Seconds = 0.0  # from the end of a step to its token, or the answer, leaving the server
-    # of a first token's answer, each token of its prompt; later tokens do not wait for it
-    answer_token: Seconds = 0.0
+    answer_token: Seconds = 0.0  # of a first token's answer, each token of its prompt: later ones do not wait for it
     send: Seconds = 0.0  # of prefill that pushes: from the end of a forward to the post of its KV
+    send_next: Seconds = 0.0  # and to that of each further request of it, which one thread posts in turn
+    posted_beside: Seconds = 0.0  # that a forward begins later if a post is due while it is launched
+    posted_more: Seconds = 0.0  # and for each further post
 
     def __post_init__(self) -> None:
         not_negative("engine", **asdict(self))
@@ -465,15 +466,15 @@ class ServingEngine:
     retract_rate: Rate = 20e9  # bytes/s to host memory and back; all ranks of an instance at once
     step_tokens: int = 0  # of a step, prefill and decode together; 0 is `scheduler.chunk`
     overlap: bool = False  # the host prepares the next step while one runs, and counts only where it takes longer
-    ahead: bool = False  # a prefill step is chosen when the one before it begins, from what waits then
-    # steps that pass, while some run, from the look that finds KV to the step that computes with it
-    pipeline: int = 0
+    ahead: bool = False  # a prefill step is chosen when the one before it has been launched, from what waits then
+    pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
     lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
     heartbeat: Seconds = 5.0  # between two of the reader's renewals of the lease
     variation: float = 0.0  # coefficient of variation of each host cost, gamma-distributed
+    busy: float = 1.0  # times as long prefill's host costs are when another request came less than 0.25 s before
     prefill: HostCosts = field(default_factory=HostCosts)
     decode: HostCosts = field(default_factory=HostCosts)
     measured_on: tuple[str, ...] = ()  # the machines (`conf/hw`) that its *measured* numbers hold for
@@ -485,7 +486,7 @@ class ServingEngine:
         one_of("engine", ORDERS, pages=self.pages)
         if self.recompute not in (0, 1):
             raise ValueError(f"engine.recompute must be 0 or 1, the last token of the prompt, got {self.recompute}")
-        positive("engine", retract_rate=self.retract_rate, heartbeat=self.heartbeat)
+        positive("engine", retract_rate=self.retract_rate, heartbeat=self.heartbeat, busy=self.busy)
         not_negative(
             "engine",
             reserved_tokens=self.reserved_tokens,

@@ -201,6 +201,7 @@ class PrefillBlockManager(PrefillWorker, ABC):
             self.ignore()
             return
         room = PrefillRequest(request, Consensus(self.job.prefill.size))
+        self.host.pace = self.posts.take(self.clock.now, self.job.engine.busy)
         room.ready = self.clock.now + self.host.arrive(request.input)
         details = self._details.pop(request.room)
         if details is not None:

@@ -54,6 +54,8 @@ class PrefillScheduler(PrefillBlockManager):
         self._offloading = 0, 0  # pages to host memory, and back, before the next forward
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
+        self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
+        self._ends = 0.0
         self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
 
     def run(self) -> Program:
@@ -86,15 +88,14 @@ class PrefillScheduler(PrefillBlockManager):
     def _schedule(self) -> Program:
         """Run one iteration after the other; wait for news if there is none to run.
 
-        With ``ahead`` the next one is chosen when this one begins, as an engine does that prepares a batch while
-        the GPU computes: what comes later has to wait for the one after.
+        With ``ahead`` the next one is chosen when the host has launched this one, and is launched while the GPU
+        computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen at
+        this one's end.
         """
         ahead: Forward | None = None
         while not self.ended.triggered:
             try:
                 forward, ahead = ahead or self.next_forward(), None
-                if forward is not None and self.job.engine.ahead:
-                    ahead = self.next_forward()
             except PdsimError as error:
                 self.fail(error)
                 return
@@ -105,7 +106,18 @@ class PrefillScheduler(PrefillBlockManager):
             if any(self._offloading):
                 yield self._offloaded()
             self.send(self.followers, forward)
-            yield self.compute(forward)
+            computed = self.compute(forward)
+            if self.job.engine.ahead:
+                self._ends = self.clock.now + forward.seconds
+                if self._launched < self._ends:
+                    yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
+                    try:
+                        ahead = self.next_forward(ahead=True)
+                    except PdsimError as error:
+                        self.fail(error)
+                        return
+            if not computed.processed:
+                yield computed
             if self.job.cache.prefill and self.job.cache.found == "computed":
                 for chunk in forward.chunks:
                     self._cache(chunk.room)
@@ -121,8 +133,10 @@ class PrefillScheduler(PrefillBlockManager):
         self.send(self.followers, message)
         return self.offload(message)
 
-    def next_forward(self) -> Forward | None:
+    def next_forward(self, ahead: bool = False) -> Forward | None:
         """Return the next iteration, or None if there is nothing that can run now.
+
+        One that is chosen *ahead* runs when the forward of now has ended.
 
         An iteration takes requests in the order of the policy.  One without pages ends it if others have some, which
         will come back; if all others are in quarantine, it waits for `Deployment.deadline` seconds and then fails.
@@ -175,11 +189,26 @@ class PrefillScheduler(PrefillBlockManager):
         self._queue.extendleft(reversed(partial))
         if not chunks:
             return None
-        seconds = self.iteration_seconds(pieces) + held_up
+        seconds = self._after_launch(self.iteration_seconds(pieces), held_up, ahead)
         if cached or self.job.prefill_time.exchange:
             travel = [new for _, new in pieces if self.job.prefill_time.exchange]
             return Preceded(self.life, seconds, tuple(chunks), tuple(cached), sum(travel))
         return Forward(self.life, seconds, tuple(chunks))
+
+    def _after_launch(self, forward: float, held_up: float, ahead: bool) -> float:
+        """Return how long an iteration takes, its launch and *held_up*, the host's part before it, included.
+
+        Posts of KV that go on beside a launch make it longer.  One that is launched *ahead* costs time only if its
+        launch ends later than the *forward* could.
+        """
+        costs, posting = self.host.costs, self.posts.due(self.clock.now)
+        beside = costs.posted_beside + costs.posted_more * (posting - 1) if posting else 0.0
+        if not self.job.engine.ahead:
+            return forward + held_up + beside
+        self._launched = self.clock.now + held_up + self.host.launch() + beside
+        if not ahead:
+            return max(forward + held_up + beside, self._launched - self.clock.now)
+        return max(forward, self._launched - self._ends)
 
     def launching(self, forward: float) -> float:
         """Return for how long the end of a *forward* is not seen to, as the host launches the next one.
@@ -187,6 +216,8 @@ class PrefillScheduler(PrefillBlockManager):
         With an overlap loop it begins to if a request waits when it has launched this one, and looks at results
         after. So where forwards are bound by their launch a result is late by another launch.
         """
+        if self.job.engine.ahead:
+            return max(0.0, self._launched - self.clock.now)
         if not self.job.engine.overlap or not self._queue:
             return 0.0
         return max(0.0, 2 * self.host.costs.launch - forward)

@@ -11,6 +11,7 @@ from pdsim.clock import fire
 from pdsim.job import Rank
 from pdsim.kv.messages import (
     Abort,
+    Chunk,
     Forward,
     Grant,
     Meet,
@@ -24,7 +25,7 @@ from pdsim.kv.sender import KvSender
 from pdsim.serving.deployment import Deployment, instance_of, leader
 from pdsim.serving.introductions import Introductions
 from pdsim.serving.rank_process import EngineProcess
-from pdsim.serving.scheduler_host import SchedulerHost
+from pdsim.serving.scheduler_host import PostingHost
 
 __all__ = ["PrefillWorker"]
 
@@ -42,10 +43,9 @@ class PrefillWorker(EngineProcess):
     def __init__(self, rank: Rank, job: Deployment, instance: str, index: int) -> None:
         super().__init__(rank, job, instance, index)
         self.sender = self.make_sender()
-        self._host = SchedulerHost(
+        self.posts = PostingHost(
             job.engine.prefill, job.engine.variation, job.seed, f"{instance}.send"
         )  # ranks run in step
-        self._sends = 0.0  # when the KV of the last forward is posted, on the clock
         self._passed = [0.0] * job.prefill.at(index).pp  # when each stage before this one ends its last forward
         self._computing = 0  # forwards that have not ended; the device ends each
         self._computed_one = False  # whether one has since `working` was called
@@ -164,12 +164,13 @@ class PrefillWorker(EngineProcess):
         """Write the chunks of a forward that has ended, once the host has done what it does before."""
         self._computing -= 1
         self._computed_one = True
-        seconds = self._host.send() + self.launching(message.seconds)
-        if not seconds:
-            self._write(message)
+        turns = self.posts.turns(self.clock.now, self.launching(message.seconds), len(message.chunks))
+        if not turns:
+            self._write((message.chunks, True))
             return
-        self._sends = max(self._sends, self.clock.now + seconds)  # chunks do not overtake one another
-        self.clock.call_at(self._sends, self._sending, message)
+        pieces = [message.chunks] if len(turns) == 1 else [(chunk,) for chunk in message.chunks]
+        for number, (when, chunks) in enumerate(zip(turns, pieces, strict=True), 1):
+            self.clock.call_at(when, self._sending, (chunks, number == len(turns)))
 
     def launching(self, forward: float) -> float:  # noqa: ARG002 for ranks that schedule
         """Return for how long the end of a *forward* is not seen to, in seconds, as the host is busy with the next.
@@ -178,10 +179,10 @@ class PrefillWorker(EngineProcess):
         """
         return 0.0
 
-    def _sending(self, message: Forward) -> None:
-        """Write the chunks of a forward, the host being done with it."""
+    def _sending(self, what: tuple[tuple[Chunk, ...], bool]) -> None:
+        """Write chunks of a forward, the host being done with them."""
         if not self.ended.triggered:
-            self.guard(self._write, message)
+            self.guard(self._write, what)
 
     def _write_early(self, message: Forward) -> None:
         """Write what is cached, and each plane of the rest once its layer is computed."""
@@ -191,17 +192,19 @@ class PrefillWorker(EngineProcess):
             for chunk in message.chunks:
                 self.sender.send(chunk, message.seconds)
 
-    def _write(self, message: Forward) -> None:
-        """Hand the chunks of a forward to the sender.
+    def _write(self, what: tuple[tuple[Chunk, ...], bool]) -> None:
+        """Hand chunks of a forward to the sender, the last of it or not.
 
         With `layerwise` their planes have gone, and it learns of the end only.
         """
-        for chunk in message.chunks:
+        chunks, last = what
+        for chunk in chunks:
             if self.job.layerwise:
                 self.sender.computed(chunk)
             else:
                 self.sender.send(chunk)
-        self.sender.poll()
+        if last:
+            self.sender.poll()
 
     def peer_gone(self, life: str) -> None:
         """Forget the ranks of *life*."""
