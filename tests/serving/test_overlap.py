@@ -14,7 +14,8 @@ from pdsim.fabric.model import Model
 from pdsim.job import Outcome
 from pdsim.kv.policy import Policy
 from pdsim.serving.compute.roofline import forward_time
-from pdsim.serving.settings import Cache, Compute, Kv, SchedulerLimits, ServingEngine, Side
+from pdsim.serving.scheduler_host import PostingHost
+from pdsim.serving.settings import Cache, Compute, HostCosts, Kv, SchedulerLimits, ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.serving.test_cache import served
 from tests.serving.test_engines import QUIET
@@ -130,6 +131,41 @@ def test_a_step_that_is_chosen_ahead_holds_what_waited_when_the_one_before_began
     long, short = (row[7] for row in outcome.ranks["router"].value["rows"])
     assert (long == alone, short > long) == (ahead, ahead)
     assert short >= long
+
+
+@pytest.mark.parametrize(("came", "late"), [(0.01, 0.0), (0.03, 0.02)], ids=["during the launch", "after it"])
+def test_a_prompt_is_launched_behind_a_forward_only_if_it_waits_at_the_end_of_that_launch(came: float, late: float):
+    """Launches take 20 ms and forwards next to nothing: two follow one another, or the second begins anew."""
+    engine = ServingEngine(ahead=True, overlap=True, prefill=HostCosts(launch=0.02 / DEEP.layers))
+    config = configured(
+        ONE, ONE, DEEP, hw=QUIET, kv=WHOLE, policy=QUEUE, engine=engine, compute=Compute(overhead=0.0)
+    )
+    requests = [Request(0.0, 64, 2), Request(came, 64, 2)]
+    outcome = Model(config.hw, config.backend, memory=config.memory).run(
+        specs(config, job(config, ServeOptions()), requests)
+    )
+    first, second = (row[4:] for row in outcome.ranks["router"].value["rows"])
+    seen = [record.submitted for record in outcome.ranks["prefill0.0"].transfers]
+    assert len(seen) >= 2
+    if late:  # the first has been seen to by then
+        assert first[2] < second[1]
+    else:  # its end is seen when the second is launched
+        assert min(seen) == pytest.approx(first[1] + 0.04, abs=1e-3)
+
+
+def test_requests_of_a_forward_are_posted_in_turn_and_none_overtakes_another():
+    host = PostingHost(HostCosts(send=0.010, send_next=0.006), 0.0, 1, "p")
+    assert host.turns(1.0, 0.0, 3) == pytest.approx([1.010, 1.016, 1.022])
+    assert (host.due(1.015), host.due(1.03)) == (2, 0)
+    assert host.turns(1.011, 0.002, 1) == pytest.approx([1.028])
+    assert host.turns(2.0, 0.005, 1) == pytest.approx([2.015])
+    assert PostingHost(HostCosts(), 0.0, 1, "p").turns(1.0, 0.0, 3) == []
+
+
+def test_a_host_is_slower_for_what_comes_a_quarter_of_a_second_after_another():
+    host = PostingHost(HostCosts(send=0.010, launch=0.02), 0.0, 1, "p")
+    assert [host.take(at, 1.5) for at in (5.0, 5.2, 5.5, 5.6)] == [1.0, 1.5, 1.0, 1.5]
+    assert (host.turns(6.0, 0.0, 1), host.launch()) == ([pytest.approx(6.015)], pytest.approx(0.03))
 
 
 def test_a_stage_begins_a_chunk_when_the_one_before_has_ended_it():

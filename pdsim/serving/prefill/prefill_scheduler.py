@@ -54,6 +54,7 @@ class PrefillScheduler(PrefillBlockManager):
         self._offloading = 0, 0  # pages to host memory, and back, before the next forward
         self._queue: deque[PrefillRequest] = deque()
         self._idle: Event | None = None
+        self._next: Forward | None = None
         self._launched = 0.0  # with ``ahead``, on the clock: when the last launch ends, and the forward that runs
         self._ends = 0.0
         self._blocked = QuarantineStall(rank.clock, job.deadline, self._wake)
@@ -92,10 +93,9 @@ class PrefillScheduler(PrefillBlockManager):
         computes: what comes later has to wait for the one after, and where nothing waits then the next is chosen at
         this one's end.
         """
-        ahead: Forward | None = None
         while not self.ended.triggered:
             try:
-                forward, ahead = ahead or self.next_forward(), None
+                forward, self._next = self._next or self.next_forward(), None
             except PdsimError as error:
                 self.fail(error)
                 return
@@ -112,7 +112,7 @@ class PrefillScheduler(PrefillBlockManager):
                 if self._launched < self._ends:
                     yield self.clock.timeout(max(0.0, self._launched - self.clock.now))
                     try:
-                        ahead = self.next_forward(ahead=True)
+                        self._next = self.next_forward(ahead=True)
                     except PdsimError as error:
                         self.fail(error)
                         return
@@ -217,6 +217,8 @@ class PrefillScheduler(PrefillBlockManager):
         after. So where forwards are bound by their launch a result is late by another launch.
         """
         if self.job.engine.ahead:
+            if self._next is None and self._launched >= self.clock.now:  # a forward that its launch bounds
+                self._next = self.next_forward(ahead=True)
             return max(0.0, self._launched - self.clock.now)
         if not self.job.engine.overlap or not self._queue:
             return 0.0
