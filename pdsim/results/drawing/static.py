@@ -73,6 +73,8 @@ def drawn(figure: Figure, form: str, *, width: float = 9.0, titled: bool = True)
         for line, row in zip(axes, rows, strict=True):
             for place, axis in enumerate(line):
                 _panel(axis, row[place]) if place < len(row) else axis.set_axis_off()
+                if 0 < place < len(row) and row[place].y.labels and row[place].y.labels == row[place - 1].y.labels:
+                    axis.tick_params(labelleft=False)  # a pair: the names at the left are of both
         file = io.BytesIO()
         dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": None}
         sheet.savefig(file, format=form, metadata=dated[form], dpi=160)
