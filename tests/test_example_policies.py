@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.documented import documented
 
 PACKAGE = Path(__file__).parents[1] / "examples" / "policies"
 
@@ -55,9 +58,17 @@ def test_the_experiment_runs_on_a_real_engine_too(said):
     assert value(found, "write_s") > 0.0
 
 
-def test_a_scheduler_is_one_class_and_one_file(said):
-    found = said("engine=shortest", "workload=smoke")
-    assert value(found, "requests_ok") == 12
+@pytest.mark.parametrize("command", documented(PACKAGE / "README.md"))
+def test_the_commands_of_its_readme_run(said, command):
+    """A scheduler is one class and one file, a policy one class, an experiment a module and a machine a file."""
+    first, second, *words = shlex.split(command)
+    if (first, second) == ("pip", "install"):
+        assert words == ["examples/policies"]  # as the fixture does, without a network
+        return
+    assert (first, second) == ("pdsim", "run")
+    found = said(*words)
+    assert found["status"] == "ok"
+    assert "workload=smoke" not in words or value(found, "requests_ok") == 12
 
 
 def test_a_router_policy_is_one_class(said, kept):

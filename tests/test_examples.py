@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.documented import documented
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BACKEND = EXAMPLES / "third_party_backend"
@@ -58,6 +61,19 @@ def test_its_backend_runs_by_its_own_configuration(installed, target):
     assert not done.returncode, done.stderr
     found = json.loads(done.stdout)
     assert (found["status"], found["backend"], found["target"]) == ("ok", "example", target)
+
+
+RUN_ELSEWHERE = ("pip install -e '.[dev]' examples/third_party_backend", "pdsim doctor")
+"""Commands of its README that `installed` runs, without a network."""
+
+
+def test_the_commands_of_its_readme_run(installed):
+    *others, run, suite = documented(BACKEND / "README.md")
+    assert tuple(others) == RUN_ELSEWHERE
+    assert suite == "pytest -n 0 --pyargs pdsim.testing --backend example"  # below, what is quick of it
+    done = installed(*shlex.split(run), "workload.count=2", "--json")
+    assert not done.returncode, done.stderr
+    assert json.loads(done.stdout)["metrics"]["requests_ok"]["value"] == 2
 
 
 def test_an_option_that_it_does_not_declare_is_refused(installed):
