@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import count, pairwise
+from itertools import pairwise
 from math import inf, log1p
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -201,14 +201,15 @@ class Chance:
 class Ties:
     """Keys for what is scheduled: those of one rank in order within an instant, those of several ranks in any.
 
-    With *each*, every key is drawn: the hardware promises no order at all.
+    With *each*, every key is drawn: the hardware promises no order at all.  Of one job all share *numbers*, for two
+    ranks may draw the same, and no two keys may be equal.
     """
 
-    def __init__(self, clock: Clock, draws: Iterator[float], each: bool = False) -> None:
+    def __init__(self, clock: Clock, draws: Iterator[float], numbers: Iterator[int], each: bool = False) -> None:
         self._clock = clock
         self._draws = draws
         self._each = each
-        self._count = count()
+        self._numbers = numbers
         self._at = -1.0
         self._key = 0
 
@@ -221,7 +222,7 @@ class Ties:
         now = self._clock.now
         if self._each or now != self._at:
             self._at, self._key = now, int(next(self._draws) * (1 << 20)) << 40
-        return self._key + next(self._count)
+        return self._key + next(self._numbers)
 
 
 def _held(draws: Iterator[float], share: float, mean: float) -> float:

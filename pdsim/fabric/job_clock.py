@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from heapq import heappop
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from simpy.core import BoundClass, EmptySchedule
@@ -33,7 +34,7 @@ class RankClock(Clock):
         self._put_off: list[Event | Call] = []
         # Environment.__init__ would make a queue and a time of its own
         self._queue = job._queue
-        self._eid = job._eid if job.ties is None else Ties(job, job.ties)  # type: ignore[assignment]
+        self._eid = job._eid if job.ties is None else Ties(job, job.ties, job.numbers)  # type: ignore[assignment]
         self._active_proc: Process | None = None
         BoundClass.bind_early(self)
 
@@ -88,8 +89,9 @@ class JobClock(Clock):
         super().__init__()
         self.ties = ties
         """Draws, if what is due at one instant on several ranks is to happen in any order."""
+        self.numbers = count()
         if ties is not None:
-            self._eid = Ties(self, ties, each=True)  # type: ignore[assignment]
+            self._eid = Ties(self, ties, self.numbers, each=True)  # type: ignore[assignment]
         self.events = 0
         """Events processed until now."""
 

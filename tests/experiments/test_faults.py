@@ -247,3 +247,8 @@ def test_a_request_ends_when_the_instance_that_is_asked_about_it_is_lost_too():
 def test_a_paused_leader_of_an_earlier_life_may_ask_to_forget_what_the_next_life_never_had():
     kinds = frozenset(KINDS) - {"kills", "late", "pauses", "restarts"}
     assert not FaultTrial(100416, 9, 0.4, kinds).run().violations
+
+
+def test_a_pair_that_connects_after_the_first_request_came_is_no_leak():
+    kinds = frozenset(KINDS) - {"delays", "silences", "layouts"}
+    assert not FaultTrial(1017510, 1, 0.4, kinds).run().violations

@@ -8,6 +8,7 @@ import pytest
 from pdsim.errors import ConfigError, PeerLost, TransferError
 from pdsim.fabric.connections import part_of
 from pdsim.fabric.faults import Faults, Pause, Silence, Slow, Squeeze
+from pdsim.fabric.job_clock import JobClock, RankClock
 from pdsim.fabric.model import Model
 from pdsim.transfer import Batch, Region
 from tests.support.machines import engine, machine, run
@@ -387,3 +388,11 @@ def test_a_plan_for_what_is_not_there_is_refused(faults):
 def test_a_plan_names_what_it_makes_use_of():
     assert Faults(delayed=0.5, delay=1.0).kinds() == ("delayed", "delay")
     assert dataclasses.replace(HELD, delayed=0.0, delay=0.0).kinds() == ()
+
+
+def test_events_of_ranks_that_draw_the_same_order_are_told_apart():
+    """Keys that are equal would have the heap compare events: scenario 1004506."""
+    job = JobClock(itertools.repeat(0.5))
+    ranks = [RankClock(job, name) for name in "ab"]
+    keys = [next(clock._eid) for _ in range(3) for clock in (*ranks, job)]
+    assert len(set(keys)) == len(keys)

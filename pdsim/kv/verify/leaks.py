@@ -6,9 +6,9 @@ request is submitted (of a rank that is started again: when it starts) and when 
 no other list of what may be kept, so that nothing which is added to the protocol can be forgotten here.
 
 * Nothing may be left of a room, and nothing may have grown,
-* but tables of peers, whose keys are names: once a rank was lost they may hold what they did not before.  They may
-  name only ranks and instances that there are, each of them once whichever of its lives is meant, and keep no more
-  of each than an instance has ranks.
+* but tables of peers, whose keys are names: once a rank was lost, or if not all pairs were connected when requests
+  began, they may hold what they did not before.  They may name only ranks and instances that there are, each of them
+  once whichever of its lives is meant, and keep no more of each than an instance has ranks.
 * No more memory may be registered than at the start.
 * No tokens may be outstanding at an instance, by the router's account.
 """
@@ -42,7 +42,7 @@ class LeakChecker:
         self._members: dict[str, Any] = {}
         self._before: dict[str, dict[str, int]] = {}  # by rank and path
         self._regions: dict[str, int] = {}  # by rank
-        self._lost = False  # a rank has ended
+        self._lost = False  # a rank has ended, or was met later than the first request came
         self._began = False
 
     def joined(self, member: Any) -> None:
@@ -61,6 +61,8 @@ class LeakChecker:
         """Count what all have, before the first request."""
         if not self._began:
             self._began = True
+            registries = [getattr(member, "registry", None) for member in self._members.values()]
+            self._lost |= any(registry is not None and not registry.connected for registry in registries)
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
@@ -68,8 +70,8 @@ class LeakChecker:
         """Check what rank *name* has left, now that all requests are over.
 
         No container of its objects may have grown since `begin` but those that name peers, and of these only
-        where an instance was lost; no region may be registered more; pages free and owned must be all there are,
-        and a router must count no tokens as outstanding.
+        where an instance was lost or late; no region may be registered more; pages free and owned must be all there
+        are, and a router must count no tokens as outstanding.
         """
         member, before = self._members[name], self._before[name]
         for path, container in _containers(member):
