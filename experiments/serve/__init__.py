@@ -252,8 +252,8 @@ def _job(config: Config, options: ServeOptions) -> Deployment:
 
 def _check_cache(config: Config, job: Deployment) -> None:
     """Raise a `ValueError` if the prefixes of *job* cannot be cached."""
-    if config.cache.host and (config.target != "model" or job.colocated):
-        raise ValueError("cache.host has target=model and disaggregated instances; leave it at 0")
+    if config.cache.host and config.target != "model":
+        raise ValueError("cache.host has target=model; leave it at 0")
     if job.shape.state.mamba or job.shape.state.window:
         raise ValueError("a prefix cache keeps no state beside KV; choose a model of full attention, or cache=none")
     if (config.memory == "tracked" or config.target != "model") and job.checked:

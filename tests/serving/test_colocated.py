@@ -204,3 +204,18 @@ def test_a_cached_prefix_is_not_computed_again():
     one, two = rows(result(config, what, requests, outcome))
     assert (one["cached_prefill"], two["cached_prefill"]) == (0, 592)
     assert two["ttft"] == pytest.approx(mixed(what, [(592, 8)], []), rel=1e-9)
+
+
+def test_a_prefix_comes_back_from_host_memory_in_the_exact_time():
+    hw = replace(EIGHT, gpu=replace(EIGHT.gpu, pcie=1e9))
+    config = configured(options=TOGETHER, kv=Kv(page_size=16), cache=Cache(prefill=True, host=4096.0), hw=hw)
+    what = replace(
+        job(config, ServeOptions(**TOGETHER)), prefill_instances=1, decode_instances=1, decode_pages=40, chunk=1024
+    )
+    requests = [Request(float(n), 512, 2, None, (block,)) for n, block in enumerate([1, 2, 3, 1])]
+    outcome = Model(hw, config.backend).run(specs(config, what, requests))
+    *_, last = rows(result(config, what, requests, outcome))
+    assert (last["cached_prefill"], last["cached_host"]) == (496, 496)
+    load = 496 * what.shape.token_bytes(1) / 1e9
+    assert last["ttft"] == pytest.approx(load + mixed(what, [(496, 16)], []), rel=1e-9)
+    assert any(share > 0 for name, share in outcome.links.items() if name.endswith("pcie.out"))

@@ -49,6 +49,7 @@ class ColocatedRequest:
     keys: Sequence[int] = ()  # of its pages, where there is a prefix cache
     priority: int = 0
     cached: int = 0  # tokens of the prompt that no step computes
+    loaded: int = 0  # of them, those that came back from host memory
 
 
 class ColocatedEngine:
@@ -57,7 +58,8 @@ class ColocatedEngine:
     A request has pages for its prompt from its first step on and, with ``engine.memory: reserve``, for all of its
     output.  With ``grow`` they come as tokens do, and when the batch lacks some, the scheduler's victim gives its
     own up: its KV is computed again as a prompt is, first in the queue, or moved to host memory and back over the
-    links of the engine's GPUs, *traffic*, all at once; the next step waits for that.
+    links of the engine's GPUs, *traffic*, all at once; the next step waits for that.  With ``cache.host`` prefixes
+    come back the same way, and nobody waits for those that go there.
 
     Each turn of `run` is one step with pieces of prompts, or as many decode steps as pass before anything changes.
     *peak_batch* is the most requests that had begun and not finished at one time.
@@ -73,7 +75,7 @@ class ColocatedEngine:
         self.clock = clock
         self.job = job
         self.traffic = traffic
-        self.pages = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, order=job.engine.pages)
+        self.pages = page_pool(job.decode_pages, job.cache, job.cache.prefill, job.page_size, True, job.engine.pages)
         self.policy = scheduler_of(job.engine)
         self.peak_batch = 0
         self.preemptions = 0
@@ -84,6 +86,7 @@ class ColocatedEngine:
         self._open: dict[int, ColocatedRequest] = {}  # have begun
         self._retracted: deque[tuple[ColocatedRequest, Member]] = deque()  # whose KV is in host memory
         self._moving = [0, 0]  # tokens that go to host memory, and back, before the next step
+        self._prefixes = [0, 0]  # likewise pages of prefixes
         self._news: Event | None = None
 
     def submit(self, request: Submit, blocks: Sequence[int] = (), priority: int = 0) -> None:
@@ -108,7 +111,7 @@ class ColocatedEngine:
             if self._memory is not None:
                 self._make_room(self._memory)
             pieces, ends = self._pieces()
-            moves = any(self._moving)
+            moves = any(self._moving) or any(self._prefixes)
             if moves:
                 yield from self._move()
             if pieces:
@@ -198,6 +201,8 @@ class ColocatedEngine:
             if found is None:
                 return False
             one.done = found[1] * self.job.page_size
+            self._prefixes[1] += self.pages.loaded
+            one.loaded = one.loaded if again else self.pages.loaded * self.job.page_size
         elif self.pages.allocate(request.room, count) is None:
             return False
         one.has_pages = True
@@ -277,13 +282,27 @@ class ColocatedEngine:
             self._queue.appendleft(one)
 
     def _move(self) -> Program:
-        """Move the KV of what was preempted to host memory, and then that of what goes on back, on every GPU."""
-        each, rate = self.job.shape.token_bytes(self.job.decode.tp), self.job.engine.retract_rate
+        """Move the KV of what was preempted to host memory, and then that of what goes on back, on every GPU.
+
+        Prefixes go, and come back before the next step, at the rate of the links.
+        """
+        rate = self.job.engine.retract_rate
         (out, back), self._moving = self._moving, [0, 0]
-        for tokens, returns in ((out, False), (back, True)):
+        (kept, found), self._prefixes = self._prefixes, [0, 0]
+        if kept:
+            self._offload(kept * self.job.page_size)
+        for tokens, returns, most in (
+            (out, False, rate),
+            (back, True, rate),
+            (found * self.job.page_size, True, math.inf),
+        ):
             if tokens:
-                moves = [one.offload(tokens * each, returns, rate) for one in self.traffic]
-                yield AllOf(self.clock, moves)
+                yield self._offload(tokens, returns, most)
+
+    def _offload(self, tokens: int, back: bool = False, rate: float = math.inf) -> Event:
+        """Put KV of *tokens* on the links to host memory, or *back*, of every GPU; the event is the end of all."""
+        each = self.job.shape.token_bytes(self.job.decode.tp)
+        return AllOf(self.clock, [one.offload(tokens * each, back, rate) for one in self.traffic])
 
     # --- the prefix cache ---
 
@@ -307,4 +326,4 @@ class ColocatedEngine:
     def _commit(self, one: ColocatedRequest) -> None:
         """Make the full pages of *one* that steps have covered known to the prefix cache."""
         if isinstance(self.pages, PrefixPagePool) and one.has_pages:
-            self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])
+            self._prefixes[0] += self.pages.commit(one.request.room, one.keys[: one.done // self.job.page_size])

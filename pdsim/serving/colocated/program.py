@@ -104,6 +104,7 @@ class _Service:
             found["arrivals"] = self.arrivals
         if self.job.cache.prefill:
             found["hits"] = {number + 1: one.cached for number, one in self.ended.items()}
+            found["host_hits"] = {number + 1: one.loaded for number, one in self.ended.items() if one.loaded}
         return found
 
     def _arrive(self, number: int) -> None:
