@@ -35,7 +35,18 @@ HEAVY = (
 """Libraries that pdsim/ imports where it uses them, so that `pdsim --help` answers at once."""
 
 _BASIS = ("version", "errors", "units", "guards", "plugins", "repository", "clock", "progress")
-_WAIST = ("compact", "transfer", "transfer_log", "lazy_batch", "descriptors", "group", "job", "hardware", "costs")
+_WAIST = (
+    "compact",
+    "transfer",
+    "record_runs",
+    "transfer_log",
+    "lazy_batch",
+    "descriptors",
+    "group",
+    "job",
+    "hardware",
+    "costs",
+)
 _RECORDS = ("record", "statistics", "environment", "schema", "columns")
 _SIMULATION = ("serving", "kv", "fabric", "waist")
 _ALL = ("sweep", "execution", "validation", "results", "config", "calibration", "records", *_SIMULATION)

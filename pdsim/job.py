@@ -15,8 +15,8 @@ from pdsim.clock import Clock
 from pdsim.costs import Engine
 from pdsim.errors import BackendUnavailable
 from pdsim.group import Group
+from pdsim.record_runs import Spill
 from pdsim.transfer import Channel, Device, Endpoint, Recorder, TransferRecord
-from pdsim.transfer_log import Spill
 
 __all__ = ["Gauge", "JobJournal", "Outcome", "Place", "Rank", "RankResult", "RankSpec", "SampleRow", "Target"]
 

@@ -11,149 +11,34 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, overload
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from pdsim.compact import ArrayColumn
+from pdsim.record_runs import TIMES, Kind, LogBlock, RecordRun, Runs, Spill, TransferShape
 from pdsim.transfer import TransferRecord
 
 __all__ = [
-    "Kind",
-    "LogBlock",
-    "RecordRun",
-    "Spill",
     "TransferLog",
-    "TransferShape",
     "distinct",
     "joined",
     "logs",
     "shapes",
 ]
 
-TIMES = ("submitted", "prepared", "posted", "completed", "seen")
+NEW = 64
+"""Records that are appended before they are put into columns."""
 
 KEPT = 4096
 """Records in memory of a log that leaves the others elsewhere."""
-
-
-class Kind(NamedTuple):
-    """What few values of a `TransferRecord` are the same in nearly all of a rank.
-
-    A rank has a handful of them, and a log keeps each once: its runs have their numbers, in 16 bits.
-    """
-
-    engine: str
-    operation: str
-    source: str
-    target: str
-    status: str
-
-
-class RecordRun(NamedTuple):
-    """So many records, one after the other, that differ in nothing but their times.
-
-    A chunk that goes plane by plane is one run of as many writes as it has planes (`pdsim.fabric.series`).
-    """
-
-    kind: Kind
-    label: str
-    nbytes: int
-    descriptors: int
-    count: int  # type: ignore[assignment]  # hides a method of tuples that nobody calls
-
-
-class TransferShape(NamedTuple):
-    """What a transfer looks like to its engine.
-
-    Calibrations cover shapes, so results say how many of theirs lie outside.
-    """
-
-    engine: str
-    operation: str
-    descriptors: int
-    nbytes: int
-
-
-class Spill(Protocol):
-    """Where logs leave what they do not keep in memory: see `pdsim.results.journal`.
-
-    It is append-only, so a run that is killed leaves what it had written so far.
-    """
-
-    def append(self, payload: bytes) -> int:
-        """Keep *payload*, and return where."""
-
-    def read(self, position: int) -> bytes:
-        """Return what was kept at *position*."""
-
-
-class LogBlock(msgspec.Struct, array_like=True, gc=False):
-    """Records of *rank* that are kept together: arrays as bytes, in the order of this machine."""
-
-    rank: str
-    kinds: list[Kind]
-    of: bytes  # by run: uint16, its kind
-    labels: list[str]
-    nbytes: bytes  # int64
-    descriptors: bytes  # int64
-    ends: bytes  # int64: how many records of the block there are up to its end
-    times: list[bytes]  # of `TIMES`: float64
-
-
-class _Runs(NamedTuple):
-    """Records one after the other, as arrays: runs, and the times of each record."""
-
-    of: Sequence[int]
-    labels: Sequence[str]
-    nbytes: Sequence[int]
-    descriptors: Sequence[int]
-    ends: Sequence[int]
-    times: Sequence[Sequence[float]]
-
-    @classmethod
-    def read(cls, payload: bytes) -> _Runs:
-        return cls.of_block(_decode(payload))
-
-    @classmethod
-    def of_block(cls, block: LogBlock) -> _Runs:
-        nbytes, descriptors, ends = (_array("q", part) for part in (block.nbytes, block.descriptors, block.ends))
-        times = [_array("d", part) for part in block.times]
-        return cls(_array("H", block.of), block.labels, nbytes, descriptors, ends, times)
-
-    def columns(self, kinds: Sequence[Kind], first: int, end: int) -> dict[str, ArrayColumn]:
-        """Return the columns of the records from *first* to before *end*; *kinds* are those of the log.
-
-        Columns that few values fill are codes and their words, as Arrow's dictionaries, so that no string is made
-        for a record.
-        """
-        low = bisect_right(self.ends, first)
-        high = bisect_left(self.ends, end) + 1
-        ends = np.clip(np.array(self.ends[low:high], np.int64), first, end)
-        counts = ends - np.concatenate(([first], ends[:-1]))
-        codes = np.repeat(np.array(self.of[low:high], np.int32), counts)
-        found = {name: ArrayColumn(codes, [kind[at] for kind in kinds]) for at, name in enumerate(Kind._fields)}
-        found["label"] = ArrayColumn(
-            np.repeat(np.arange(len(counts), dtype=np.int32), counts), self.labels[low:high]
-        )
-        found["nbytes"] = ArrayColumn(np.repeat(np.array(self.nbytes[low:high], np.int64), counts))
-        found["descriptors"] = ArrayColumn(np.repeat(np.array(self.descriptors[low:high], np.int64), counts))
-        times = zip(TIMES, self.times, strict=True)
-        return found | {name: ArrayColumn(np.array(column[first:end], np.float64)) for name, column in times}
-
-
-def _array(kind: str, content: bytes) -> array[Any]:
-    found: array[Any] = array(kind)
-    found.frombytes(content)
-    return found
 
 
 class _RecordSequence(Sequence[TransferRecord]):
@@ -204,6 +89,7 @@ class TransferLog(_RecordSequence):
         self._codes: dict[tuple[str, ...], int] = {}  # by `Kind`, which equals a plain tuple of the same
         self._rank = rank
         self._spill = spill
+        self._new: list[TransferRecord] = []  # appended, not in the columns yet
         self._parts: list[int] = []  # where records are that are not in memory
         self._before: list[int] = [0]  # how many there are before each part, and before those in memory
         self._clear()
@@ -219,9 +105,9 @@ class TransferLog(_RecordSequence):
         """
         found: dict[str, TransferLog] = {}
         for payload in journal:
-            block = _decode(payload)
+            block = LogBlock.unpack(payload)
             log = found.setdefault(block.rank, cls(rank=block.rank))
-            runs = _Runs.of_block(block)
+            runs = Runs.of_block(block)
             before = 0
             times = [np.frombuffer(part, np.float64) for part in block.times]
             for code, label, nbytes, descriptors, end in zip(*runs[:5], strict=True):
@@ -240,41 +126,58 @@ class TransferLog(_RecordSequence):
 
     def append(self, record: TransferRecord) -> None:
         """Add *record*."""
-        engine, operation, source, target, nbytes, descriptors, *times, status, label = record
-        self._begin((engine, operation, source, target, status), label, nbytes, descriptors, 1)
-        for column, time in zip(self._times, times, strict=False):
-            column.append(time)
+        self._new.append(record)
+        if len(self._new) >= NEW:
+            self._sort_in()
 
-    def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
-        """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
-        if not run.count:
-            return
-        self._begin(*run)
-        last, data = None, b""
-        for column, values in zip(self._times, times, strict=True):
-            if values is not last:  # what is prepared when it is submitted, and seen when it is complete
-                last, data = values, values.tobytes()
-            column.frombytes(data)
+    def _sort_in(self) -> None:
+        """Put the records that were appended since into the columns: many at a time take a fourth of the calls."""
+        while self._new:
+            before = self._room()
+            new = self._new if self._spill is None else self._new[: KEPT - before]
+            self._new = self._new[len(new) :]
+            engine, operation, source, target, nbytes, descriptors, *times, status, labels = zip(*new, strict=True)
+            self._of.extend(map(self._code, zip(engine, operation, source, target, status, strict=True)))
+            self._labels.extend(labels)
+            self._nbytes.extend(nbytes)
+            self._descriptors.extend(descriptors)
+            self._ends.extend(range(before + 1, before + len(new) + 1))
+            for column, values in zip(self._times, times, strict=True):
+                column.extend(values)
 
-    def _begin(
-        self, kind: tuple[str, str, str, str, str], label: str, nbytes: int, descriptors: int, count: int
-    ) -> None:
-        """Begin a run of *count* records, whose times the caller adds; put away what is too much before that."""
-        ends = self._ends
-        before = ends[-1] if ends else 0
+    def _room(self) -> int:
+        """Return how many records the columns have, once what is too much is put away."""
+        before = self._ends[-1] if self._ends else 0
         if before >= KEPT and self._spill is not None:
             self._put_away(self._spill)
-            ends, before = self._ends, 0
+            return 0
+        return before
+
+    def _code(self, kind: tuple[str, str, str, str, str]) -> int:
+        """Return the number of *kind*, a new one if it has none."""
         code = self._codes.get(kind)
         if code is None:
             code = len(self._kinds)
             self._kinds.append(Kind(*kind))
             self._codes[self._kinds[code]] = code
-        self._of.append(code)
-        self._labels.append(label)
-        self._nbytes.append(nbytes)
-        self._descriptors.append(descriptors)
-        ends.append(before + count)
+        return code
+
+    def extend_run(self, run: RecordRun, *times: npt.NDArray[np.float64]) -> None:
+        """Add the records of *run*, whose *times* are those of `TransferRecord`, in its order."""
+        if not run.count:
+            return
+        self._sort_in()
+        before = self._room()
+        self._of.append(self._code(run.kind))
+        self._labels.append(run.label)
+        self._nbytes.append(run.nbytes)
+        self._descriptors.append(run.descriptors)
+        self._ends.append(before + run.count)
+        last, data = None, b""
+        for column, values in zip(self._times, times, strict=True):
+            if values is not last:  # what is prepared when it is submitted, and seen when it is complete
+                last, data = values, values.tobytes()
+            column.frombytes(data)
 
     def _put_away(self, spill: Spill) -> None:
         """Leave all records in memory with *spill*, as one `LogBlock`."""
@@ -288,7 +191,7 @@ class TransferLog(_RecordSequence):
             self._ends.tobytes(),
             [column.tobytes() for column in self._times],
         )
-        self._parts.append(spill.append(_encode(block)))
+        self._parts.append(spill.append(block.pack()))
         self._before.append(self._before[-1] + self._ends[-1])
         self._clear()
 
@@ -298,6 +201,7 @@ class TransferLog(_RecordSequence):
         Ranks that run for others (`pdsim.fabric.fold`) have their stand-in's records under their own names.
         Neither log may be appended to afterwards.
         """
+        self._sort_in()
         other = copy(self)
         vars(other)["_kinds"] = [
             Kind(
@@ -311,17 +215,18 @@ class TransferLog(_RecordSequence):
         ]
         return other
 
-    def _stretches(self) -> Iterator[_Runs]:
+    def _stretches(self) -> Iterator[Runs]:
         """Yield all records, a part at a time."""
+        self._sort_in()
         for number in range(len(self._parts) + 1):
             yield self._stretch(number)
 
-    def _stretch(self, number: int) -> _Runs:
+    def _stretch(self, number: int) -> Runs:
         """Return the part *number* of the records: from *spill*, or, after the last of those, what is in memory."""
         if number < len(self._parts):
             assert self._spill is not None
-            return _Runs.read(self._spill.read(self._parts[number]))
-        return _Runs(self._of, self._labels, self._nbytes, self._descriptors, self._ends, self._times)
+            return Runs.read(self._spill.read(self._parts[number]))
+        return Runs(self._of, self._labels, self._nbytes, self._descriptors, self._ends, self._times)
 
     def runs(self) -> Iterator[RecordRun]:
         """Yield what the records have in common, run by run."""
@@ -366,16 +271,18 @@ class TransferLog(_RecordSequence):
     @property
     def kinds(self) -> Sequence[Kind]:
         """What the records have in common: every kind that occurs."""
+        self._sort_in()
         return self._kinds
 
     @property
     def identity(self) -> int:
         """A number that logs have in common that share their columns, and no others."""
+        self._sort_in()
         return id(self._times)
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return self._before[-1] + (self._ends[-1] if self._ends else 0)
+        return self._before[-1] + (self._ends[-1] if self._ends else 0) + len(self._new)
 
     def __iter__(self) -> Iterator[TransferRecord]:
         """Yield the records, made as they are read."""
@@ -391,6 +298,7 @@ class TransferLog(_RecordSequence):
 
     def record(self, number: int) -> TransferRecord:
         """Return the record at the place *number*; see `_RecordSequence`."""
+        self._sort_in()
         part = bisect_right(self._before, number) - 1
         number -= self._before[part]
         stretch = self._stretch(part)
@@ -403,10 +311,6 @@ class TransferLog(_RecordSequence):
 
     def __repr__(self) -> str:
         return f"<TransferLog of {len(self)} records>"
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(LogBlock).decode
 
 
 class _Joined(_RecordSequence):

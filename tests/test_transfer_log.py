@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from pdsim import transfer_log
+from pdsim.record_runs import Kind, RecordRun
 from pdsim.results.journal import JournalFile, entries
 from pdsim.results.schema import transfers_table, transfers_tables
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import Kind, RecordRun, TransferLog, joined, shapes
+from pdsim.transfer_log import TransferLog, joined, shapes
 
 
 def record(number: int, **changes: object) -> TransferRecord:
@@ -101,6 +102,22 @@ def test_a_log_that_leaves_records_elsewhere_reads_as_one_that_does_not(tmp_path
     assert shapes(joined([log, renamed])) == shapes([*RECORDS, *RECORDS])
     kept = TransferLog.by_rank(entries(tmp_path / "transfers.journal"))
     assert kept == {"a": RECORDS[:9]}  # the last are in memory only
+
+
+def test_records_that_wait_for_their_columns_are_read_with_the_others(monkeypatch: Any):
+    monkeypatch.setattr(transfer_log, "NEW", 4)
+    log = TransferLog(RECORDS[:3])
+    assert len(log) == 3
+    assert log[2] == RECORDS[2]
+    run = RecordRun(Kind("e", "write", "a", "b", "ok"), "0/0/x", 1, 1, 2)
+    times = [np.arange(2.0) + number for number in range(5)]
+    log.append(RECORDS[3])
+    log.extend_run(run, *times)
+    for record in RECORDS[4:]:
+        log.append(record)
+    assert list(log)[:4] == RECORDS[:4]
+    assert [record.submitted for record in log[4:6]] == [0.0, 1.0]
+    assert list(log)[6:] == RECORDS[4:]
 
 
 def test_a_journal_that_was_cut_short_has_its_whole_entries(tmp_path: Path):

@@ -13,8 +13,9 @@ from typing import Any
 
 from pdsim.job import Outcome
 from pdsim.kv.paths import PATHS
+from pdsim.record_runs import RecordRun
 from pdsim.results.record import Metric, Table
-from pdsim.transfer_log import RecordRun, distinct, joined
+from pdsim.transfer_log import distinct, joined
 
 __all__ = ["Paths", "notes"]
 

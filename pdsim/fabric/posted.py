@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdsim.clock import fire
 from pdsim.fabric.deadlines import Deadlines
+from pdsim.record_runs import Kind, RecordRun
 from pdsim.transfer import TransferRecord
-from pdsim.transfer_log import Kind, RecordRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -38,11 +38,14 @@ class Consensus:
 
         A rank counts once however often it says so.  Raise a `ValueError` if there is no such rank.
         """
-        self._check(rank)
-        if self.over:
+        if not 0 <= rank < self._size:
+            self._check(rank)
+        status = self.status
+        if status is Status.FAILED or status is Status.SUCCESS:  # `over`: most calls of a room are this one
             return False
-        self._reported.add(rank)
-        if len(self._reported) < self._size:
+        reported = self._reported
+        reported.add(rank)
+        if len(reported) < self._size:
             return False
         self.status = Status.SUCCESS
         return True

@@ -106,7 +106,7 @@ def offered_load(job: Deployment, requests: Sequence[Request]) -> OfferedLoad | 
     batch = decoding.batch(job) if decoding.steps else job.decode_batch
     seconds = decoding.steps / batch * decoding.step(job, batch) + decoding.held_up if decoding.steps else 0.0
     return OfferedLoad(
-        prefill=share * sum(prefill_iterations(job, requests)) / len(job.prefills),
+        prefill=share * sum(_iterations(job, requests.input.tolist())) / len(job.prefills),
         decode=share * seconds / len(job.decodes),
         rate=rate,
         decode_batch=batch,
@@ -122,14 +122,19 @@ def prefill_iterations(job: Deployment, requests: Iterable[Request]) -> Iterator
 
     The host's time is included, with or without overlap as the engine has it.
     """
+    return _iterations(job, (request.input for request in requests))
+
+
+def _iterations(job: Deployment, prompts: Iterable[int]) -> Iterator[float]:
+    """Yield what `prefill_iterations` does, for *prompts* of so many tokens."""
     host = job.engine.prefill
     pieces: list[tuple[int, int]] = []
     budget, held_up = job.chunk, 0.0
-    for request in requests:
+    for prompt in prompts:
         done = 0
-        held_up += host.admit + host.admit_token * request.input
-        while done < request.input:
-            tokens = min(budget, request.input - done)
+        held_up += host.admit + host.admit_token * prompt
+        while done < prompt:
+            tokens = min(budget, prompt - done)
             pieces.append((done, tokens))
             done += tokens
             budget -= tokens
@@ -157,23 +162,23 @@ class _Decoding:
     held_up: float  # seconds that admissions keep the batch waiting
 
     @classmethod
-    def of(cls, job: Deployment, requests: Sequence[Request]) -> _Decoding:
+    def of(cls, job: Deployment, requests: RequestTable) -> _Decoding:
         engine, reserved = job.engine, not handoff_of(job.engine).serial
         steps = tokens = 0
         pages = before = held_up = 0.0
         alone: dict[int, float] = {}  # by the tokens of a prompt: seconds of its own prefill
-        for request in requests:
-            own = request.output - 1 + engine.recompute
-            last = request.input + (own // 2 if engine.memory == "grow" else request.output)
+        for prompt, output in zip(requests.input.tolist(), requests.output.tolist(), strict=True):
+            own = output - 1 + engine.recompute
+            last = prompt + (own // 2 if engine.memory == "grow" else output)
             size = job.page_count(last)
             steps += own
-            tokens += own * (request.input + 1 - engine.recompute) + own * (own - 1) // 2
+            tokens += own * (prompt + 1 - engine.recompute) + own * (own - 1) // 2
             pages += own * size
-            held_up += engine.decode.admit + engine.decode.admit_token * request.input
+            held_up += engine.decode.admit + engine.decode.admit_token * prompt
             if reserved:
-                if request.input not in alone:
-                    alone[request.input] = sum(prefill_iterations(job, [request]))
-                before += size * alone[request.input]
+                if prompt not in alone:
+                    alone[prompt] = sum(_iterations(job, [prompt]))
+                before += size * alone[prompt]
         return cls(steps, tokens, pages, before, held_up)
 
     def step(self, job: Deployment, batch: int) -> float:

@@ -79,12 +79,19 @@ class PrefixCache:
         """Hold the prompt of *request*, and evict what is too much."""
         blocks, ids = self._blocks, request.hash_ids
         left = request.input - (len(ids) - 1) * HASHED  # tokens from the start of the last block on
+        if self._capacity is None:  # nothing is ever evicted, so nobody asks which is the least recently used
+            for block in reversed(ids):
+                tokens = left if left < HASHED else HASHED  # noqa: FURB136
+                if blocks.get(block, 0) < tokens:
+                    blocks[block] = tokens
+                left += HASHED
+            return
         for block in reversed(ids):  # the first is the most recently used; there are dozens, and calls take long
             held = blocks.pop(block, 0)
             tokens = left if left < HASHED else HASHED  # noqa: FURB136
             blocks[block] = tokens if tokens > held else held  # noqa: FURB136
             left += HASHED
-        while self._capacity is not None and len(self._blocks) > self._capacity:
+        while len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
 
 

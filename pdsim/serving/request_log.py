@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from pdsim.compact import ArrayColumn, Compact
 from pdsim.kv.messages import Finished, Streamed
+from pdsim.record_runs import Spill
 from pdsim.serving.requests import Request, RequestTable
-from pdsim.transfer_log import Spill
 
 __all__ = ["PHASES", "STAMPS", "RequestLog", "RowBlock", "columns"]
 

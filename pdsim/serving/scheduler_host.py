@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from pdsim.serving.settings import HostCosts
 from pdsim.serving.workload import stream
@@ -120,7 +121,7 @@ class StepVariation:
         self._mean = mean
         self._shape = variation**-2
         self._random = stream(seed, f"{name}.steps")
-        self._blocks: deque[list[float]] = deque()
+        self._blocks: deque[npt.NDArray[np.float64]] = deque()
         self._first = 0  # the number of the first block that is kept
         self._sum = 0.0  # at the end of the last one
 
@@ -132,9 +133,9 @@ class StepVariation:
         blocks = self._blocks
         while number - self._first >= len(blocks):
             drawn = self._mean * (self._random.gamma(self._shape, 1 / self._shape, _DRAWS) - 1)
-            blocks.append((self._sum + np.cumsum(drawn)).tolist())
-            self._sum = blocks[-1][-1]
-        return blocks[number - self._first][place]
+            blocks.append(self._sum + np.cumsum(drawn))  # of dozens of steps a request, nine are asked for
+            self._sum = float(blocks[-1][-1])
+        return float(blocks[number - self._first][place])
 
     def forget(self, step: int) -> None:
         """Take note that nobody will ask for fewer steps than *step*."""

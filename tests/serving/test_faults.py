@@ -15,6 +15,7 @@ from pdsim.fabric.sim_endpoint import DETECTION
 from pdsim.job import Outcome, RankSpec
 from pdsim.kv.bootstrap import Bootstrap
 from pdsim.kv.messages import VERSION, Enroll, MessageError, Prefilled, Stop, Terms, encode
+from pdsim.serving.decode.decode_scheduler import DecodeScheduler
 from pdsim.serving.settings import ServingEngine, Side
 from pdsim.serving.workload import Request
 from tests.support.configs import EIGHT
@@ -27,6 +28,18 @@ SLOW = replace(EIGHT, interconnect=replace(EIGHT.interconnect, rate=4e6))
 LONG = Request(0.0, 100, 4)  # 7 pages of 16 tokens
 PAGE = 16 * 2 * GQA.layers * GQA.kv_heads * GQA.head_dim * 2
 """Bytes of one."""
+
+
+@pytest.fixture(autouse=True)
+def _quarantine_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the number of rooms that may grow with a count of them, each time that a scheduler asks for it."""
+    known = DecodeScheduler._growing
+
+    def compared(scheduler: DecodeScheduler) -> int:
+        assert known(scheduler) == sum(not room.failed for room in scheduler._rooms.values())
+        return known(scheduler)
+
+    monkeypatch.setattr(DecodeScheduler, "_growing", compared)
 
 
 def serve(

@@ -97,6 +97,7 @@ class BlockManager(DecodeWorker, ABC):
         self._fences = FenceCount(self.incarnation, job.decode.size)
         self._timers = Timers(rank.clock, job.waiting_timeout, self._expire)
         self._stopping = False
+        self.quarantined = 0  # rooms that failed and still have pages
         handlers: dict[type[KvMessage], Handler] = {
             Details: lambda _, message: self._details.set(message.room, message),
             Arrived: lambda sender, message: self._count(index_of(sender), message, None),
@@ -112,7 +113,8 @@ class BlockManager(DecodeWorker, ABC):
         Pages in use, in quarantine and free add up to ``pages``; ``open_rooms`` counts what is not over on this
         side.
         """
-        held = sum(self._page_count(room) for room in self._rooms.values() if room.failed)
+        failed = [number for number, room in self._rooms.items() if room.failed]
+        held = sum(count for number in failed for _, count in self.pages.owned(number))
         found: dict[str, Any] = super().report() | {
             "pages": self.pages.pages,
             "peak_pages": self.pages.peak,
@@ -152,7 +154,7 @@ class BlockManager(DecodeWorker, ABC):
         rooms = [number for number, room in self._rooms.items() if room.request.prefill == life]
         rooms = [number for number in rooms if self._rooms[number].consensus.status is not Status.SUCCESS]
         for number in rooms:
-            if self._rooms[number].consensus.fail():
+            if self.quarantine(self._rooms[number]):
                 self.send(
                     ROUTER, Failed(number, f"PeerLost: {life} is gone before all of its KV was known to be here")
                 )
@@ -212,11 +214,20 @@ class BlockManager(DecodeWorker, ABC):
         Its pages stay in quarantine until that has answered (`Released`), or is proven to be gone.  A room that
         is over already, one way or the other, stays as it is.
         """
-        if room.consensus.fail():
+        if self.quarantine(room):
             number = room.request.room
             self._timers.drop(number)
             self.send(leader(room.request.prefill), Abort(number, room.request.prefill))
             self._wake()  # if all that is left is in quarantine, the next in the queue must not wait for ever
+
+    def quarantine(self, room: DecodeRequest) -> bool:
+        """Fail *room*, whose pages are in quarantine until it is proven that nothing of it moves.
+
+        Return whether that ends it: not one that is over already.
+        """
+        ended = room.consensus.fail()
+        self.quarantined += ended
+        return ended
 
     def _released(self, _: str, message: Released) -> None:
         """Give up a room of which prefill says that nothing moves any more, unless all of it has arrived."""
@@ -224,7 +235,7 @@ class BlockManager(DecodeWorker, ABC):
         if room is None or room.consensus.status is Status.SUCCESS:
             self.ignore()
             return
-        room.consensus.fail()
+        self.quarantine(room)
         self._release(message.room)
 
     def _release(self, number: int) -> None:
@@ -238,7 +249,7 @@ class BlockManager(DecodeWorker, ABC):
 
     def _drop(self, number: int) -> None:
         """Give the pages of a room back that never became complete."""
-        del self._rooms[number]
+        self.quarantined -= self._rooms.pop(number).failed
         self.keys.pop(number, None)
         self.pages.release(number)
         self.slots.release(number)
@@ -294,10 +305,6 @@ class BlockManager(DecodeWorker, ABC):
             self.pages.release(request.room)
             return None
         return pages, state
-
-    def _page_count(self, room: DecodeRequest) -> int:
-        """Return how many pages *room* has."""
-        return sum(count for _, count in self.pages.owned(room.request.room))
 
     def shared(self, request: Submit) -> int:
         """Return how many tokens of *request* lie in pages of others, so that it needs none for them."""

@@ -335,7 +335,7 @@ class DecodeScheduler(BlockManager):
             request = self._queue[index]
             held, rows = self._find_memory(request) if self.has_slot() else (0, None)
             if rows is None:
-                if not all(room.failed for room in self._rooms.values()):
+                if self._growing():
                     self._blocked.clear()
                     return
                 if not self._blocked.too_long():
@@ -355,7 +355,7 @@ class DecodeScheduler(BlockManager):
 
     def _growing(self) -> int:
         """Return how many rooms may come to need more pages: not failed ones, whose pages are in quarantine."""
-        return sum(not room.failed for room in self._rooms.values())
+        return len(self._rooms) - self.quarantined
 
     def _find_memory(self, request: Submit) -> tuple[int, tuple[Pages, tuple[Pages, ...]] | None]:
         """Return how many first pages of *request* are here, and the pages and rows of the rest; None if too few."""

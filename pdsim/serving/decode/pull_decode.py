@@ -246,7 +246,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
 
     def _fail(self, room: DecodeRequest) -> None:
         """Give *room* up; `quiet` from every rank ends it."""
-        if room.consensus.fail():
+        if self.quarantine(room):
             number = room.request.room
             self._timers.drop(number)
             self.send(self.followers, Abort(number))
@@ -255,7 +255,7 @@ class PullDecodeScheduler(DecodeScheduler, PullDecodeWorker):
 
     def _drop(self, number: int) -> None:
         """Give the pages of a failed room back, into which nothing is read any more."""
-        del self._rooms[number]
+        self.quarantined -= self._rooms.pop(number).failed
         self.keys.pop(number, None)
         self.pages.release(number)
         self.state.release(number)
