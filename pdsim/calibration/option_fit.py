@@ -7,15 +7,17 @@ post batches of ``split_batch_size`` (1,024) descriptors and more, side by side 
 left there is the wire.  So three numbers are fitted, *latency*, *descriptor* and *rate*, to all variants at once.
 
 Sets of processes differ by more than any two models do, and in two states: where a spinning thread shares the
-caller's core, posting takes some 1.5 times as long, for a pair or for a whole set.  Fitted is the state without it,
-the quickest set of each pair (`undisturbed`).  The intervals are those of a set that nobody has seen: from fits to
-each set alone, by Student's distribution.
+caller's core, posting takes some 1.5 times as long, for a pair or for a whole set (bound there, 8 to 10 us a
+descriptor; to another core, 6 to 7; ``data/benchmarks/probe-bound-2xh200.csv``).  Fitted is the state without it,
+the quickest set of each pair on each host (`undisturbed`).  The intervals are those of a set that nobody has seen:
+from fits to each set alone, by Student's distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from pdsim.repository import data
 __all__ = [
     "BASE",
     "FREE",
+    "HOSTS",
     "VARIANTS",
     "ProcessSet",
     "errors",
@@ -49,6 +52,9 @@ VARIANTS: Mapping[str, Workers | None] = {
 }
 """Samples in ``data/calibration``, and who posts large batches."""
 
+HOSTS = ("", "-host2", "-host3")
+"""Ends of the names of a variant's samples, a host each; the third's are of other pairs."""
+
 FREE = ("latency", "descriptor", "rate")
 _START = (1e-6, 2e-6, 0.8)
 _BOUNDS = ((0.0, 0.0, 0.3), (1e-4, 2e-5, 1.0))
@@ -56,9 +62,10 @@ _BOUNDS = ((0.0, 0.0, 0.3), (1e-4, 2e-5, 1.0))
 
 @dataclass(frozen=True)
 class ProcessSet:
-    """The pairs that one set of processes measured: samples of one job each."""
+    """The pairs that one set of processes measured on a *host*, of `HOSTS`: samples of one job each."""
 
     variant: str
+    host: str
     rows: Sequence[Sample]
 
     def model(self, base: EngineModel, values: Sequence[float]) -> EngineModel:
@@ -73,21 +80,22 @@ class ProcessSet:
 def process_sets() -> list[ProcessSet]:
     """Return all sets of processes of all variants."""
     found = []
-    for variant in VARIANTS:
-        rows = samples.read(data("calibration", f"{variant}-2xh200.csv")).rows
-        jobs = {len(row.per_job) for row in rows}
+    for variant, host in product(VARIANTS, HOSTS):
+        rows = samples.read(data("calibration", f"{variant}-2xh200{host}.csv")).rows
+        jobs = range(min(len(row.per_job) for row in rows))
         found += [
-            ProcessSet(variant, [replace(row, seconds=row.per_job[job]) for row in rows]) for job in range(min(jobs))
+            ProcessSet(variant, host, [replace(row, seconds=row.per_job[job]) for row in rows]) for job in jobs
         ]
     return found
 
 
 def undisturbed(sets: Sequence[ProcessSet]) -> list[ProcessSet]:
-    """Return for each variant of *sets* one set: each of its pairs in the set that was the quickest there."""
+    """Return for each variant and host of *sets* one set: each pair as the quickest had it."""
     found = []
-    for variant in dict.fromkeys(one.variant for one in sets):
-        pairs = zip(*(one.rows for one in sets if one.variant == variant), strict=True)
-        found.append(ProcessSet(variant, [min(rows, key=lambda row: row.seconds) for rows in pairs]))
+    for variant, host in dict.fromkeys((one.variant, one.host) for one in sets):
+        mine = [one.rows for one in sets if (one.variant, one.host) == (variant, host)]
+        quickest = [min(rows, key=lambda row: row.seconds) for rows in zip(*mine, strict=True)]
+        found.append(ProcessSet(variant, host, quickest))
     return found
 
 
@@ -142,7 +150,7 @@ def spread(sets: Sequence[ProcessSet]) -> npt.NDArray[np.float64]:
     for one in sets:
         for row in one.rows:
             if row.blocks < 1024:
-                times.setdefault(row.key, []).append(float(np.log(row.seconds)))
+                times.setdefault((one.host, *row.key), []).append(float(np.log(row.seconds)))
     found = []
     for logs in times.values():
         for index, log in enumerate(logs):

@@ -1,13 +1,18 @@
 """The host's part of a transfer on another host: what is scaled, what is not, and what results say of it."""
 
+import re
+
+import numpy as np
 import pytest
 
 from experiments import transfer
+from pdsim.calibration import samples
 from pdsim.calibration.host_factor import drawn, measure
 from pdsim.cli.doctor import host
 from pdsim.cli.run import compose
 from pdsim.errors import ConfigError
 from pdsim.fabric.model import Model
+from pdsim.repository import data
 from pdsim.results.evidence import extrapolations, host_note, host_spread
 from pdsim.transfer import TransferRecord
 
@@ -94,4 +99,17 @@ def test_doctor_times_a_loop_beside_the_hosts_of_the_calibrations():
     assert 1e-9 < least <= middle <= most < 1e-5
     text = host()
     assert "a turn of a Python loop takes" in text
-    assert "calibration=nixl-2xh200: nobody timed the loop on its host" in text
+    assert re.search(r"calibration=nixl-2xh200: host_factor=\d", text)
+    assert "calibration=nvlink-2xh200: nobody timed the loop on its host" in text
+
+
+@pytest.mark.parametrize(("backend", "median", "p95"), [("mooncake_nvlink", 0.025, 0.05), ("nixl", 0.06, 0.13)])
+def test_the_calibrations_meet_a_host_that_they_have_not_seen(backend, median, p95):
+    rows = samples.read(data("calibration", f"{backend}-2xh200-host2.csv")).rows
+    model = compose(["hw=2xh200", f"backend={backend}", "experiment=transfer", "experiment.ranks=2"]).backend.intra
+    pairs = [row for row in rows if row.concurrency == 1]
+    modelled = [model.alone(row.blocks, row.blocks * row.size, read=row.operation == "read") for row in pairs]
+    errors = np.abs(np.array(modelled) / [row.seconds for row in pairs] - 1.0)
+    assert len(pairs) > 100
+    assert np.median(errors) < median
+    assert np.percentile(errors, 95.0) < p95
