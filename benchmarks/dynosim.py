@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 simgrid = SimGrid(options.simgrid_lib.resolve(), options.simgrid_source.resolve(), Path(folder))
                 workloads = [work.first(options.flows) for work in sharing.read_oracle(options.oracle)]
-                found = sharing.compare(workloads, simgrid, options.repeat)
+                found = sharing.compare(workloads, simgrid, options.repeat, options.compiled)
                 lines += ["", *sharing.table(list(found)).splitlines()]
     else:
         cases: list[dict[str, bool]] = [{"cut": True}, {}, {"free": True}]

@@ -5,6 +5,7 @@
 
     python benchmarks/sharing.py --oracle DIR                                             # ours alone
     python benchmarks/sharing.py --oracle DIR --simgrid-lib DIR --simgrid-source DIR      # with SimGrid
+    python benchmarks/sharing.py --oracle DIR --compiled PYTHON                           # and the compiled pdsim
     python benchmarks/sharing.py --scaling                                                # from 8 to 512 GPUs
 
 README.md says where SimGrid's directories come from and how to read the table.  An oracle's is of ``*.npz`` files,
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import pdsim.clock
 from pdsim.clock import Alarm, Clock
 from pdsim.fabric.flows.network import Network
 
@@ -104,6 +106,8 @@ class Row:
 
     workload: str
     ours: float
+    compiled: float | None
+    """pdsim's compiled wheel, which gives the same times, bit for bit."""
     s4u: float | None
     """SimGrid through its public interface."""
     kernel: float | None
@@ -113,9 +117,9 @@ class Row:
     difference: float | None
     """Largest relative difference of a completion time, to SimGrid in this run, else to the answer key."""
 
-    def ratio(self, theirs: float | None) -> float | None:
-        """Return the speed of pdsim over that of SimGrid."""
-        return None if theirs is None else theirs / self.ours
+    def ratio(self, ours: float | None) -> float | None:
+        """Return the speed of pdsim, pure or compiled, over that of SimGrid through its public interface."""
+        return None if self.s4u is None or ours is None else self.s4u / ours
 
 
 def read_oracle(directory: Path) -> list[Workload]:
@@ -231,15 +235,50 @@ class SimGrid:
         return float(answer.split()[-1]) / counts[3] * 1e6, np.fromfile(taken)
 
 
-def compare(workloads: Sequence[Workload], simgrid: SimGrid | None, repeat: int) -> Iterator[Row]:
-    """Yield a row for each workload.  Ours and SimGrid take turns, so that both meet the same noise."""
+def elsewhere(python: str, work: Workload) -> tuple[float, NDArray[np.float64]]:
+    """Return what `simulate` says with the compiled pdsim of the environment of *python*: microseconds and ends.
+
+    Raise a `SystemExit` if that pdsim is not compiled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        key = {"link_capacity": work.capacity, "path_length": work.hops, "path_links": work.path_links}
+        flows = {"start": work.start, "size": work.size, "path": work.path, "finish": work.start}
+        np.savez(Path(folder, "workload.npz"), **key, **flows)
+        answer = _call(python, "-P", str(Path(__file__).resolve()), "--oracle", folder, "--one")
+        return float(answer), np.load(Path(folder, "ends.npy"))
+
+
+def one(folder: Path) -> None:
+    """Do for `elsewhere` what it was asked for: the workload in *folder*, twice, of which the first warms up."""
+    if not pdsim.clock.__file__.endswith(".so"):
+        raise SystemExit(f"{pdsim.clock.__file__} is not compiled; install with PDSIM_COMPILE=1 pip install .")
+    (work,) = read_oracle(folder)
+    (cost, _), (again, ends) = simulate(work), simulate(work)
+    np.save(folder / "ends.npy", ends)
+    print(min(cost.microseconds, again.microseconds))
+
+
+def compare(
+    workloads: Sequence[Workload], simgrid: SimGrid | None, repeat: int, compiled: str | None = None
+) -> Iterator[Row]:
+    """Yield a row for each workload.  All take turns, so that they meet the same noise.
+
+    *compiled* is the Python of an environment with the compiled pdsim.  Raise a `RuntimeError` if one of its times
+    differs by a bit.
+    """
     for work in workloads:
         ours: list[float] = []
+        fast: list[float] = []
         theirs = {"s4u": (inf, ""), "kernel": (inf, "")}
         key = work.finish
         for _ in range(repeat):
             cost, ends = simulate(work)
             ours.append(cost.microseconds)
+            if compiled:
+                took, same = elsewhere(compiled, work)
+                fast.append(took)
+                if not np.array_equal(same, ends):
+                    raise RuntimeError(f"{work.name}: the compiled pdsim gives other times")
             if simgrid:
                 for way, optim in product(theirs, ("Full", "Lazy")):
                     took, key = simgrid.simulate(work, way, optim)
@@ -247,6 +286,7 @@ def compare(workloads: Sequence[Workload], simgrid: SimGrid | None, repeat: int)
         yield Row(
             work.name,
             min(ours),
+            min(fast, default=None),
             theirs["s4u"][0] if simgrid else None,
             theirs["kernel"][0] if simgrid else None,
             "/".join(dict.fromkeys(optim for _, optim in theirs.values())),
@@ -289,17 +329,19 @@ def table(rows: Sequence[Row]) -> str:
     heads = [
         "workload",
         "pdsim",
+        "compiled",
         "SimGrid s4u",
         "SimGrid kernel",
         "optim",
         "speed / s4u",
-        "speed / kernel",
+        "compiled / s4u",
         "difference",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        times = [_figure(row.ours, ".1f"), _figure(row.s4u, ".1f"), _figure(row.kernel, ".1f"), row.optim or "-"]
-        ratios = [_figure(row.ratio(row.s4u), ".2f"), _figure(row.ratio(row.kernel), ".2f")]
+        figures = (row.ours, row.compiled, row.s4u, row.kernel)
+        times = [*(_figure(figure, ".1f") for figure in figures), row.optim or "-"]
+        ratios = [_figure(row.ratio(row.ours), ".2f"), _figure(row.ratio(row.compiled), ".2f")]
         lines.append("| " + " | ".join([row.workload, *times, *ratios, _figure(row.difference, ".0e")]) + " |")
     return "CPU microseconds per flow; the largest relative difference of a completion time.\n\n" + "\n".join(lines)
 
@@ -327,10 +369,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="comma-separated names of workloads")
     parser.add_argument("--simgrid-lib", type=Path, default=env("SIMGRID_LIB"), help="directory of libsimgrid.so")
     parser.add_argument("--simgrid-source", type=Path, default=env("SIMGRID_SOURCE"), help="SimGrid 4.1's source")
+    parser.add_argument("--compiled", help="the Python of an environment with the compiled pdsim")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--scaling", action="store_true", help="any-to-any traffic from 8 to 512 GPUs")
     parser.add_argument("--repeat", type=int, default=5, help="each figure is the best of so many")
     parser.add_argument("--write", action="store_true", help="keep the figures in data/benchmarks")
     args = parser.parse_args()
+    if args.one:
+        one(args.oracle)
+        return 0
     only = set(filter(None, args.only.split(",")))
     workloads = [work for work in read_oracle(args.oracle) if not only or work.name in only] if args.oracle else []
     if not workloads and not args.scaling:
@@ -341,7 +388,7 @@ def main() -> int:
             simgrid = SimGrid(args.simgrid_lib.resolve(), args.simgrid_source.resolve(), Path(scratch))
         elif workloads:
             print("SimGrid is absent: give --simgrid-lib and --simgrid-source; README.md says how to install it\n")
-        rows = list(compare(workloads, simgrid, args.repeat))
+        rows = list(compare(workloads, simgrid, args.repeat, args.compiled))
         costs = list(grow(args.repeat)) if args.scaling else []
         report(machine(simgrid), rows, costs, args.write)
     return 0
