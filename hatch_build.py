@@ -3,9 +3,11 @@
 
     PDSIM_COMPILE=1 pip install .
 
-The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  It takes a
-C compiler and one or two minutes.  A compiled wheel has the sources too, for tracebacks.  Editable installs stay
-pure.
+in a checkout, in any environment: pip fetches mypyc for the build alone.  It takes one or two minutes, a C compiler
+and Python's headers; where one of these is missing, one line says which and what to install.
+
+The sources are the same, and so are the results, bit for bit; `docs/performance.md` says what it brings.  A compiled
+wheel has the sources too, for tracebacks.  Editable installs stay pure.
 
 Not compiled: modules with `msgspec` structs, whose fields mypyc would blur; and ranks' programs, which packages
 derive from with bases that a compiled class cannot have.
@@ -17,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,8 @@ class CompileHook(BuildHookInterface[Any]):
         """Compile, and have the results put beside their sources."""
         if not _wanted() or self.target_name != "wheel" or version == "editable":
             return
+        if why := lacking():
+            self.app.abort(f"{SWITCH}=1: {why}; or leave {SWITCH} out, for a pdsim in pure Python")
         scratch = Path(tempfile.mkdtemp(prefix="pdsim-compile-"))
         self._scratch = scratch
         unwanted = shutil.ignore_patterns("__pycache__", "*.so")
@@ -110,6 +115,15 @@ class CompileHook(BuildHookInterface[Any]):
 
 def _wanted() -> bool:
     return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def lacking() -> str:
+    """Return what this machine lacks for a build, and how to get it; "" if it has a C compiler and the headers."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        return f"there is no C compiler {compiler!r}: install one (apt-get install gcc libc6-dev) or name it in CC"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.is_file() else f"{header} is missing: install Python's headers (apt-get install python3-dev)"
 
 
 def build() -> None:
