@@ -241,9 +241,16 @@ def elsewhere(python: str, work: Workload) -> tuple[float, NDArray[np.float64]]:
     Raise a `SystemExit` if that pdsim is not compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        key = {"link_capacity": work.capacity, "path_length": work.hops, "path_links": work.path_links}
-        flows = {"start": work.start, "size": work.size, "path": work.path, "finish": work.start}
-        np.savez(Path(folder, "workload.npz"), **key, **flows)
+        np.savez(
+            Path(folder, "workload.npz"),
+            link_capacity=work.capacity,
+            path_length=work.hops,
+            path_links=work.path_links,
+            start=work.start,
+            size=work.size,
+            path=work.path,
+            finish=work.start,
+        )
         answer = _call(python, "-P", str(Path(__file__).resolve()), "--oracle", folder, "--one")
         return float(answer), np.load(Path(folder, "ends.npy"))
 
