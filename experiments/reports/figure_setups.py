@@ -30,15 +30,33 @@ from pdsim.fabric.model import Model
 from pdsim.hardware import Machine
 from pdsim.serving.settings import Kv, Llm, Parallel, SchedulerLimits, ServingEngine, Side, Workload
 
-__all__ = ["BUSY", "FIGURES", "REASONS", "TOKENS", "UNPREPARED", "Parts", "ReportFigure", "ReportFiguresOptions"]
+__all__ = [
+    "BUSY",
+    "FIGURES",
+    "POSTED",
+    "PREPARING",
+    "REASONS",
+    "TOKENS",
+    "UNPREPARED",
+    "Parts",
+    "ReportFigure",
+    "ReportFiguresOptions",
+]
 
 BUSY = (1.8e-3, 5.5e-3)
 """Seconds of a blocking call of Mooncake beside a thread that computes in Python, as SGLang's scheduler does: as
 `benchmarks.mooncake_calls` measured over TCP: on two shared cores (1.8 to 3.2), on an idle machine (2.7 to 5.5)."""
 
-UNPREPARED = 1.05e-6
-"""Seconds of a descriptor of NIXL, 0.15 us to post it and 0.9 to prepare it in SGLang: 26406's 63 less 48 ms are so
-much for each of 16,384.  NIXL itself prepares one in 0.05 us (1.5.1, 16,384 descriptors of host memory)."""
+PREPARING = (0.38e-6, 1.46e-6)
+"""Seconds that preparing a descriptor of NIXL takes SGLang: 26406's 459 less 331 ms for 64 prompts, and its 63 less
+48 for one, are so much for each of the 10,240 of a prompt.  NIXL itself prepares one in 0.05 us (1.5.1, host
+memory)."""
+
+POSTED = 0.15e-6
+"""Seconds of a prepared one, as `conf/backend/nixl.yaml` has it, assumed."""
+
+UNPREPARED = POSTED + 0.9e-6
+"""Seconds of one that is not prepared: posted, and prepared in about the middle of `PREPARING`."""
 
 TOKENS = 80
 """Of a prompt of 26406 and 22536."""
@@ -198,7 +216,7 @@ def _prompts(
     )
 
 
-def _staging(parts: Parts, count: int, tokens: int = TOKENS, descriptor: float = 0.0) -> tuple[float, float]:
+def _staging(parts: Parts, count: int, tokens: int = TOKENS, descriptor: float = UNPREPARED) -> tuple[float, float]:
     """Return TTFT of *count* prompts in slices, and staged (SGLang 22536)."""
     return (
         _prompts(parts, "nixl", count, tokens, descriptor=descriptor),
@@ -264,9 +282,11 @@ def _counted(count: int) -> str:
 
 
 _LENGTHS: tuple[Mapping[str, Any], ...] = ({"tokens": 48}, {"tokens": 96})
-_LENGTHS += tuple({**one, "descriptor": UNPREPARED} for one in _LENGTHS)
+_PREPARED = _LENGTHS + tuple({**one, "descriptor": UNPREPARED} for one in _LENGTHS)
+_OTHERS = tuple({**one, "descriptor": POSTED + preparing} for one in _LENGTHS for preparing in PREPARING)
 _H100 = "2 x 8 H100 over RDMA, SGLang, Llama-3.1-8B, prompts of 80 tokens"
-_NIXL = "prompts of 48 to 96 tokens; a descriptor of NIXL takes 0.15 to 1.05 us"
+_NIXL = "prompts of 48 to 96 tokens; a prepared descriptor of NIXL takes 0.15 to 1.05 us"
+_SLOW = "prompts of 48 to 96 tokens; a descriptor of NIXL takes 0.53 to 1.61 us, not prepared"
 
 FIGURES = (
     ReportFigure(
@@ -292,10 +312,10 @@ FIGURES = (
             report="#22536",
             says=f"TTFT of {_counted(count)}, TP 2 to 4: sliced, staged",
             reported=before / after,
-            assumed=_H100,
+            assumed=f"{_H100}; a descriptor that is not prepared takes 1.05 us",
             run=partial(_staging, count=count),
-            open=_NIXL,
-            ends=_LENGTHS,
+            open=_SLOW,
+            ends=_OTHERS,
         )
         for count, before, after in ((1, 34, 32), (64, 226, 154), (256, 749, 355))
     ),
@@ -307,9 +327,21 @@ FIGURES = (
             assumed=_H100,
             run=partial(_engines, count=count),
             open=_NIXL,
-            ends=_LENGTHS,
+            ends=_PREPARED,
         )
         for count, mooncake, nixl in ((1, 127, 48), (64, 2109, 331), (128, 3674, 509))
+    ),
+    *(
+        ReportFigure(
+            report="#26406",
+            says=f"TTFT of {_counted(count)}, TP 2 to 4: Mooncake, NIXL",
+            reported=mooncake / nixl,
+            assumed=f"{_H100}; a descriptor that is not prepared takes 1.05 us",
+            run=partial(_engines, count=count, descriptor=UNPREPARED),
+            open=_SLOW,
+            ends=_OTHERS,
+        )
+        for count, mooncake, nixl in ((1, 127, 63), (64, 2109, 459), (128, 3674, 634))
     ),
     *(
         ReportFigure(
@@ -319,7 +351,7 @@ FIGURES = (
             assumed=_H100,
             run=partial(_unequal, backend=backend, count=count),
             open="prompts of 48 to 96 tokens" if backend == "mooncake" else _NIXL,
-            ends=_LENGTHS[:2] if backend == "mooncake" else _LENGTHS,
+            ends=_LENGTHS if backend == "mooncake" else _PREPARED,
         )
         for name, backend, count, unequal, equal in (
             ("Mooncake", "mooncake", 1, 127, 38),
@@ -367,10 +399,11 @@ REASONS = {
     ),
     "#22536, #26406": (
         "lengths come from the TP 4 to 4 column of #26406. There Mooncake from TP 2 to 4 takes 89, 1,985 and "
-        "3,849 ms (reported 127, 2,109, 3,674), NIXL 32, 234 and 362 (48, 331, 509): what a descriptor costs NIXL "
-        "is assumed (0.15 us), and SGLang's own part of it, 0.9 us by the report's two columns where it is not "
-        "prepared, is not modelled. From TP 4 to 4 256 prompts of any length take 510 ms or more, reported 327 in "
-        "#22536: its hosts, or its model, are faster than those on which a request's costs were measured."
+        "3,849 ms (reported 127, 2,109, 3,674), NIXL 32, 234 and 362 (48, 331, 509): what a prepared descriptor "
+        "costs it is assumed, 0.15 us. Preparing one takes SGLang 0.4 to 1.5 us by the report's two columns of "
+        "NIXL, the library 0.05 (measured). From TP 4 to 4 256 prompts of any length take 510 ms or more, "
+        "reported 327 in #22536: its hosts, or its model, are faster than those on which a request's costs were "
+        "measured."
     ),
     "#37766": (
         "model, GPUs, prompts and load are others. A layer is a call of its own there, as in the simulation; with "
