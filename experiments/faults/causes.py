@@ -241,13 +241,15 @@ class Causes:
         """Return whether another request left pages in quarantine at an instance of this one, by a fault."""
         for other, (each, status) in enumerate(zip(self._lives, self._statuses, strict=True)):
             shares = other != number and each.instances & life.instances and each.began <= life.ended
-            if shares and (len(each.tries) > 1 or self._quarantined(each, status)):
+            if shares and (len(each.tries) > 1 or self._quarantined(each, status, life.ended)):
                 return True
         return False
 
-    def _quarantined(self, life: Life, status: str) -> bool:
+    def _quarantined(self, life: Life, status: str, until: float) -> bool:
         """Return whether a request that ended with *status* may have left pages in quarantine."""
-        return status != "ok" and (not status.startswith("Aborted") or self._slowed(life))
+        if status == "ok" or not status.startswith("Aborted") or self._slowed(life):
+            return status != "ok"
+        return any(self._is_out(instance, life.began, until) for instance in life.instances)  # it never answers
 
 
 def _disturbances(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, float]]]]:

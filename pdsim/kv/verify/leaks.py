@@ -61,8 +61,9 @@ class LeakChecker:
         """Count what all have, before the first request."""
         if not self._began:
             self._began = True
-            registries = [getattr(member, "registry", None) for member in self._members.values()]
-            self._lost |= any(registry is not None and not registry.connected for registry in registries)
+            for registry in (member.registry for member in self._members.values() if hasattr(member, "registry")):
+                pairs = len(registry.prefills.names) * len(registry.decodes.names)
+                self._lost |= len(registry._links) < pairs
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 

@@ -103,8 +103,8 @@ class DecodeScheduler(BlockManager):
         return found | ({"preemptions": self.preemptions} if self.preemptions else {})
 
     def working(self) -> bool:
-        """As `DecodeWorker.working`; pages in quarantine that its queue waits for come back, or it gives up."""
-        return super().working() or self._blocked.waiting
+        """As `DecodeWorker.working`; quarantined pages come back or are given up, and retracted KV arrives."""
+        return super().working() or self._blocked.waiting or self._retraction.under_way
 
     # --- what comes in ---
 
