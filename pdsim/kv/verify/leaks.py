@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 __all__ = ["LeakChecker"]
@@ -62,8 +63,8 @@ class LeakChecker:
         if not self._began:
             self._began = True
             for registry in (member.registry for member in self._members.values() if hasattr(member, "registry")):
-                pairs = len(registry.prefills.names) * len(registry.decodes.names)
-                self._lost |= len(registry._links) < pairs
+                pairs = product(registry.prefills.names, registry.decodes.names)
+                self._lost |= not all(registry.linked(*pair) for pair in pairs)
             self._before = {name: _census(member) for name, member in self._members.items()}
             self._regions = {name: _regions(member) for name, member in self._members.items()}
 
