@@ -5,8 +5,8 @@
     python -m benchmarks.live_page points       # prints the blind campaign point by point, with bounds and floors
 
 They are made of what is in data/live: campaigns, predictions that were sealed before one, and those of the model
-after a fit.  A point is a load and a metric; its floor is how far that metric of the same load was apart on two
-hosts.
+after a fit.  A point is a load and a metric; its floor is how far that metric was apart when the same
+loads were measured again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.live_campaign import LOADS
+from benchmarks.live_campaign import THIRD as THIRD_LOADS
 from benchmarks.live_validation import DATA, FITTED, METRICS, compare, means
 from benchmarks.live_variants import CHANGES, changed
 from pdsim.results.record import Table
@@ -36,6 +37,9 @@ BLIND = DATA / "blind"
 had seen a figure of it.
 """
 
+THIRD = DATA / "third"
+"""The same of the campaign after it, whose predictions are named ``third/VARIANT``."""
+
 ROWS = {
     "vllm": "**vLLM, blind**",
     "vllm-as-sglang": "vLLM, blind, by `engine=sglang`",
@@ -46,20 +50,39 @@ ROWS = {
     "sglang-as-vllm": "SGLang, blind, by `engine=vllm`",
     "sglang-llama": "SGLang, Llama-3.1-8B, blind",
     "second-sglang-llama": "SGLang, Llama-3.1-8B, blind, second model",
+    "third/vllm": "**vLLM, blind again, third host**",
+    "third/vllm-page64": "vLLM with blocks of 64, blind, third host",
+    "third/vllm-nothread": "vLLM without NIXL's progress thread, third host",
+    "third/vllm-threads0": "vLLM, `num_threads=0`, blind, third host",
+    "third/vllm26-pull": "vLLM 0.26.0, pull, blind, third host",
+    "third/vllm26-push": "vLLM 0.26.0, push, blind, third host",
+    "third/sglang": "**SGLang, blind again, third host**",
 }
-"""Predictions of the blind campaign, and what they are called in the table."""
+"""Predictions of the blind campaigns, and what they are called in the table."""
+
+REPEATS = {
+    "vllm": (("third/vllm", "fixed700-35", "third/vllm", "fixed700-35@2"),),
+    "sglang": (
+        ("third/sglang", "fixed700-35", "third/sglang", "fixed700-35@2"),
+        *(("sglang", load, "third/sglang", load) for load in ("answers-45", "fixed3k-75", "fixed1k-30")),
+    ),
+}
+"""Loads that were measured twice: minutes apart on the same servers, or on two hosts."""
 
 SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p50"}
 """Metrics of what a change gains."""
 
 
 def _read(name: str) -> dict[str, Any]:
+    folder, name = (THIRD, name.partition("/")[2]) if name.startswith("third/") else (BLIND, name)
     file = f"{name}.json" if name.startswith("second-") else f"expected-{name}.json"
-    return unseal((BLIND / file).read_bytes(), name)
+    return unseal((folder / file).read_bytes(), name)
 
 
 def _folder(name: str) -> Path:
     """Return the folder of what was measured of the variant that the prediction *name* is about."""
+    if name.startswith("third/"):
+        return DATA / name
     return BLIND / name.removeprefix("second-").partition("-as-")[0]
 
 
@@ -69,15 +92,22 @@ def _measured(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def floors() -> dict[str, float]:
-    """Return by metric how far four loads of vLLM were apart on two hosts, in the mean: a relative error."""
-    first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
-    return {
-        name: mean(
-            abs(again[load]["metrics"][name] / first[load]["metrics"][name] - 1.0)
-            for load in again
-            if again[load]["metrics"].get(name) and first[load]["metrics"].get(name)
+def floors(engine: str = "vllm") -> dict[str, float]:
+    """Return by metric how far the same loads of *engine* were apart when they were measured twice: relative, means.
+
+    Of vLLM they are four loads on two hosts, and those of `REPEATS` like SGLang's.
+    """
+    pairs = [
+        (_measured(one)[load]["metrics"], _measured(other)[again]["metrics"])
+        for one, load, other, again in REPEATS[engine]
+    ]
+    if engine == "vllm":
+        first, second = (
+            json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again")
         )
+        pairs += [(first[load]["metrics"], second[load]["metrics"]) for load in second]
+    return {
+        name: mean(abs(two[name] / one[name] - 1.0) for one, two in pairs if one.get(name) and two.get(name))
         for name in METRICS
     }
 
@@ -114,19 +144,21 @@ def _change_rows() -> Iterator[str]:
 
 def changes() -> Iterator[tuple[str, str, Mapping[str, float], Mapping[str, float]]]:
     """Yield change, load, and by metric how many times as large it becomes: predicted and measured."""
-    sealed = {**_read("changes-vllm")["changes"], **_read("changes-sglang")["changes"]}
-    for change, pair in CHANGES.items():
-        before, after = ({"loads": _measured(name)} for name in pair)
-        if before["loads"] and after["loads"]:
-            for load, found in changed(before, after).items():
-                yield change, load, sealed[change].get(load, {}), found
+    for campaign in ("", "third/"):
+        for change, pair in CHANGES.items():
+            names = [campaign + name for name in pair]
+            before, after = ({"loads": _measured(name)} for name in names)
+            if before["loads"] and after["loads"]:
+                sealed = changed(*map(_read, names))
+                for load, found in changed(before, after).items():
+                    yield f"{change}{', third host' if campaign else ''}", load, sealed.get(load, {}), found
 
 
 def points() -> Iterator[Table]:
     """Yield tables: points of the blind campaign with bound and floor, single requests, and what changes gain."""
-    floor = floors()
     for name, label in ROWS.items():
         measured = _measured(name)
+        floor = floors("sglang" if "sglang" in _folder(name).name else "vllm")
         if not measured:
             continue
         rows = []
@@ -155,6 +187,7 @@ def points() -> Iterator[Table]:
         yield Table(label, {head: _MEANING.get(head, head) for head in heads}, rows)
         *_, singles = compare(_read(name), _folder(name))
         yield singles
+    floor = floors()
     gains = [
         [change, load, metric, made.get(metric), value, _judged(made.get(metric), value, floor[metric])]
         for change, load, made, found in changes()
@@ -168,7 +201,7 @@ def points() -> Iterator[Table]:
 _MEANING = {
     "error %": "predicted over measured, less 1",
     "bound %": "the relative error that is asked for",
-    "floor %": "twice what two hosts differ by in this metric",
+    "floor %": "twice what the same loads differ by in this metric",
     "within": "the bound, else twice the floor; of changes: sign, and a quarter of the size or the floor",
     "predicted": "how many times as large after the change",
     "measured": "how many times as large after the change",
@@ -214,8 +247,9 @@ def page() -> Iterator[str]:
         held = [load for load in LOADS if load not in today["fitted"]]
         yield _row(f"{label}, predicted before measuring, all loads", means(first, folder))
         yield _row(f"{label}, fitted loads", means(today, folder, FITTED))
-        yield _row(f"**{label}, held-out loads**", means(today, folder, held))
-        yield _row(f"{label}, held-out loads by `engine={other}`", means(swapped, folder, held))
+        seen = "held-out loads" if engine == "vllm" else "the other loads, seen before its last change"
+        yield _row(f"**{label}, {seen}**", means(today, folder, held))
+        yield _row(f"{label}, those loads by `engine={other}`", means(swapped, folder, held))
     first, again = (json.loads((DATA / name / "summary.json").read_text()) for name in (FIRST, f"{FIRST}-again"))
     repeat = {"loads": {load: {"metrics": again[load]["metrics"]} for load in again}}
     yield _row("four of vLLM's loads again on another host, against the first", means(repeat, DATA / FIRST))
@@ -226,8 +260,20 @@ def page() -> Iterator[str]:
         made = unseal((DATA / f"fitted-{FIRST}-{what}.json").read_bytes(), what)
         yield _row(f"**{label}**", means(made, DATA / f"{FIRST}-{what}"))
     yield from _blind_rows()
+    for engine, label in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        today = unseal((DATA / f"fitted-{engine}-blind.json").read_bytes(), engine)
+        yield _row(
+            f"{label}, the first blind loads by the model of today, which knew them", means(today, BLIND / engine)
+        )
+        new = [load for load in THIRD_LOADS if load in _measured(f"third/{engine}")]
+        label = f"**{label}, blind again, its {len(new)} loads of new kinds**"
+        yield _row(label, means(_read(f"third/{engine}"), _folder(f"third/{engine}"), new))
+        yield _row(
+            f"{'vLLM' if engine == 'vllm' else 'SGLang'}, the same loads measured again, against the first time",
+            {name: 100 * value for name, value in floors(engine).items()},
+        )
     yield ""
-    yield "Points of the blind campaign within the bound, else within twice what two hosts differ by, or missed:"
+    yield "Points within the bound, else within twice what the same loads differ by when measured again, or missed:"
     yield ""
     yield from (f"- {line}" for line in _counted())
     yield from _change_rows()

@@ -201,8 +201,8 @@ CHANGES = {
     "pull -> push": ("vllm26-pull", "vllm26-push"),
     "blocks of 16 -> 64": ("vllm-again", "vllm-page64"),  # the same single requests before
     "posting threads 4 -> 0 at decode": ("vllm-again", "vllm-threads0"),
-    "blocks of 16 -> 64 again": ("vllm", "vllm-page64"),
-    "progress thread on -> off at decode again": ("vllm", "vllm-nothread"),
+    "blocks of 16 -> 64, other servers": ("vllm", "vllm-page64"),
+    "posting threads 4 -> 0, other servers": ("vllm", "vllm-threads0"),
 }
 """What a change gains: before and after, of which the loads that both have are compared."""
 

@@ -164,7 +164,7 @@ class EngineModel:
     wire_descriptor: Seconds = 0.0
     read: Seconds = 0.0  # latency of a read beyond that of a write
     read_descriptor: Seconds = 0.0  # beyond *wire_descriptor*, of a read
-    # of posting, beyond *descriptor*: of each one more than a queue has ever held, for which memory is allocated
+    # of posting, beyond *descriptor*: of each one more than the largest batch before had, for which memory is taken
     fresh_descriptor: Seconds = 0.0
     read_rate: Rate = math.inf  # of one read, where it is slower than *rate*
     queues: int = 1  # queue pairs or TCP streams to one peer

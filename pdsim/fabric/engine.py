@@ -265,7 +265,7 @@ class SendQueue:
         self.model = model
         self._copier = copier
         self._draws = draws
-        self.outstanding = self._most = 0  # descriptors, now and ever
+        self.outstanding = self._most = 0  # descriptors, of all that is posted now, and of the largest ever
         self._clock: Clock = network.clock
         self._network = network
         self._poster = poster
@@ -398,8 +398,8 @@ class SendQueue:
     def _admit(self, posting: Posting) -> None:
         model, poster, now = self.model, self._poster, self._clock.now
         self.outstanding += posting.descriptors
-        early = self._enter(posting) - max(0, self.outstanding - self._most) * model.fresh_descriptor
-        self._most = max(self._most, self.outstanding)
+        early = self._enter(posting) - max(0, posting.descriptors - self._most) * model.fresh_descriptor
+        self._most = max(self._most, posting.descriptors)
         if poster.threads is not None:
             work = (model.posting(posting.descriptors) - early) * poster.slowness
             posting.posted = inf

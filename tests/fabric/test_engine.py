@@ -75,14 +75,13 @@ def test_the_first_descriptors_of_a_batch_may_cost_more():
     assert bench.post("a").posted == 1 + 4 * 0.25 + 2 * 0.5 + 4 * 0.125
 
 
-def test_descriptors_beyond_the_most_that_a_queue_has_held_cost_more_once():
+def test_descriptors_beyond_those_of_the_largest_batch_before_cost_more():
     bench = Bench(fresh_descriptor=0.5)
     first = bench.post("a", descriptors=4).posted
     assert first == 1 + 4 * (0.25 + 0.5)
-    assert bench.post("b", descriptors=2).posted - first == 1 + 2 * (0.25 + 0.5)  # six are under way now
-    bench.run()
-    again = bench.clock.now
-    assert bench.post("c", descriptors=7).posted - again == 1 + 7 * 0.25 + 0.5
+    second = bench.post("b", descriptors=2).posted
+    assert second - first == 1 + 2 * 0.25
+    assert bench.post("c", descriptors=7).posted - second == 1 + 7 * 0.25 + 3 * 0.5
 
 
 @pytest.mark.parametrize("descriptors", [1, 3, 64, 5000])
