@@ -148,7 +148,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_full_key(key, value, messag
         ("backend.intra.path", "ib", "backend.intra.path must be one of nvlink, rdma, tcp, shm, got 'ib'"),
         ("backend.timeout", "0s", "backend.timeout must be > 0, got 0.0"),
         ("target", "rael", "target must be one of model, real, live, got 'rael'"),
-        ("seed", -1, "seed must be >= 0, got -1"),
+        ("seed", -1, "seed must be from 0 to 9223372036854775807, got -1"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_its_full_key_and_the_way_out(key, value, rule):

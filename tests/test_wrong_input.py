@@ -91,6 +91,7 @@ WRONG = [
     ((HANDOFF, "experiment.tp=[x]"), "experiment.tp must be of pairs such as 1to2, got 'x'"),
     ((FAULTS, "experiment.without=[noise]"), "experiment.without names 'noise'; there are delays,"),
     ((FAULTS, "experiment.seed=-4"), "experiment.seed must be >= 0, got -4; leave experiment.seed out"),
+    ("seed=9223372036854775808", "seed must be from 0 to 9223372036854775807, got 9223372036854775808"),
     ("check.plausible=perhaps", "check.plausible must be true or false, got 'perhaps'"),
     ("policy.queues=3", "unknown key policy; it belongs to the backend"),
 ]
@@ -203,6 +204,25 @@ QUICK = (
     "experiment.blocks=1",
     "experiment.repeat=2",
 )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"",
+            "hw.name, hw.vendor, hw.nodes, hw.gpus, hw.gpu, hw.interconnect, hw.nic, hw.host are missing and have",
+        ),
+        (b"\xff\xfe\0", "a configuration file is not text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+        (b"name: [", "a configuration file is not YAML: while parsing a flow"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_line(capfd, tmp_path, content, said):
+    (tmp_path / "hw").mkdir()
+    (tmp_path / "hw" / "mine.yaml").write_bytes(content)
+    assert main(["run", "--config-dir", str(tmp_path), "hw=mine"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"pdsim: {said}")
 
 
 def test_what_is_not_plausible_can_be_taken_as_it_is(capfd):

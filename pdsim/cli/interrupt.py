@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C before anything has begun, and after all is done: no traceback out of an import, no status but ours.
+"""Ctrl-C before anything has begun, and after all is done: no traceback, no status but ours; and SIGTERM.
 
 A module of its own because it is imported before all others, and imports next to nothing.
 """
@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Interrupted", "beginning", "begun", "ended"]
+__all__ = ["Interrupted", "beginning", "begun", "ended", "terminable"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,6 +45,15 @@ def ended() -> None:
     """
     if signal.getsignal(signal.SIGINT) in (_end, _interrupt) and threading.active_count() == 1:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def terminable() -> None:
+    """From now on SIGTERM is a `SystemExit` of 143, so that processes and files are put away on the way out."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    raise SystemExit(128 + number)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

@@ -22,14 +22,12 @@ from importlib.util import find_spec
 from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import pdsim
 from pdsim import plugins
 from pdsim.cli import help as usage
 from pdsim.cli import overrides
-from pdsim.cli.interrupt import begun
+from pdsim.cli.interrupt import begun, terminable
 from pdsim.errors import ConfigError, PdsimError
 from pdsim.guards import instead
 
@@ -47,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 2: a `ConfigError`: what was typed cannot be run, and nothing was written
     - 130, 143: Ctrl-C, SIGTERM
 
-    SIGTERM ends the program as `SystemExit` does, so that the processes of a job and their files are put away.
-
     >>> from contextlib import redirect_stdout
     >>> from io import StringIO
     >>> with redirect_stdout(StringIO()) as printed:
@@ -58,13 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("PDSIM_DEBUG", "0") not in ("", "0")
-    signal.signal(signal.SIGTERM, _terminated)
+    terminable()
     _print_anything()
     try:
         _check_packages()
         return _command([word for word in words if word != "--debug"])
     except KeyboardInterrupt as interrupt:
         return _interrupted(words[0], interrupt)
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:
+            _fail(143, f"ended by SIGTERM; {_left(words[0])}")
+        raise
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
@@ -81,13 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _interrupted(command: str, interrupt: KeyboardInterrupt) -> int:
     """Say in one line that *command* was interrupted and what there is of it, and return the exit status."""
-    kept = "a run that had begun is marked incomplete" if command in _KEEP else "nothing was kept"
-    return _fail(130, f"interrupted; {str(interrupt) or kept}")
+    return _fail(130, f"interrupted; {str(interrupt) or _left(command)}")
 
 
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
-    """Turn SIGTERM into an exception, so that processes and files are put away on the way out."""
-    raise SystemExit(128 + number)
+def _left(command: str) -> str:
+    """Return what there is of *command* that was ended."""
+    return "a run that had begun is marked incomplete" if command in _KEEP else "nothing was kept"
 
 
 def _command(words: Sequence[str]) -> int:

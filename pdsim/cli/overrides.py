@@ -281,6 +281,8 @@ def explain(error: BaseException) -> str | None:
             f"{error.override.lstrip('+')}: a value with blanks, commas, brackets, quotes or = needs quotes of its "
             f"own within those of the shell, as in 'key=\"a, b\"'"
         )
+    if isinstance(error, UnicodeDecodeError):
+        return f"a configuration file is not text in UTF-8: {error}; save it as such"
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return None
     text = " ".join(str(error).split())

@@ -55,6 +55,8 @@ def sweep(words: Sequence[str], *, json: bool = False, quiet: bool = False) -> i
         raise ConfigError("--cfg is of one point; give pdsim run its words")
     executor = executor_of(asked.executor, asked.line)
     found = points(asked) if asked.search is None else _first(asked)
+    if not found:
+        raise ConfigError("these words make no point: a key has no value; see pdsim sweep --help")
     if all(point.config is None for point in found) and asked.search is None:
         raise ConfigError(found[0].refusal)
     folder = _folder(found, asked)

@@ -177,7 +177,7 @@ class Config:
             )
         if not 0 <= self.samples <= 100_000:
             raise ValueError(f"samples must be 0 to 100000, got {self.samples}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to {2**63 - 1}, got {self.seed}")
         if not self.output:
             raise ValueError(f"output must name a folder, got {self.output!r}")

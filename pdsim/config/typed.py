@@ -51,6 +51,7 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
         values = gathered(values)
     problems = [_unknown(str(key), hints, at) for key in values if key not in hints]
     found: dict[str, Any] = {}
+    missing: list[str] = []
     for field in fields(cls):  # type: ignore[arg-type]  # typing has no public name for a dataclass
         key = join(at, field.name)
         if field.name in values:
@@ -59,7 +60,11 @@ def build(cls: type[T], values: object, at: str = "", known: Known | None = None
             except ConfigError as error:
                 problems.append(str(error))
         elif required(field):
-            problems.append(f"{key} is missing and has no default; set {key}=VALUE")
+            missing.append(key)
+    if len(missing) > 1:  # as of a file that is empty
+        problems.append(f"{', '.join(missing)} are missing and have no default; begin with a file that has them")
+    elif missing:
+        problems.append(f"{missing[0]} is missing and has no default; set {missing[0]}=VALUE")
     if problems:
         raise ConfigError("\n".join(problems))
     try:

@@ -74,6 +74,13 @@ def rows_of(process, folder, count):
         time.sleep(0.005)
 
 
+def test_a_sweep_without_a_point_is_refused(pdsim_says, tmp_path):
+    status, out, err = pdsim_says("sweep", "seed=range(0,0)", f"output={tmp_path / 'results'}")
+    assert (status, out) == (2, "")
+    assert "these words make no point: a key has no value" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_at_once_are_refused_and_ctrl_c_loses_what_is_under_way_only(tmp_path):
     words = ("sweep", *QUICK, "seed=range(300)", "executor.workers=1")
     process = started(*words, cwd=tmp_path)
