@@ -5,11 +5,12 @@ What the reports say of their set-ups:
 
 - 7236: asked how many pieces a layer has, its author says that one big piece is as fast either way.
 - 26406 and 22536 are of one author and have a column of TP 4 to 4, which no slices and no staging concern.  The
-  eight times of 26406's for 1, 64, 128 and 256 prompts over both engines choose the length of prompts, with pages of
-  one token as is SGLang's default: of 16, 48, 64, 80, 96 and 128 tokens 80 are nearest (11 % in the root mean square
-  of logarithms; 64, 96 and 128 tokens: 12, 11 and 14 %).  No length is short enough for 22536.  NIXL has a column
-  without and one with prepared descriptors in 26406: 63 and 48 ms for one prompt, 459 and 331 for 64.  22536 is
-  older, so without.
+  eight times of 26406's for 1, 64, 128 and 256 prompts over both engines choose the length of prompts and the host,
+  with pages of one token as is SGLang's default.  Nearest (11 % in the root mean square of logarithms) are 80 tokens
+  and SGLang without what 2 x H200 took longer under load, and without choosing a step ahead; with that 48 tokens (12
+  %); with all of it no length is nearer than 84 %.  No length is short enough for 22536.  NIXL has a column without
+  and one with prepared descriptors in 26406: 63 and 48 ms for one prompt, 459 and 331 for 64.  22536 is older, so
+  without.
 - 37766 is a node of B200 with DeepSeek-V4-Flash over NVLink, whose layers are calls of their own.
 - 6860 is a comment of two lines: "about 50 %".
 """
@@ -198,8 +199,21 @@ def _layers(parts: Parts, busy: float = 0.0) -> tuple[float, float]:
     )
 
 
+def _unloaded(sglang: ServingEngine, ahead: bool) -> ServingEngine:
+    """Return *sglang* without what its prefill takes longer under load, and with or without a step *ahead*."""
+    quick = replace(sglang.prefill, send_next=0.0, posted_beside=0.0, posted_more=0.0)
+    return replace(sglang, busy=1.0, prefill=quick, ahead=ahead)
+
+
 def _prompts(
-    parts: Parts, backend: str, count: int, tokens: int, prefill: int = 2, descriptor: float = 0.0, **kv: Any
+    parts: Parts,
+    backend: str,
+    count: int,
+    tokens: int = TOKENS,
+    descriptor: float = 0.0,
+    ahead: bool = False,
+    prefill: int = 2,
+    **kv: Any,
 ) -> float:
     """Return the mean TTFT of *count* prompts of *tokens* at once, from TP *prefill* to TP 4, between nodes.
 
@@ -212,34 +226,24 @@ def _prompts(
         parallel=_sides(Side(tp=prefill), Side(tp=4)),
         workload=burst(count, tokens, 16),
         kv=Kv(page_size=1, **kv),
-        engine=parts.options.sglang,
+        engine=_unloaded(parts.options.sglang, ahead),
     )
 
 
-def _staging(parts: Parts, count: int, tokens: int = TOKENS, descriptor: float = UNPREPARED) -> tuple[float, float]:
+def _staging(parts: Parts, count: int, **setup: Any) -> tuple[float, float]:
     """Return TTFT of *count* prompts in slices, and staged (SGLang 22536)."""
-    return (
-        _prompts(parts, "nixl", count, tokens, descriptor=descriptor),
-        _prompts(parts, "nixl", count, tokens, descriptor=descriptor, staging=True),
-    )
+    setup = {"descriptor": UNPREPARED, **setup}
+    return _prompts(parts, "nixl", count, **setup), _prompts(parts, "nixl", count, staging=True, **setup)
 
 
-def _engines(parts: Parts, count: int, tokens: int = TOKENS, descriptor: float = 0.0) -> tuple[float, float]:
+def _engines(parts: Parts, count: int, **setup: Any) -> tuple[float, float]:
     """Return TTFT of *count* prompts over Mooncake and over NIXL (SGLang 26406)."""
-    return (
-        _prompts(parts, "mooncake", count, tokens),
-        _prompts(parts, "nixl", count, tokens, descriptor=descriptor),
-    )
+    return _prompts(parts, "mooncake", count, **setup), _prompts(parts, "nixl", count, **setup)
 
 
-def _unequal(
-    parts: Parts, backend: str, count: int, tokens: int = TOKENS, descriptor: float = 0.0
-) -> tuple[float, float]:
+def _unequal(parts: Parts, backend: str, count: int, **setup: Any) -> tuple[float, float]:
     """Return TTFT of *count* prompts from TP 2 to 4, and from TP 4 to 4 (SGLang 26406)."""
-    return (
-        _prompts(parts, backend, count, tokens, descriptor=descriptor),
-        _prompts(parts, backend, count, tokens, 4, descriptor=descriptor),
-    )
+    return _prompts(parts, backend, count, **setup), _prompts(parts, backend, count, prefill=4, **setup)
 
 
 def _polling(parts: Parts, tokens: int = 4096, load: float = 0.9, call: float = 0.0) -> tuple[float, float]:
@@ -281,12 +285,15 @@ def _counted(count: int) -> str:
     return f"{count} prompts" if count > 1 else "1 prompt"
 
 
-_LENGTHS: tuple[Mapping[str, Any], ...] = ({"tokens": 48}, {"tokens": 96})
-_PREPARED = _LENGTHS + tuple({**one, "descriptor": UNPREPARED} for one in _LENGTHS)
-_OTHERS = tuple({**one, "descriptor": POSTED + preparing} for one in _LENGTHS for preparing in PREPARING)
-_H100 = "2 x 8 H100 over RDMA, SGLang, Llama-3.1-8B, prompts of 80 tokens"
-_NIXL = "prompts of 48 to 96 tokens; a prepared descriptor of NIXL takes 0.15 to 1.05 us"
-_SLOW = "prompts of 48 to 96 tokens; a descriptor of NIXL takes 0.53 to 1.61 us, not prepared"
+_BURSTS: tuple[Mapping[str, Any], ...] = tuple(
+    {"tokens": tokens, "ahead": ahead} for tokens in (48, 96) for ahead in (False, True)
+)
+_PREPARED = _BURSTS + tuple({**one, "descriptor": UNPREPARED} for one in _BURSTS)
+_OTHERS = tuple({**one, "descriptor": POSTED + preparing} for one in _BURSTS for preparing in PREPARING)
+_H100 = "2 x 8 H100 over RDMA, SGLang without costs of load, Llama-3.1-8B, prompts of 80 tokens"
+_OPEN = "prompts of 48 to 96 tokens; a step chosen ahead or not"
+_NIXL = f"{_OPEN}; a prepared descriptor of NIXL takes 0.15 to 1.05 us"
+_SLOW = f"{_OPEN}; a descriptor of NIXL takes 0.53 to 1.61 us, not prepared"
 
 FIGURES = (
     ReportFigure(
@@ -350,8 +357,8 @@ FIGURES = (
             reported=unequal / equal,
             assumed=_H100,
             run=partial(_unequal, backend=backend, count=count),
-            open="prompts of 48 to 96 tokens" if backend == "mooncake" else _NIXL,
-            ends=_LENGTHS if backend == "mooncake" else _PREPARED,
+            open=_OPEN if backend == "mooncake" else _NIXL,
+            ends=_BURSTS if backend == "mooncake" else _PREPARED,
         )
         for name, backend, count, unequal, equal in (
             ("Mooncake", "mooncake", 1, 127, 38),
@@ -398,16 +405,16 @@ REASONS = {
         "either way, as the author of #7236 says."
     ),
     "#22536, #26406": (
-        "lengths come from the TP 4 to 4 column of #26406. There Mooncake from TP 2 to 4 takes 89, 1,985 and "
-        "3,849 ms (reported 127, 2,109, 3,674), NIXL 32, 234 and 362 (48, 331, 509): what a prepared descriptor "
-        "costs it is assumed, 0.15 us. Preparing one takes SGLang 0.4 to 1.5 us by the report's two columns of "
-        "NIXL, the library 0.05 (measured). From TP 4 to 4 256 prompts of any length take 510 ms or more, "
-        "reported 327 in #22536: its hosts, or its model, are faster than those on which a request's costs were "
-        "measured."
+        "lengths and the host come from the TP 4 to 4 column of #26406: with the costs of a request under load "
+        "that were measured on 2 x H200, bursts take 2 to 3 times as long as reported. Mooncake from TP 2 to 4 "
+        "takes 89, 1,985 and 3,849 ms (reported 127, 2,109, 3,674), NIXL 32, 234 and 362 (48, 331, 509): what a "
+        "prepared descriptor costs it is assumed, 0.15 us. Preparing one takes SGLang 0.4 to 1.5 us by the "
+        "report's two columns of NIXL, the library 0.05 (measured). From TP 4 to 4 256 prompts of any length take "
+        "510 ms or more, reported 327 in #22536: its hosts, or its model, are faster."
     ),
     "#37766": (
         "model, GPUs, prompts and load are others. A layer is a call of its own there, as in the simulation; with "
-        "0.2 ms a call and prompts of 16,384 tokens a transfer takes 22 ms, reported 21, and is seen after 73, "
+        "0.2 ms a call and prompts of 16,384 tokens a transfer takes 21 ms, reported 21, and is seen after 71, "
         "reported 119."
     ),
     "#6860": (
