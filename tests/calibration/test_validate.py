@@ -12,7 +12,7 @@ from pdsim.calibration.definition import Calibration, HeldOut
 from pdsim.config import Config
 from pdsim.costs import Ramp
 from pdsim.errors import ConfigError
-from pdsim.validation.intervals import predicted, variants
+from pdsim.validation.intervals import HANDOFF, predicted, variants
 from pdsim.validation.verdicts import Bound, Value, by_class, by_decade, compare, metrics, seal, tables, unseal
 from tests.support.configs import make_config
 
@@ -164,6 +164,15 @@ def test_an_interval_grows_with_the_factor_beyond_the_samples(tmp_path: Path, nb
     assert found.factor == factor
     assert found.high == pytest.approx(1.0 + 0.1 * (1.0 + math.log2(factor)))
     assert found.low == pytest.approx(1.0 - 0.1 * (1.0 + math.log2(factor)))
+
+
+def test_a_single_handoff_has_the_error_of_handoffs_in_its_interval(tmp_path: Path) -> None:
+    held = HeldOut(points=16, how="random", mean=0.05, median=0.05, p95=0.05, bias=0.0)
+    config = replace(make_config(tmp_path), calibration=Calibration(name="c", held_out=held))
+    values = [Value(group, "a", "time", 4096, 1.0) for group in ("handoff, whole", "metadata, data", "pair")]
+    found = [value.high for value in predicted(config, lambda _: values)]
+    one = 1.0 + math.hypot(0.05, HANDOFF)
+    assert found == pytest.approx([one, one, 1.05])
 
 
 def test_hosts_are_a_parameter_of_their_own_unless_one_is_given(tmp_path: Path):
