@@ -140,8 +140,11 @@ def write(path: Path, samples: Samples) -> None:
     for row in samples.rows:
         table.writerow([_text(getattr(row, name)) for name in names])
     temporary = path.with_name(f"{path.name}.part")
-    temporary.write_text(text.getvalue(), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text.getvalue(), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Samples:

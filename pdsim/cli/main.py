@@ -481,8 +481,9 @@ def _explain(error: Exception) -> int:
     if refusal is not None:
         return _fail(2, refusal)
     text = " ".join([str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))])
-    hint = "" if isinstance(error, PdsimError) else "; --debug shows where"
-    return _fail(1, f"{type(error).__name__}: {' '.join(text.split())}{hint}")
+    hint = "make room, or name a folder elsewhere" if "No space left" in text else "--debug shows where"
+    more = "" if isinstance(error, PdsimError) else f"; {hint}"
+    return _fail(1, f"{type(error).__name__}: {' '.join(text.split())}{more}")
 
 
 def _check_packages() -> None:

@@ -1,5 +1,7 @@
 """Folders of another kind, of another version and cut short: one line that says what is there and what to do."""
 
+import errno
+import importlib
 import json
 import shutil
 import sys
@@ -116,6 +118,17 @@ def test_profile_without_pytorch_is_refused_before_anything_is_written(monkeypat
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "profile needs PyTorch; pip install" in refused(capsys, "profile", "--to", tmp_path / "new", "hw=8xh100")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_says_what_to_do(monkeypatch, capsys):
+    def full(words):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    module = importlib.import_module("pdsim.cli.main")
+    monkeypatch.setitem(module._DO, "run", full)
+    assert main(["run"]) == 1
+    said = "pdsim: OSError: [Errno 28] No space left on device; make room, or name a folder elsewhere\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):
