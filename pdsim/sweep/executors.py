@@ -8,7 +8,6 @@ theirs under the entry-point group ``pdsim.executors``.
 from __future__ import annotations
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -179,11 +178,7 @@ def _ended(code: int | None) -> str:
 
 
 def _work(pipe: Connection, measure: Measure, parent: int) -> None:
-    """Run points until there are no more; the main function of a process.
-
-    What the first point has imported stays for good, so no collection of garbage looks at it again: that took three
-    of the 57 ms of a small point.
-    """
+    """Run points until there are no more; the main function of a process."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, _terminated)
@@ -193,9 +188,6 @@ def _work(pipe: Connection, measure: Measure, parent: int) -> None:
         except EOFError:
             return
         pipe.send(measure(point))
-        if not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
 
 
 def _terminated(*_: object) -> NoReturn:
