@@ -40,6 +40,11 @@ _Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Number = _Whole | float | None
 _Shape = TypeVar("_Shape", "RunFile", "_Summary")
 _AGAIN = "it was changed since, so run it again"
+_COLUMNS = {
+    "requests.parquet": schema.REQUESTS,
+    "transfers.parquet": schema.TRANSFERS,
+    "samples.parquet": schema.SAMPLES,
+}
 
 
 class _HeldOut(msgspec.Struct):
@@ -236,15 +241,21 @@ def points(path: Path) -> pa.Table:
 def table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the Parquet file at *path*, or *columns* of it.
 
-    Raise a `ConfigError` for a file that is missing, cut short or no such table.
+    Raise a `ConfigError` for a file that is missing, cut short, no table, or that lacks columns which a file of its
+    name has: the table of something else under that name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, columns=columns)
+        found = pq.read_table(path, columns=columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ConfigError(f"{path} is not a table: {_line(error)}; {_AGAIN}") from error
+    expected = columns or [column.name for column in _COLUMNS.get(path.name, ())]
+    missing = [name for name in expected if name not in found.column_names]
+    if missing:
+        raise ConfigError(f"{path} has no column {missing[0]}: it is the table of something else; {_AGAIN}")
+    return found
 
 
 def _read(path: Path, shape: type[msgspec.Struct]) -> dict[str, Any]:

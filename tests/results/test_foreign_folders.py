@@ -137,3 +137,12 @@ def test_a_file_that_breaks_off_leaves_what_was_there(tmp_path):
     with pytest.raises(TypeError), whole_file(page) as file:
         file.writelines([b"half", "of it"])
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("page.html", b"before")]
+
+
+@pytest.mark.parametrize("command", ["report", "timeline", "explain"])
+def test_a_table_under_the_name_of_another_is_refused(run, capsys, command):
+    shutil.copy(run / "transfers.parquet", run / "requests.parquet")
+    assert refused(capsys, command, run) == (
+        f"pdsim: {run / 'requests.parquet'} has no column id: it is the table of something else; "
+        "it was changed since, so run it again"
+    )
