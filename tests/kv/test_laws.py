@@ -65,11 +65,11 @@ def test_bytes_that_land_twice_break_a_law(monkeypatch: pytest.MonkeyPatch):
 def test_a_token_that_is_not_computed_breaks_a_law(monkeypatch: pytest.MonkeyPatch):
     original = PrefillScheduler.next_forward
 
-    def one_less(self: PrefillScheduler) -> Any:
+    def one_less(self: PrefillScheduler, ahead: bool = False) -> Any:
         seconds = self.iteration_seconds
         self.iteration_seconds = lambda pieces: seconds([(done, new - 1) for done, new in pieces])  # type: ignore[method-assign]
         try:
-            return original(self)
+            return original(self, ahead)
         finally:
             self.iteration_seconds = seconds  # type: ignore[method-assign]
 

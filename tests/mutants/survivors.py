@@ -39,7 +39,7 @@ def sends_before(original: Any, self: PrefillWorker, message: Any) -> Any:
     self._write, write = lambda _: None, self._write  # type: ignore[method-assign]
     forward = original(self, message)
     del self._write
-    write(message)
+    write((message.chunks, True))
     forward.callbacks.pop()
     return forward
 

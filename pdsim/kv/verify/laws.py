@@ -142,13 +142,13 @@ class LawChecker:
         member.iteration_seconds = watch
         return pieces
 
-    def _planned(self, plan: Callable[[], Any], pieces: list[tuple[int, int]]) -> Any:
+    def _planned(self, plan: Callable[[bool], Any], pieces: list[tuple[int, int]], ahead: bool = False) -> Any:
         """Check that a forward goes on where the last one of each of its rooms has ended.
 
         A room's first forward may begin after tokens that were cached; from there on, each token is computed
         once, in order.
         """
-        forward = plan()
+        forward = plan(ahead)
         for chunk, (context, tokens) in zip(forward.chunks if forward is not None else (), pieces, strict=False):
             before = self._computed.get(chunk.room, context)  # where a prefix was cached, the first begins after it
             if context != before:
