@@ -121,7 +121,7 @@ def test_nothing_is_left_when_a_run_is_signalled(number, tmp_path):
         return
     assert (process.returncode, left) == (128 + number, [])
     told = [line for line in said.splitlines() if not line.startswith("transfer on rdma_guest")]  # how far it was
-    assert len(told) == (number == signal.SIGINT)  # a line for who pressed Ctrl-C
+    assert len(told) == 1  # for who ended it
     (folder,) = places["results"].iterdir()
     assert folder.name.endswith(".incomplete")
 
