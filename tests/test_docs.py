@@ -60,25 +60,18 @@ def test_every_command_runs(page, tmp_path):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_that_are_not_run_have_a_reason_and_known_keys(page, tmp_path):
+def test_commands_that_are_not_run_have_a_reason_and_known_keys(page, tmp_path, monkeypatch, pdsim_says):
+    """Their configuration is printed, on the model, which fails for keys and options that there are not."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()  # the folder that pages name for a reader's own configuration
     assert [mark for mark, _, _ in blocks(page) if mark and not mark.startswith(MARKS)] == []
     for text in shell(page, run=False):
         for command in commands(text):
-            if (
-                re.match(r"python -m pdsim (run|validate) ", command)
-                and "FOLDER" not in command
-                and "NAME" not in command
-            ):
-                compose(command, tmp_path)
-
-
-def compose(command: str, folder: Path):
-    """Print the configuration of *command*, on the model, which fails for keys and options that there are not."""
-    printed = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    words = [word for word in printed if not word.startswith("target=")]
-    done = subprocess.run([*words, "--cfg", "job"], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
+            typed = re.match(r"python -m pdsim (?=run |validate )", command)
+            if typed and "FOLDER" not in command and "NAME" not in command:
+                words = [word for word in shlex.split(command[typed.end() :]) if not word.startswith("target=")]
+                status, _, said = pdsim_says(*words, "--cfg", "job")
+                assert status == 0, f"{command}\n{said}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

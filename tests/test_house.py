@@ -58,6 +58,11 @@ def source():
     return house()
 
 
+@pytest.fixture(scope="module")
+def counted(source):
+    return figures(source, ROOMS)
+
+
 def test_no_modules_import_each_other_when_they_are_imported(source):
     assert source.circles() == []
 
@@ -114,14 +119,14 @@ def test_no_line_of_the_configuration_is_too_long():
 
 
 @pytest.mark.parametrize("name", CEILINGS)
-def test_a_figure_does_not_rise(source, name):
+def test_a_figure_does_not_rise(counted, name):
     assert name in FIGURES
-    assert figures(source, ROOMS)[name] <= CEILINGS[name]
+    assert counted[name] <= CEILINGS[name]
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_a_figure_does_not_fall(source, name):
-    assert figures(source, ROOMS)[name] >= FLOORS[name]
+def test_a_figure_does_not_fall(counted, name):
+    assert counted[name] >= FLOORS[name]
 
 
 def same(found, allowed):

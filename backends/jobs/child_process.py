@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one rank, from the supervisor's side: how it is started, heard, killed, and what became of it.
 
-A process is made by a `Spawn`: `spawn` starts Python anew, and an emulated machine forks one of its own
-(`backends.emulation.guest.jobs`).  What it prints goes to a file without a name, whose end is part of the error of a
-rank that died.
+A process is made by a `Spawn`: `spawn` starts Python anew; an emulated machine (`backends.emulation.guest.jobs`) and
+suites (`backends.jobs.warm_start`) fork one that has imported what a rank needs.  What it prints goes to a file
+without a name, whose end is part of the error of a rank that died.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdsim import errors
 from pdsim.errors import MessageError
 from pdsim.job import RankResult
 
-__all__ = ["ChildProcess", "Spawn", "spawn"]
+__all__ = ["ChildProcess", "Spawn", "search_path", "spawn"]
 
 Spawn = Callable[[int, IO[bytes]], Any]
 """Starts a rank's process on a socket's descriptor, its output going to a file; returns what a `Popen` returns."""
@@ -32,12 +32,16 @@ TAIL = 2000
 """Characters of a rank's output that go into the error of a rank that died."""
 
 
+def search_path() -> list[str]:
+    """Return where a rank is to look for modules: where this process does."""
+    return [entry or str(os.getcwd()) for entry in sys.path]  # noqa: PTH109
+
+
 def spawn(connection: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a rank's process anew, as `Spawn` says."""
-    path = os.pathsep.join(entry or str(os.getcwd()) for entry in sys.path)  # noqa: PTH109
     return subprocess.Popen(
         [sys.executable, "-m", "backends.jobs.worker", str(connection)],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path()), "PYTHONUNBUFFERED": "1"},
         pass_fds=[connection],
         stdin=subprocess.DEVNULL,
         stdout=output,

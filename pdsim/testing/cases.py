@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,6 +28,9 @@ from pdsim.errors import BackendUnavailable
 from pdsim.hardware import Gpu, Host, Interconnect, Machine, Nic
 from pdsim.job import Place, Target
 
+if TYPE_CHECKING:
+    from backends.jobs.warm_start import WarmStart
+
 __all__ = ["COLLECTIVE", "MEMBERS", "MODELS", "Case", "cases", "engine", "gathering_target", "make_target", "model"]
 
 MODELS = ("model-timing", "model-tracked")
@@ -34,6 +38,13 @@ MODELS = ("model-timing", "model-tracked")
 
 MEMBERS = 4
 """Ranks of the largest job of groups."""
+
+IMPORTED = (
+    *("zmq.utils.monitor", "zmq.utils.z85", "backends.engines.mooncake", "backends.engines.nixl"),
+    *("pdsim.testing.programs", "pdsim.serving.router"),
+    *("pdsim.serving.prefill.prefill_scheduler", "pdsim.serving.decode.decode_scheduler"),
+)
+"""What ranks on host memory import, ready before they start; none of it imports an engine's library."""
 
 MACHINE = Machine(
     name="conformance",
@@ -168,6 +179,7 @@ def make_target(name: str, *, required: bool = False) -> Target:
     case = named(name)
     if case.memory == "model":
         return model(case)
+    from backends.jobs.child_process import spawn
     from backends.jobs.launcher import Processes
 
     diagnosis = registry.diagnose(case.backend)
@@ -178,7 +190,16 @@ def make_target(name: str, *, required: bool = False) -> Target:
         if required or (os.environ.get("PDSIM_REQUIRE_ENGINES") and everywhere):
             pytest.fail(f"{name}: {diagnosis.reason}; {diagnosis.remedy}")
         pytest.skip(f"{name}: {diagnosis.reason}")
-    return Processes(case.engine, deadline=90, device_capacity=1 << 30, gpu_capacity=1 << 30)
+    start = _warm_start() if case.memory == "host" else spawn
+    return Processes(case.engine, deadline=90, device_capacity=1 << 30, gpu_capacity=1 << 30, spawn=start)
+
+
+@cache
+def _warm_start() -> WarmStart:
+    """Return what forks the ranks of all tests of this process: of what they do, their start is the most."""
+    from backends.jobs.warm_start import WarmStart
+
+    return WarmStart(IMPORTED)
 
 
 def model(case: Case) -> Target:

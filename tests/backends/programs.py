@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,28 @@ from pdsim.transfer import Batch, Program
 def sleep(rank: Rank, seconds: float) -> Program:
     yield rank.clock.timeout(seconds)
     return "slept"
+
+
+def surroundings(rank: Rank) -> Program:
+    """Return what the process has of the one that asked for it."""
+    yield rank.clock.timeout(0.0)
+    ignored = [number.name for number in signal.Signals if signal.getsignal(number) == signal.SIG_IGN]
+    return {
+        "environ": {name: text for name, text in os.environ.items() if name != "PYTHONPATH"},  # which `path` is of
+        "path": list(dict.fromkeys(entry for entry in sys.path if Path(entry).is_dir())),
+        "folder": str(Path.cwd()),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "ignored": ignored,
+        "leads": os.getsid(0) == os.getpid(),
+        "open": len(list(Path("/proc/self/fd").iterdir())),
+        "words": len(sys.argv),
+    }
+
+
+def identify(rank: Rank) -> Program:
+    """Return the numbers of this process and of its parent."""
+    yield rank.clock.timeout(0.0)
+    return [os.getpid(), os.getppid()]
 
 
 def count(rank: Rank, seconds: float) -> Program:

@@ -17,71 +17,26 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import signal
 import sys
-import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from backends.jobs import worker
+from backends.jobs.forked_rank import ForkedRank, become
 from backends.jobs.launcher import Processes
 from backends.registry import load
 
-__all__ = ["Forked", "fork", "main"]
+__all__ = ["fork", "main"]
 
 LATE = ("zmq.utils.monitor", "zmq.utils.z85")
 """What ranks import only when they need it, and all of them do."""
 
 
-class Forked:
-    """A forked rank, with what `backends.jobs.child_process` uses of a `Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Return how it ended, as `Popen.poll` does, or None if it has not."""
-        return self._look(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Return how it ended, when it has."""
-        return self._look(0)
-
-    def kill(self) -> None:
-        """End it by SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
-
-    def _look(self, options: int) -> int | None:
-        """Return how it ended, None if it has not; *options* are those of `os.waitpid`."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-def fork(connection: int, output: IO[bytes]) -> Forked:
+def fork(connection: int, output: IO[bytes]) -> ForkedRank:
     """Start a rank as `backends.jobs.child_process.spawn` does, but with all that this process has imported."""
     pid = os.fork()
-    if pid:
-        return Forked(pid)
-    try:
-        os.setsid()
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        mine = os.dup(connection)
-        os.dup2(mine, 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # or a sibling's connection would outlive the sibling
-        sys.argv[1:] = ["3"]
-        worker.main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+    return ForkedRank(pid) if pid else become(connection, output.fileno())
 
 
 def serve(job: Path) -> None:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts ranks in a third of the processor's time, for suites that start hundreds: forks of one process.
+
+A `WarmStart` is a `backends.jobs.child_process.Spawn`.  Behind it is a process of its own, ``python -m
+backends.jobs.warm_start FD``, which imports what ranks import and forks one for each request.  It has no engine, no
+thread of pdsim's and nothing of the process that asks but what a start of Python would have of it: the environment,
+the folder, where modules are looked for, and the processors.
+
+A measurement does not use it: what a rank is made of should not depend on those before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from typing import IO, Any
+
+from backends.jobs.child_process import search_path
+from backends.jobs.forked_rank import ForkedRank, become
+from pdsim.errors import TransferError
+
+__all__ = ["WarmStart"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class WarmStart:
+    """Starts ranks as forks of one process, which is started with the first of them and ends with this one.
+
+    *modules* are imported there: what ranks import, none of which may start an engine.  As a context manager it
+    ends that process, `process`, at the end of the block.
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self._modules = tuple(modules)
+        self._line: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> WarmStart:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._line is not None and self.process is not None:
+            self._line.close()
+            self.process.wait()
+
+    def __call__(self, connection: int, output: IO[bytes]) -> ForkedRank:
+        """Start a rank, as `backends.jobs.child_process.Spawn` says.  Raise a `TransferError` if nothing forks."""
+        line = self._line = self._line or self._started()
+        asked = {
+            "path": search_path(),
+            "environ": {**os.environ, "PYTHONUNBUFFERED": "1"},
+            "folder": os.getcwd(),  # noqa: PTH109
+            "processors": sorted(os.sched_getaffinity(0)),
+        }
+        _adopt(True)  # a rank whose first parent has ended is a child of this process
+        try:
+            socket.send_fds(line, [json.dumps(asked).encode()], [connection, output.fileno()])
+            answer = line.recv(64)
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            _adopt(False)
+        if not answer:
+            self._line = None
+            raise TransferError("the process that forks ranks has ended; start the job again")
+        return ForkedRank(int(answer))
+
+    def _started(self) -> socket.socket:
+        """Start the process that forks, and return a socket of it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "backends.jobs.warm_start", str(theirs.fileno()), *self._modules],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path()), "PYTHONUNBUFFERED": "1"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return ours
+
+
+def _adopt(on: bool) -> None:
+    """Have processes below this one whose parents end become children of this one, or no longer."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def _fork(asked: dict[str, Any], connection: int, output: int) -> int:
+    """Fork a rank that belongs to whoever adopts it, and return its number.
+
+    It is the child of a process that ends at once, so that the supervisor, and not this process, hears how it ends.
+    """
+    read, write = os.pipe()
+    middle = os.fork()
+    if not middle:
+        between = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.write(write, str(pid).encode())
+            os.kill(os.getpid(), signal.SIGKILL)  # nothing of what this process was copied from is to end with it
+
+        def ready() -> None:
+            while os.getppid() == between:  # who ends with the supervisor must be its child
+                time.sleep(1e-4)
+            os.environ.clear()
+            os.environ.update(asked["environ"])
+            sys.path[:] = asked["path"]
+            os.chdir(asked["folder"])
+            os.sched_setaffinity(0, asked["processors"])
+
+        become(connection, output, ready)
+    os.close(write)
+    with os.fdopen(read, "rb") as told:
+        pid = int(told.read(16))  # the end of the file is that of the process between
+    os.waitpid(middle, 0)
+    return pid
+
+
+def main(line: socket.socket, modules: Sequence[str]) -> None:
+    """Import *modules*, and fork a rank for each request on *line*, until its other end is closed."""
+    for name in modules:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # or a rank's own collection would look at all of it, and thereby copy it
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 2)
+        if not request:
+            return
+        pid = _fork(json.loads(request), *descriptors)
+        for each in descriptors:
+            os.close(each)
+        line.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
