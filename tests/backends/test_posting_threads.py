@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from backends import registry
-from backends.jobs.launcher import Processes
 from experiments.transfer import TransferOptions, run
+from pdsim.job import Target
 from tests.backends import programs
 from tests.support.composed import composed
 from tests.support.engines import engine, make_target, spec
@@ -14,9 +14,8 @@ from tests.support.engines import engine, make_target, spec
 NAMES = ("mooncake_tcp", "nixl_tcp")
 
 
-def target(name: str, threads: int) -> Processes:
-    make_target(name)
-    return Processes(replace(engine(name), threads=threads), deadline=60)
+def target(name: str, threads: int) -> Target:
+    return make_target(name).using(replace(engine(name), threads=threads))
 
 
 @pytest.mark.parametrize("name", NAMES)
