@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.live_campaign import GPUS, LENGTHS, LOADS, SINGLE_OUTPUT, scaled
 from experiments.validate_live.parts import APART, WARMUP, Parts, predicted, single_requests
 from pdsim.cli.run import compose
+from pdsim.config import Config
 from pdsim.results.environment import commit
 from pdsim.results.record import Table
 from pdsim.results.terminal import show_table
@@ -96,9 +97,15 @@ def predict(engine: str, extra: Sequence[str], like: Path | None, fitted: Sequen
     return told(engine, base, parts_of(base, like), fitted)
 
 
-def told(engine: str, base: Sequence[str], parts: Parts, fitted: Sequence[str]) -> dict[str, Any]:
-    """Return what the model of *engine*, told *base*, says of *parts*, as `predict` does."""
-    rows = predicted(compose(["hw=2xh200", *base]), parts)
+def told(
+    engine: str, base: Sequence[str], parts: Parts, fitted: Sequence[str], hw: str = "2xh200"
+) -> dict[str, Any]:
+    """Return what the model of *engine*, told *base*, says of *parts* on *hw*, as `predict` does."""
+    config = compose([f"hw={hw}", *base])
+    rows = predicted(config, parts)
+    for own in rows.values():
+        for row in own:
+            row["handoff"] = handed(row, config)
     loads = {
         name: {"metrics": {f"{metric}_s": value for metric, value in quantiles(own).items()}}
         for name, own in rows.items()
@@ -124,12 +131,33 @@ def told(engine: str, base: Sequence[str], parts: Parts, fitted: Sequence[str]) 
     }
 
 
+def handed(row: Mapping[str, Any], config: Config) -> float | None:
+    """Return the seconds of a modelled request from prefill's end to the first token; None if it did not get there.
+
+    Prefill's end is its answer where decode asks for KV then, as a proxy sees it; where prefill pushes, that of its
+    forward, as the engine stamps it (`handoff_of`).
+    """
+    if row["status"] != "ok":
+        return None
+    costs, taken = config.engine.prefill, row["arrival"] + row["ttft"] - row["prefilled_at"]
+    return float(taken - costs.answer if config.engine.handoff == "pull" else taken + costs.send)
+
+
+def handoff_of(row: Mapping[str, Any]) -> float | None:
+    """Return the same of a measured request: by SGLang's stamps, if it has them, else by the client's clock."""
+    stamps = json.loads(row.get("reported") or "{}")
+    if "prefill_prefill_finished_time" in stamps and "response_sent_to_client_ts" in stamps:
+        return float(stamps["response_sent_to_client_ts"] - stamps["prefill_prefill_finished_time"])
+    return row["handoff"]
+
+
 def singles_of(folder: Path) -> dict[str, dict[str, float]]:
     """Return medians of the single requests in *folder* by length, warm-ups left out."""
     by: dict[str, list[Mapping[str, Any]]] = {}
     for one in json.loads((folder / "singles.json").read_text()):
         if not one["warmup"] and one["row"]["status"] == "ok":
-            by.setdefault(str(one["length"]), []).append(one["row"])
+            row = one["row"] | {"handoff": handoff_of(one["row"])}
+            by.setdefault(str(one["length"]), []).append(row)
     return {
         length: {
             key: median(r[key] for r in rows) for key in ("ttft", "tpot", "handoff") if rows[0].get(key) is not None

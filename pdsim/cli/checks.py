@@ -361,6 +361,11 @@ def _serving_engine(config: Config) -> Iterator[str]:
         if name not in plugins.names(group):
             yield f"{key}={name} is nothing that a package provides; {instead(name, plugins.names(group))}"
             return
+    if config.kv.staging and engine.page_order == "heads":
+        yield (
+            "kv.staging=true gathers tokens, but pages are kept by heads (engine.page_order=heads), slices "
+            "of which are one piece a page; leave kv.staging out"
+        )
     if not handoff_of(engine).serial:
         return
     if config.kv.staging:

@@ -118,7 +118,9 @@ class Contents:
             if self.computed is not None and table.tensor is None:
                 tokens = range(tokens.start, min(tokens.stop, self.computed(room)))
             if tokens:
-                self._buffer.write(offset, self._rows(table, number, room, plane, tokens).tobytes())
+                rows = self._rows(table, number, room, plane, tokens)
+                for start, piece in self._pieces(table, offset, rows):
+                    self._buffer.write(start, piece.tobytes())
 
     def differs(self, table: PageTable, number: int, room: int, pages: Pages, tokens: range) -> str:
         """Return "" if *pages* of *table*, the state's *number*-th, hold *tokens* of *room*, else what differs."""
@@ -127,14 +129,31 @@ class Contents:
             if not piece:
                 continue
             expected = self._rows(table, number, room, plane, piece)
-            have = self._buffer.read(offset, expected.size)
-            if have != expected.tobytes():
-                found = np.frombuffer(have, np.uint8).reshape(expected.shape)
+            parts = list(self._pieces(table, offset, expected))
+            reads = [self._buffer.read(start, part.size) for start, part in parts]
+            if any(have != part.tobytes() for have, (_, part) in zip(reads, parts, strict=True)):
+                found = np.empty_like(expected)
+                for have, (_, part) in zip(reads, self._pieces(table, offset, found), strict=True):
+                    part[:] = np.frombuffer(have, np.uint8).reshape(part.shape)
                 row = int(np.argmax((found != expected).any(axis=1)))
                 byte = int(np.argmax(found[row] != expected[row]))
                 what = _describe(found[row], byte, marked=self.marks is not None and piece.stop <= _MARKED)
                 return f"room {room} plane {plane} token {piece.start + row} byte {byte}: {what}"
         return ""
+
+    def _pieces(self, table: PageTable, offset: int, rows: Bytes) -> Iterator[tuple[int, Bytes]]:
+        """Yield where the parts of *rows*, of shape (tokens, row), lie: all at *offset*, or by page and head.
+
+        The parts are views of *rows*.
+        """
+        if not self._layout.by_heads or table.component not in ("kv", "window"):
+            yield offset, rows
+            return
+        width = rows.shape[1] // len(self._heads)
+        for page, first in enumerate(range(0, len(rows), table.tokens)):
+            own, start = rows[first : first + table.tokens], offset + page * table.item
+            for head in range(len(self._heads)):
+                yield start + head * table.tokens * width, own[:, head * width : (head + 1) * width]
 
     def _rows(self, table: PageTable, number: int, room: int, plane: int, tokens: range) -> Bytes:
         """Return what *tokens* (or a slot) hold in *plane* of *table*, as bytes of shape (tokens, row)."""

@@ -8,7 +8,8 @@ A rank's pool is one registered region::
 
 A plane is one layer's K or V (K of layer 0, V of layer 0, K of layer 1, ...; with a latent cache one plane a layer),
 so that pages which are neighbours in the pool are contiguous within each plane.  A rank of a pipeline stage has the
-planes of its stage's layers only.
+planes of its stage's layers only.  With ``by_heads`` a page of keys and values is ``[head][token][dim]``: what some
+of its heads keep is one piece.
 
 Unknown here: requests, engines, time, and who writes to whom (`pdsim.kv.mapping`).
 """
@@ -148,6 +149,7 @@ class KvLayout:
     stage: int = 0
     state_slots: int = 0
     window_pages: int = 0
+    by_heads: bool = False  # a page has all tokens of a head, then those of the next
 
     def __post_init__(self) -> None:
         for name in ("tp", "page_size", "pages", "slots"):

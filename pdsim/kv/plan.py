@@ -57,7 +57,7 @@ class Planner:
     """Makes the batches that one kind of rank writes to another kind: *part* of the layers that both have.
 
     Rows that both keep alike are moved whole, a run of pages in one descriptor a plane.  Of others each token (heads
-    of keys and values) or each group of dimensions (mamba) is a descriptor of its own.
+    of keys and values; each page, if it is kept by heads) or each group of dimensions (mamba) is a descriptor.
 
     Batches are lazy: what is counted and checked follows from the runs of pages, and no array is made until somebody
     reads one.  Descriptors of state are few, and made at once.
@@ -231,7 +231,17 @@ def _pieces(source: KvLayout, target: KvLayout, table: PageTable, part: RankShar
 
 
 def _heads(source: KvLayout, target: KvLayout, heads: HeadSlice) -> Offsets:
-    """Return the pieces of a page: one a token."""
+    """Return the pieces of a page: one a token, or a single one where heads come first.
+
+    Raise a `ValueError` if only one side has heads first.
+    """
+    if source.by_heads != target.by_heads:
+        raise ValueError("one side keeps pages by heads, the other by tokens; give both the same engine.page_order")
+    if source.by_heads:
+        head = source.page_size * source.shape.head_bytes
+        columns = ((number * head,) for number in (heads.source, heads.target, heads.heads))
+        first, second, size = (np.array(column, np.int64) for column in columns)
+        return first, second, size
     tokens, each = np.arange(source.page_size, dtype=np.int64), source.shape.head_bytes
     size = np.full(source.page_size, heads.heads * each)
     return tokens * source.row + heads.source * each, tokens * target.row + heads.target * each, size

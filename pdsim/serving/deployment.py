@@ -205,6 +205,7 @@ class Deployment:
             grid.at(index).pp,
             self.state_slots if state.mamba else 0,
             self.window_pages(pages) if state.window else 0,
+            by_heads=self.engine.page_order == "heads",
         )
 
     def longest(self, given: int, wanted: int) -> float:

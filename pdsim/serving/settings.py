@@ -470,6 +470,7 @@ class ServingEngine:
     pipeline: int = 0  # steps that pass, while some run, from the look that finds KV to the one that uses it
     posting_holds: bool = False  # decode's next tokens wait until a read is posted (`Transfer.posting`)
     pages: str = "best_fit"  # which free pages a request gets: see `pdsim.kv.pages.page_pool`
+    page_order: str = "tokens"  # in a page: "tokens" with their heads, or "heads" with their tokens
     proxy: Seconds = 0.0  # that the router takes for each message which sends a request on
     lease: Seconds = 0.0  # that prefill keeps pulled pages without a heartbeat; 0 is for ever
     heartbeat: Seconds = 5.0  # between two of the reader's renewals of the lease
@@ -484,17 +485,11 @@ class ServingEngine:
         one_of("engine", ("reserve", "grow"), memory=self.memory)
         one_of("engine", ("recompute", "retract"), preemption=self.preemption)
         one_of("engine", ORDERS, pages=self.pages)
+        one_of("engine", ("tokens", "heads"), page_order=self.page_order)
         if self.recompute not in (0, 1):
             raise ValueError(f"engine.recompute must be 0 or 1, the last token of the prompt, got {self.recompute}")
         positive("engine", retract_rate=self.retract_rate, heartbeat=self.heartbeat, busy=self.busy)
-        not_negative(
-            "engine",
-            reserved_tokens=self.reserved_tokens,
-            step_tokens=self.step_tokens,
-            pipeline=self.pipeline,
-            proxy=self.proxy,
-            lease=self.lease,
-            variation=self.variation,
-        )
+        not_negative("engine", reserved_tokens=self.reserved_tokens, step_tokens=self.step_tokens)
+        not_negative("engine", pipeline=self.pipeline, proxy=self.proxy, lease=self.lease, variation=self.variation)
         if self.lease and not self.heartbeat < self.lease:
             raise ValueError(f"engine.heartbeat={self.heartbeat} must be < lease={self.lease}, which it renews")

@@ -133,16 +133,22 @@ def contents(pool: KvLayout, rank: int, pages: list[int]) -> np.ndarray:
         for position, page in enumerate(pages):
             for token in range(pool.page_size):
                 for index, head in enumerate(heads):
-                    at = plane * pool.plane + page * pool.item + token * pool.row + index * pool.shape.head_bytes
+                    row = index * pool.page_size + token if pool.by_heads else token * len(heads) + index
+                    at = plane * pool.plane + page * pool.item + row * pool.shape.head_bytes
                     memory[at // 8] = 1 + head + 100 * (token + 100 * (position + 100 * plane))
     return memory.view(np.uint8)
 
 
+@pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in (1, 2, 4, 8) for d in (1, 2, 4, 8)])
-def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(heads: int, prefill: int, decode: int):
+def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(
+    heads: int, prefill: int, decode: int, by_heads: bool
+):
     shape = KvShape(layers=2, heads=heads, head_bytes=8)
-    source, target = KvLayout(shape, prefill, 2, 8, 1), KvLayout(shape, decode, 2, 6, 1)
+    source, target = (
+        replace(KvLayout(shape, tp, 2, pages, 1), by_heads=by_heads) for tp, pages in ((prefill, 8), (decode, 6))
+    )
     source_pages, target_pages = [5, 6, 1], [0, 4, 5]
     runs = group(source_pages, target_pages)
     for rank in range(decode):
@@ -154,6 +160,17 @@ def test_what_all_writers_write_together_is_what_the_decode_rank_should_hold(hea
             for start, to, size in zip(batch.source_offset, batch.target_offset, batch.size, strict=True):
                 memory[to : to + size] = sent[start : start + size]
         assert (memory == contents(target, rank, target_pages)).all()
+
+
+def test_a_slice_of_pages_kept_by_heads_is_one_descriptor_a_page_and_plane():
+    pools = [replace(KvLayout(LLAMA_8B, tp, 16, 8, 1), by_heads=True) for tp in (1, 2)]
+    plan = Planner(*pools, RankMap(LLAMA_8B, Grid(1), Grid(2)).part(0, 1))
+    batch = plan.batch(group([2, 3, 4], [0, 1, 2]))
+    assert len(batch) == 3 * 64
+    assert batch.source_offset[:2].tolist() == [2 * pools[0].item + pools[1].item, 3 * pools[0].item + pools[1].item]
+    assert set(batch.size.tolist()) == {pools[1].item}
+    with pytest.raises(ValueError, match="one side keeps pages by heads"):
+        Planner(pools[0], replace(pools[1], by_heads=False), RankMap(LLAMA_8B, Grid(1), Grid(2)).part(0, 1))
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
