@@ -289,7 +289,8 @@ def trace_load(
         raise ConfigError(f"the first {count} requests of {trace} arrive at one time; raise --trace-count")
     tokens = sum(row["input_length"] for row in rows)
     speed = share * capacity * seconds / tokens
-    return ["workload=embedded", f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
+    words = ["workload=embedded", f"workload.trace={folder / 'trace.jsonl'}", f"workload.speed={speed:.6g}"]
+    return [*words, "workload.jitter=auto"]  # its times lie on a grid of 3 s
 
 
 def _gpus() -> list[str]:

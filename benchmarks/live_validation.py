@@ -148,7 +148,8 @@ def handoff_of(row: Mapping[str, Any]) -> float | None:
     stamps = json.loads(row.get("reported") or "{}")
     if "prefill_prefill_finished_time" in stamps and "response_sent_to_client_ts" in stamps:
         return float(stamps["response_sent_to_client_ts"] - stamps["prefill_prefill_finished_time"])
-    return row["handoff"]
+    seen = row["handoff"]
+    return None if seen is None else float(seen)
 
 
 def singles_of(folder: Path) -> dict[str, dict[str, float]]:

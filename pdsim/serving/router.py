@@ -192,7 +192,7 @@ class Router(BootstrapServer):
 
     def _pass_on(self, request: RoutedRequest, send: Callable[[RoutedRequest], None]) -> None:
         """Call *send* with *request* once the router has worked on it, unless that has ended meanwhile."""
-        seconds, room = self.host.arrive(request.input), request.room
+        seconds, room = self.host.arrive(request.input, self.clock.now), request.room
 
         def passed(_: Any) -> None:
             if self._rooms.get(room) is request and not request.lost:

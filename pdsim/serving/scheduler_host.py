@@ -39,12 +39,19 @@ class SchedulerHost:
         self._shape = variation**-2 if variation else 0.0
         self._random = stream(seed, f"{name}.host")
         self._draws: list[float] = []  # ahead, the next one last
+        self._reading = 0.0  # until when requests are read that have come, on the clock
         self.pace = 1.0
         """Times as long as its mean each cost is now, steps excepted."""
 
-    def arrive(self, tokens: int) -> float:
-        """Return the seconds from the arrival of a request of *tokens* to its scheduler."""
-        return self._drawn(self.costs.arrive + tokens * self.costs.arrive_token)
+    def arrive(self, tokens: int, now: float) -> float:
+        """Return the seconds from the arrival *now* of a request of *tokens* to its scheduler.
+
+        One process reads requests, so each waits for those that came before.
+        """
+        cost = self._drawn(self.costs.arrive + tokens * self.costs.arrive_token)
+        if cost:
+            self._reading = max(self._reading, now) + cost
+        return self._reading - now if cost else 0.0
 
     def admit(self, tokens: int) -> float:
         """Return the seconds for which preparing a request of *tokens* holds the scheduler's loop up."""

@@ -185,9 +185,19 @@ def test_a_first_answer_takes_longer_with_its_prompt_and_later_tokens_do_not_wai
     assert ends[1]["finished"] == close(ends[0]["finished"])
 
 
+def test_a_long_prompt_is_read_before_those_that_come_with_it():
+    engine = replace(SGLANG, prefill=replace(SGLANG.prefill, arrive_token=1e-4, admit=0.0))
+    requests = [Request(0.0, 300, 2), Request(0.0, 100, 2), Request(0.02, 100, 2)]
+    _, rows, _ = run(engine, requests)
+    began = rows[0]["started"]
+    assert began == close(0.032)  # read until then, the others until 0.044 and 0.056
+    assert [row["started"] - began for row in rows[1:]] == [close(LAYERS * 0.025)] * 2
+
+
 def test_kv_is_posted_so_long_after_the_forward_and_a_launch_later_under_load():
-    engine = replace(SGLANG, prefill=replace(SGLANG.prefill, send=0.004))
-    requests = [Request(0.0, 100, 2), Request(0.001, 100, 2), Request(0.002, 100, 2)]
+    sides = replace(SGLANG.prefill, send=0.004, arrive=0.0), replace(SGLANG.decode, arrive=0.0)
+    engine = replace(SGLANG, prefill=sides[0], decode=sides[1])
+    requests = [Request(0.0, 100, 2), Request(0.0, 100, 2), Request(0.005, 100, 2)]
     _, rows, outcome = run(engine, requests)
     start = outcome.ranks["router"].value["start"]
     posts = sorted(write.submitted - start for write in outcome.ranks["prefill0.0"].transfers)

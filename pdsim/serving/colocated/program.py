@@ -116,7 +116,7 @@ class _Service:
         self.load[name] += given + wanted
         request = Submit(number, given, wanted, name, name)
         priority = self.priorities[number] if self.priorities else 0
-        seconds = self.host.arrive(given)
+        seconds = self.host.arrive(given, self.clock.now)
         if seconds:
             later = self.clock.now + seconds
             self.clock.call_at(later, lambda one: self.engines[name].submit(one, blocks, priority), request)

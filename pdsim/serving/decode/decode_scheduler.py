@@ -112,7 +112,7 @@ class DecodeScheduler(BlockManager):
         if request.decode != self.life:
             self.ignore()
             return
-        seconds = self.host.arrive(request.input)
+        seconds = self.host.arrive(request.input, self.clock.now)
         if seconds:
             self._coming[request.room] = request
             self.clock.call_at(self.clock.now + seconds, self._come, request)

@@ -202,7 +202,7 @@ class PrefillBlockManager(PrefillWorker, ABC):
             return
         room = PrefillRequest(request, Consensus(self.job.prefill.size))
         self.host.pace = self.posts.take(self.clock.now, self.job.engine.busy)
-        room.ready = self.clock.now + self.host.arrive(request.input)
+        room.ready = self.clock.now + self.host.arrive(request.input, self.clock.now)
         details = self._details.pop(request.room)
         if details is not None:
             room.priority = details.priority
