@@ -21,16 +21,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from backends.live.live_deployment import LiveDeployment, Served, deployed
 from experiments.serve.live_run import result
@@ -99,7 +101,17 @@ THIRD: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 """Loads of the campaign after that of `BLIND`, chosen and predicted when those had been looked at."""
-BLIND |= THIRD
+FOURTH: dict[str, list[str]] = {
+    "fixed500-40": ["workload=poisson", "workload.rate=13", "workload.input_mean=500", "workload.output_mean=256"],
+    "fixed5k-55": ["workload=poisson", "workload.rate=4.1", "workload.input_mean=5000", "workload.output_mean=100"],
+    "gamma3k-45": ["workload=gamma", "workload.rate=5.3", "workload.input_mean=3000", "workload.output_mean=150"],
+    "mixed1k5-45": [
+        "workload=poisson", "workload.rate=10.5", "workload.input_mean=1500", "workload.output_mean=200",
+        "workload.input_cv=0.7", "workload.output_cv=0.5",
+    ],
+}  # fmt: skip
+"""Loads of the campaign after that of `THIRD`."""
+BLIND |= THIRD | FOURTH
 for _name, _words in BLIND.items():
     if not _name.startswith("mixed"):
         _words += ["workload.input_cv=0", "workload.output_cv=0"]
@@ -320,6 +332,8 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--turns", type=Path, help="measure when FOLDER/go exists, end the servers when FOLDER/end does"
     )
+    parser.add_argument("--freeze", action="store_true", help="freeze the servers' garbage before the loads")
+    parser.add_argument("--rest", action="store_true", help="stop the servers' processes until it is their turn")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds in all")
     parser.add_argument("--processor", action="store_true", help="a tiny model on this machine's processor")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
@@ -362,14 +376,46 @@ def _measure(campaign: Campaign, asked: argparse.Namespace, base: Sequence[str])
             with deployed(config, Path(work), lambda *_: None) as pair:
                 campaign.say("servers are ready")
                 campaign.about["ready_after"] = round(asked.limit - campaign.left, 1)
-                _await_turn(campaign, asked.turns, "ready", "go")
+                with _resting(asked.rest):
+                    _await_turn(campaign, asked.turns, "ready", "go")
                 _run_singles(campaign, config, pair, asked.lengths, asked.repeat)
+                if asked.freeze:
+                    _freeze(campaign, pair)
                 _run_loads(campaign, pair, base, loads)
-                _await_turn(campaign, asked.turns, "done", "end")
+                with _resting(asked.rest):
+                    _await_turn(campaign, asked.turns, "done", "end")
         finally:
             for log in Path(work).glob("*.log"):
                 text = log.read_bytes()
                 (asked.output / log.name).write_bytes(text[:2000] + text[2000:][-LOG:])
+
+
+@contextmanager
+def _resting(rest: bool) -> Iterator[None]:
+    """Stop the servers, which are leaders of process groups, meanwhile: SGLang's look for work without a pause."""
+    groups = _children() if rest else []
+    try:
+        for group in groups:
+            os.killpg(group, signal.SIGSTOP)
+        yield
+    finally:
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+
+
+def _children() -> list[int]:
+    """Return the children of this process that lead a process group."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    found = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return [pid for pid in found if os.getpgid(pid) == pid]
+
+
+def _freeze(campaign: Campaign, pair: LiveDeployment) -> None:
+    """Have SGLang leave out of its collections what it has made so far, as its documentation advises."""
+    for _, server in pair.servers:
+        with urlopen(f"{server.url}/freeze_gc", timeout=10) as answer:
+            campaign.say(f"{server.name}: {answer.read().decode().strip()}")
 
 
 def _await_turn(campaign: Campaign, turns: Path | None, reached: str, wanted: str) -> None:

@@ -46,10 +46,8 @@ ROWS = {
     "vllm26-pull": "vLLM 0.26.0, blind",
     "vllm-llama": "vLLM, Llama-3.1-8B, blind",
     "sglang": "**SGLang, blind**",
-    "second-sglang": "**SGLang, blind, second model**",
     "sglang-as-vllm": "SGLang, blind, by `engine=vllm`",
     "sglang-llama": "SGLang, Llama-3.1-8B, blind",
-    "second-sglang-llama": "SGLang, Llama-3.1-8B, blind, second model",
     "third/vllm": "**vLLM, blind again, third host**",
     "third/vllm-page64": "vLLM with blocks of 64, blind, third host",
     "third/vllm-nothread": "vLLM without NIXL's progress thread, third host",
@@ -75,15 +73,14 @@ SHOWN = {"ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50", "e2e_p50_s": "e2e p
 
 def _read(name: str) -> dict[str, Any]:
     folder, name = (THIRD, name.partition("/")[2]) if name.startswith("third/") else (BLIND, name)
-    file = f"{name}.json" if name.startswith("second-") else f"expected-{name}.json"
-    return unseal((folder / file).read_bytes(), name)
+    return unseal((folder / f"expected-{name}.json").read_bytes(), name)
 
 
 def _folder(name: str) -> Path:
     """Return the folder of what was measured of the variant that the prediction *name* is about."""
     if name.startswith("third/"):
         return DATA / name
-    return BLIND / name.removeprefix("second-").partition("-as-")[0]
+    return BLIND / name.partition("-as-")[0]
 
 
 def _measured(name: str) -> dict[str, Any]:

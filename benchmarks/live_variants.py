@@ -38,13 +38,16 @@ from pdsim.validation.verdicts import seal, unseal
 SEED = "seed=7"
 SECONDS = 14.0
 REPEAT = 3
-COUNT, SHARE, SKIP = 36, 0.4, 400
-"""Of the slice of the trace: its requests, the share of the capacity that they ask for, and those left out
-before."""
+COUNT, SHARE, SKIP = 16, 0.25, 100
+"""Of the slice of the trace: its requests, the share of the capacity that they ask for, and those left out before.
+
+36, 0.4 and 400 in the campaigns before that of `FOURTH`, whose trace had its arrivals on a grid of 3 s.
+"""
 ALL = "mixed3k-70,answers-45,mixed1k-45,fixed3k-55,fixed3k-75,short-90,gamma-50,long12k-40,fixed1k-30"
 TWO = "mixed3k-70,answers-45"
 NEW = "fixed700-35,gamma1k-45,mixed2k-50,long6k-50"
 """Of `THIRD`, those that both engines are asked; what follows repeats loads of before, and one of these."""
+FOURTH = "fixed500-40,fixed5k-55,gamma3k-45,mixed1k5-45"
 PORTS = range(20100, 32000, 2000)
 """Of the first server of each variant, below those that the kernel gives to clients."""
 
@@ -67,6 +70,9 @@ class Variant:
     trace: bool = False
     repeat: int = REPEAT
     predicted: bool = True
+    both: tuple[str, ...] = ()  # arguments of both servers
+    flags: tuple[str, ...] = ()  # of the campaign
+    hw: str = "2xh200"  # of the prediction: no two ranks of the model share a GPU
 
     @property
     def token(self) -> int:
@@ -77,11 +83,13 @@ class Variant:
     def live(self) -> list[str]:
         """Words of the servers alone: their memory, which is given and not shared out by what is free."""
         if self.engine == "vllm":
-            memory, fraction = ["--kv-cache-memory-bytes", str(self.pool)], 0.16
-            sides = {"prefill": memory, "decode": [*memory, *self.decode]}
+            ranks = {side: 2 if f"parallel.{side}.tp=2" in self.words else 1 for side in ("prefill", "decode")}
+            memory = {side: ["--kv-cache-memory-bytes", str(self.pool // of)] for side, of in ranks.items()}
+            fraction = 0.16
+            sides = {"prefill": [*memory["prefill"], *self.both], "decode": [*memory["decode"], *self.decode]}
         else:
-            memory, fraction = ["--max-total-tokens", str(self.pool // self.token)], 0.9
-            sides = {"prefill": ["--disable-cuda-graph", *memory], "decode": memory}
+            tokens, fraction = ["--max-total-tokens", str(self.pool // self.token), *self.both], 0.9
+            sides = {"prefill": ["--disable-cuda-graph", *tokens], "decode": tokens}
         return [
             *(f"live.{side}_arguments={_quoted(arguments)}" for side, arguments in sides.items()),
             f"scheduler.memory_fraction={fraction}",
@@ -105,6 +113,7 @@ PATCH = (
 )
 """For `sed -i` on vLLM 0.22.1's nixl/worker.py."""
 EACH = ",".join(map(str, LENGTHS))
+UP_TO_8K = ",".join(str(length) for length in LENGTHS if length <= 8192)
 PUSHED = ("engine.posting_holds=false", "backend.intra.read_descriptor=0s")
 """Push as vLLM 0.26.0 does it: a thread of prefill posts writes once decode has asked, and no engine waits for
 it."""
@@ -113,6 +122,8 @@ CROWDED = ("engine.prefill.launch=0.8ms",)
 CROWDED_SGLANG = ("engine.prefill.launch=0.55ms",)
 """Of the model beside the servers of three more pairs: short forwards of single requests took vLLM 30 to 36 ms there
 (data/live/blind), 19 to 21 with one pair alone."""
+QUIET = ("engine.prefill.launch=0.7ms",)
+"""The same in between: vLLM beside three pairs took 21 to 29 ms on the third host (data/live/third)."""
 SMALL = 9_000_000_000
 NO_WORKERS = NO_THREAD.replace('"progress_thread":false,', "")
 """vLLM's own option: its progress thread stays, and posts without helpers."""
@@ -122,6 +133,12 @@ POSTS_ALONE = (
 """Of the model for `NO_THREAD`: the caller posts all descriptors itself, as fast as it did when first measured."""
 ONE_TO_TWO = ("parallel.decode.tp=2", "live.prefill_gpus=[0]", "live.decode_gpus=[0,1]")
 TWO_TO_ONE = ("parallel.prefill.tp=2", "live.prefill_gpus=[0,1]", "live.decode_gpus=[1]")
+UNBALANCED = ("live.environment={SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK:'false'}",)
+"""GPUs that other servers use, too."""
+SLICED = ("backend.intra.descriptor=2.85us",)
+"""Of Mooncake where heads are cut out token by token: 2.6 to 3.1 us in docs/validation.md."""
+SIX = 6_600_000_000
+"""Bytes, of which 6.04 GB hold one request of 40,960 tokens."""
 
 PLANS: Mapping[str, Mapping[str, Variant]] = {
     "vllm": {
@@ -192,6 +209,40 @@ PLANS: Mapping[str, Mapping[str, Variant]] = {
             model=(*CROWDED, "backend.options.num_threads='0'"),
         ),
     },
+    # TP between the sides and vLLM, then SGLang and a chunk: 700 s
+    "fifth": {
+        "vllm-1to2": Variant(
+            "vllm", "vllm", SIX, "none", EACH, words=ONE_TO_TWO, model=QUIET, flags=("--rest",), hw="4xh200",
+        ),
+        "vllm-2to1": Variant(
+            "vllm", "vllm", SIX, "none", EACH, words=TWO_TO_ONE, model=QUIET, flags=("--rest",), hw="4xh200",
+        ),
+        "vllm": Variant(
+            "vllm", "vllm", SMALL, f"{FOURTH},mixed3k-70,long12k-40,fixed500-40@2", EACH, model=QUIET, trace=True,
+        ),
+        "vllm-threads0": Variant(
+            "vllm", "vllm", SMALL, "mixed3k-70", decode=("--kv-transfer-config", NO_WORKERS),
+            model=(*QUIET, "backend.options.num_threads='0'"),
+        ),
+    },
+    "sixth": {
+        "sglang-1to2": Variant(
+            "sglang", "sglang", 68_000 * 147456, "none", UP_TO_8K, words=(*ONE_TO_TWO, *UNBALANCED), model=SLICED,
+            both=("--disable-custom-all-reduce",), flags=("--rest",), hw="4xh200",
+        ),
+        "sglang-2to1": Variant(
+            "sglang", "sglang", 68_000 * 147456, "none", UP_TO_8K, words=(*TWO_TO_ONE, *UNBALANCED), model=SLICED,
+            both=("--disable-custom-all-reduce",), flags=("--rest",), hw="4xh200",
+        ),
+        "sglang": Variant(
+            "sglang", "sglang", 120_000 * 147456, f"{FOURTH},mixed2k-50,fixed700-35,fixed500-40@2", EACH,
+            flags=("--freeze", "--rest"), trace=True,
+        ),
+        "vllm-chunk2k": Variant(
+            "vllm", "vllm", SMALL, "mixed3k-70,long12k-40", "2048,8192", words=("scheduler.chunk=2048",),
+            model=QUIET, flags=("--rest",),
+        ),
+    },
 }  # fmt: skip
 """Variants by name, in the order in which they are measured."""
 
@@ -215,7 +266,7 @@ def command(variant: Variant, folder: Path, limit: float, trace: Path, number: i
         *("--repeat", str(variant.repeat), "--lengths", variant.lengths, "--loads", variant.loads),
         *(("--trace", str(trace)) if variant.trace else ()),
         *("--trace-count", str(COUNT), "--trace-share", str(SHARE), "--trace-skip", str(SKIP)),
-        *(SEED, f"live.port={PORTS[number]}", *variant.live, *variant.words),
+        *(*variant.flags, SEED, f"live.port={PORTS[number]}", *variant.live, *variant.words),
     ]
 
 
@@ -286,13 +337,16 @@ def _wait(done: Any, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def predict(plan: Mapping[str, Variant], folder: Path, trace: Path) -> None:
-    """Write into *folder* what the model says of each variant of *plan*, and of each engine's by the other's."""
+def predict(plan: Mapping[str, Variant], folder: Path, trace: Path, only: str = "") -> None:
+    """Write into *folder* what the model says of each variant of *plan*, and of each engine's by the other's.
+
+    Of *only* that one, if it is named.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    plan = {name: variant for name, variant in plan.items() if variant.predicted}
+    plan = {name: variant for name, variant in plan.items() if variant.predicted and only in ("", name)}
     for name, variant in plan.items():
         base = [*GPUS[1:], *_system(variant.engine, variant), *variant.words, *variant.model]
-        _write(folder / f"expected-{name}.json", variant.engine, base, _parts(variant, trace, folder))
+        _write(folder / f"expected-{name}.json", variant.engine, base, _parts(variant, trace, folder), variant.hw)
         if variant.trace:
             other = "sglang" if variant.engine == "vllm" else "vllm"
             words = [*GPUS[1:], *_system(other, variant), *variant.words]
@@ -325,16 +379,18 @@ def _system(engine: str, variant: Variant) -> list[str]:
     return [SEED, *(word for word in SYSTEMS[engine] if not word.startswith("kv.pool=")), f"kv.pool={pool}B"]
 
 
-def _write(path: Path, engine: str, base: Sequence[str], parts: Mapping[str, Sequence[Request]]) -> None:
+def _write(
+    path: Path, engine: str, base: Sequence[str], parts: Mapping[str, Sequence[Request]], hw: str = "2xh200"
+) -> None:
     words = [word for word in base if not word.startswith("live.")]
-    path.write_bytes(seal(told(engine, words, parts, ())))
+    path.write_bytes(seal(told(engine, words, parts, (), hw)))
     print(f"sealed: {path}", flush=True)
 
 
 def _parts(variant: Variant, trace: Path, folder: Path) -> dict[str, list[Request]]:
     """Return the requests of *variant*, in its order."""
     own = [word for word in (*variant.words, *variant.model) if not word.startswith("live.")]
-    base = ["hw=2xh200", *GPUS[1:], SEED, *own]
+    base = [f"hw={variant.hw}", *GPUS[1:], SEED, *own]
     context = compose(base).model.context
     found = single_requests([int(one) for one in variant.lengths.split(",")], SINGLE_OUTPUT, variant.repeat, context)
     loads = dict(scaled(variant.loads, SECONDS, 1.0))
@@ -360,12 +416,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--hold", type=Path, help="a file without which nothing is measured before --ready")
     parser.add_argument("--site", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--python-path", default="", help="folders that come after those of a site")
+    parser.add_argument("--only", default="", help="predict this variant alone")
     parser.add_argument("--word", action="append", default=[], help="for every campaign, as in --word=--processor")
     asked = parser.parse_args(words)
     plan = PLANS[asked.plan]
     if asked.what == "run":
         return run(plan, asked)
-    predict(plan, asked.folder, asked.trace)
+    predict(plan, asked.folder, asked.trace, asked.only)
     return 0
 
 

@@ -52,15 +52,18 @@ def test_every_variant_starts_servers_whose_pool_is_the_one_that_is_predicted(pl
     servers = launches(config, variant.engine, tmp_path)
     model = config.model
     token = 2 * model.dtype_bytes * model.layers * model.kv_heads * model.head_dim
-    amount = str(variant.pool if variant.engine == "vllm" else variant.pool // token)
-    assert [amount in server.command for server in servers] == [True, True]
+    sides = (config.parallel.prefill, config.parallel.decode)
+    amounts = [
+        variant.pool // (side.tp if variant.engine == "vllm" else token) for side in sides
+    ]  # of a GPU, or all
+    assert [str(n) in server.command for n, server in zip(amounts, servers, strict=True)] == [True, True]
     assert variant.token == token
     loads = {name.partition("@")[0] for name in asked.loads.split(",")}  # after an @, a repeat
     assert loads == {"none"} or loads <= set(BLIND)
     assert len({server.port for server in servers}) == 2
     model = [word for word in (*variant.words, *variant.model) if not word.startswith("live.")]
     if variant.predicted:
-        compose(["hw=2xh200", *GPUS[1:], *live_variants._system(variant.engine, variant), *model])
+        compose([f"hw={variant.hw}", *GPUS[1:], *live_variants._system(variant.engine, variant), *model])
 
 
 def test_a_change_is_the_ratio_of_what_both_have():
